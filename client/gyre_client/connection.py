@@ -1,0 +1,175 @@
+"""One channel to one daemon: calls with deadlines, and every failure as an error of `gyre_client.errors`.
+
+The daemon explains a failure in a `google.rpc.ErrorInfo` (domain "gyre") inside the call's trailing metadata: `reason` is the
+class of the error, `metadata` its facts. What comes without one (a dead socket, a proxy, a deadline) is judged by its status.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+from grpc.experimental import ChannelOptions
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1.loader_pb2_grpc import LoaderStub
+
+from gyre_client.address import Address
+from gyre_client.errors import (
+    BY_REASON,
+    CorruptSample,
+    CursorRejected,
+    DaemonFault,
+    DaemonUnavailable,
+    GyreError,
+    InvalidRequest,
+    LeaseExpired,
+    NotAllowed,
+    Overloaded,
+    UnknownDataset,
+)
+from gyre_client.wire import MAX_FRAME_BYTES
+
+CALL_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = 600.0  # the daemon may have to build an index first; `gyre index` shows its progress
+INDEX_TIMEOUT_S = 24 * 3600.0
+CLOSE_TIMEOUT_S = 2.0
+MAX_CONTROL_BYTES = 64 << 10
+RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants to be left alone
+
+_DOMAIN = "gyre"
+_DETAILS_KEY = "grpc-status-details-bin"
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # nobody else's connection back-off
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
+)
+_BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: UnknownDataset,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
+    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
+    grpc.StatusCode.FAILED_PRECONDITION: CursorRejected,
+    grpc.StatusCode.DATA_LOSS: CorruptSample,
+    grpc.StatusCode.ABORTED: LeaseExpired,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: DaemonUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DaemonUnavailable,
+    grpc.StatusCode.CANCELLED: DaemonUnavailable,
+}
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+
+
+def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
+    """Returns what `failure` means: by the reason that the daemon gave, else by the call's status."""
+    details = failure.details() or ""
+    explained = _explanation(failure)
+    if explained is not None:
+        error_class, facts = explained
+        return error_class(details, facts)
+    error_class = _BY_STATUS.get(failure.code(), DaemonFault)
+    if error_class is DaemonUnavailable:
+        return DaemonUnavailable(f"no daemon answers at {address.text}: {details}")
+    return error_class(f"the daemon at {address.text} answered {failure.code().name}: {details}")
+
+
+def _explanation(failure: grpc.RpcError) -> tuple[type[GyreError], dict[str, str]] | None:
+    status = _status(failure)
+    info, retry = ErrorInfo(), RetryInfo()
+    for detail in status.details:
+        detail.Unpack(info)
+        detail.Unpack(retry)
+    if info.domain != _DOMAIN or info.reason not in BY_REASON:
+        return None
+    facts = dict(info.metadata)
+    if retry.HasField("retry_delay"):
+        facts[RETRY_AFTER] = str(retry.retry_delay.ToTimedelta().total_seconds())
+    return BY_REASON[info.reason], facts
+
+
+def _status(failure: grpc.RpcError) -> Status:
+    metadata = cast("Iterable[tuple[str, str | bytes]]", failure.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return Status.FromString(value)
+            except DecodeError:
+                return Status()
+    return Status()
+
+
+class Connection:
+    """The calls that a daemon answers. Every method raises a GyreError, never a grpc.RpcError; safe to use from any thread."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._stub = LoaderStub(self._channel)
+        self._read_payload = self._channel.unary_stream(
+            "/gyre_protos.v1.Loader/ReadPayload",
+            request_serializer=pb.ReadPayloadRequest.SerializeToString,
+            response_deserializer=None,  # the frames as they are: see wire.chunk_data
+        )
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the channel and whatever calls are under way on it."""
+        self._channel.close()
+
+    def list_datasets(self) -> pb.ListDatasetsResponse:
+        """Returns the datasets that the daemon serves by name."""
+        return self._call(self._stub.ListDatasets, pb.ListDatasetsRequest(), CALL_TIMEOUT_S)
+
+    def describe(self, dataset: pb.DatasetRef, timeout_s: float = OPEN_TIMEOUT_S) -> pb.DatasetDescription:
+        """Returns what the dataset is; opens it in the daemon."""
+        return self._call(self._stub.DescribeDataset, pb.DescribeDatasetRequest(dataset=dataset), timeout_s)
+
+    def index(self, dataset: pb.DatasetRef) -> Iterator[pb.IndexProgress]:
+        """Builds what is missing of the dataset's index; yields once per shard."""
+        try:
+            yield from self._stub.IndexDataset(pb.IndexDatasetRequest(dataset=dataset), timeout=INDEX_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise error_from(failure, self.address) from None
+
+    def plan_step(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
+        """Returns the sample ids of one step."""
+        return self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
+
+    def open_session(self, request: pb.OpenSessionRequest, timeout_s: float = OPEN_TIMEOUT_S) -> pb.SessionOpened:
+        """Opens a session; from now on the daemon prefetches for it."""
+        return self._call(self._stub.OpenSession, request, timeout_s)
+
+    def close_session(self, session_id: str) -> None:
+        """Ends a session, if the daemon still answers and knows it."""
+        self._call(self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), CLOSE_TIMEOUT_S)
+
+    def status(self, timeout_s: float = CALL_TIMEOUT_S) -> pb.DaemonStatus:
+        """Returns what the daemon is doing."""
+        return self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s)
+
+    def stream(self, requests: Iterator[pb.StreamRequest]) -> "grpc.CallIterator[pb.StreamResponse]":
+        """Starts the control stream of a session. Its failures are grpc.RpcErrors: whoever iterates translates them."""
+        return self._stub.Stream(requests)
+
+    def read_payload(self, session_id: str) -> "grpc.CallIterator[bytes]":
+        """Starts the payload stream of a session, as raw frames. Its failures are grpc.RpcErrors, as with `stream`."""
+        return self._read_payload(pb.ReadPayloadRequest(session_id=session_id))
+
+    def _call(self, method: Callable[..., _Response], request: Message, timeout_s: float) -> _Response:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as failure:
+            raise error_from(failure, self.address) from None

@@ -1,0 +1,78 @@
+"""How long a daemon may be away, and when to knock again.
+
+Time counts only while there is no session: a daemon that is up and waits for slow storage uses up nobody's patience. It adds up
+until a batch arrives, so a daemon that comes back only to die again does not get the limit anew each time.
+"""
+
+import random
+import time
+from collections.abc import Callable
+
+from gyre_client.connection import RETRY_AFTER
+from gyre_client.errors import DaemonUnavailable, GyreError, LeaseExpired, Overloaded, StorageUnavailable
+
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 2.0
+
+_PASSING = (DaemonUnavailable, LeaseExpired, StorageUnavailable, Overloaded)
+
+
+class Outage:
+    """Decides, failure by failure, between another attempt and giving up."""
+
+    def __init__(
+        self,
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._uniform = uniform
+        self._spent_s = 0.0
+        self._since: float | None = None
+        self._num_failures = 0
+
+    @property
+    def num_failures(self) -> int:
+        """The attempts that failed since the last batch."""
+        return self._num_failures
+
+    @property
+    def remaining_s(self) -> float:
+        """What is left of the limit."""
+        return self._limit_s - self._waited_s()
+
+    def attached(self) -> None:
+        """There is a session again: the clock stands still."""
+        self._spent_s = self._waited_s()
+        self._since = None
+
+    def batch_received(self) -> None:
+        """The outage, if there was one, is over."""
+        self._spent_s = 0.0
+        self._since = None
+        self._num_failures = 0
+
+    def next_pause_s(self, failure: GyreError) -> float:
+        """Returns how long to wait before the next attempt: full jitter under an exponential, capped ceiling.
+
+        The daemon's own wish (the fact `retry_after_s`) is the least.
+
+        Raises:
+            GyreError: `failure` itself, if it will not pass; another of its class that says how long was waited, if the limit
+                is reached.
+        """
+        if not isinstance(failure, _PASSING):
+            raise failure
+        self._since = self._clock() if self._since is None else self._since
+        self._num_failures += 1
+        if self.remaining_s <= 0:
+            account = f"gave up after {self._waited_s():.1f} s and {self._num_failures} attempts"
+            raise type(failure)(f"{failure} ({account})", failure.facts)
+        ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
+        pause_s = max(self._uniform(0.0, ceiling_s), float(failure.facts.get(RETRY_AFTER, 0.0)))
+        return min(pause_s, self.remaining_s)
+
+    def _waited_s(self) -> float:
+        return self._spent_s + (0.0 if self._since is None else self._clock() - self._since)

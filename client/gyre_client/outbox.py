@@ -1,0 +1,61 @@
+"""What a client has to say on a session's control stream: credits, releases, and that it is alive.
+
+Credits and releases are coalesced: whatever came up since the last message travels in the next one.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+MAX_RELEASES = 4096  # in one message: three bytes a step or so, well below the limit of a control message
+
+
+class Outbox:
+    """Filled by the consumer and the receiver, drained by gRPC's sending thread."""
+
+    def __init__(self, session_id: str, num_credits: int) -> None:
+        self._session_id = session_id
+        self._num_credits = num_credits
+        self._released: list[int] = []
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def credit(self, num_batches: int) -> None:
+        """So many batches more may be sent."""
+        with self._changed:
+            self._num_credits += num_batches
+            self._changed.notify()
+
+    def release(self, step: int) -> None:
+        """The payload of `step` has been copied."""
+        with self._changed:
+            self._released.append(step)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Nothing more is to be said; the client half-closes its stream."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def messages(self, heartbeat_s: float, on_wake: Callable[[], None]) -> Iterator[pb.StreamRequest]:
+        """Yields the attachment, then what there is to say; after `heartbeat_s` of silence a heartbeat. Ends once closed.
+
+        Args:
+            heartbeat_s: The longest silence.
+            on_wake: Called before each message, so at least every `heartbeat_s`.
+        """
+        yield pb.StreamRequest(attach=pb.Attach(session_id=self._session_id))
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_credits or self._released or self._closed, heartbeat_s)
+                num_credits, self._num_credits = self._num_credits, 0
+                released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
+            on_wake()
+            if released:
+                yield pb.StreamRequest(release=pb.Release(steps=released))
+            if num_credits:
+                yield pb.StreamRequest(credit=pb.Credit(num_batches=num_credits))
+            if not released and not num_credits:
+                yield pb.StreamRequest(heartbeat=pb.Heartbeat())

@@ -1,0 +1,176 @@
+"""A stream of batches that outlives daemons: one receiver thread, one session after another, no batch lost or doubled.
+
+The receiver opens a session, takes its batches into a queue that the credits bound, and when the session ends early opens the
+next one at the cursor of the last batch it received whole. Batches already in the queue stay valid whatever becomes of the
+daemon: their memory is the client's.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.attachment import Attachment
+from gyre_client.batch import Batch
+from gyre_client.connection import OPEN_TIMEOUT_S, Connection
+from gyre_client.endpoint import Endpoint
+from gyre_client.errors import DaemonFault, GyreError
+from gyre_client.outage import Outage
+
+POLL_S = 1.0
+JOIN_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class BatchStream:
+    """The batches of one reader from a cursor on.
+
+    Attributes:
+        opened: What the daemon granted when the stream began.
+    """
+
+    def __init__(self, endpoint: Endpoint, request: pb.OpenSessionRequest, reattach_timeout_s: float) -> None:
+        """Opens a session and starts to receive; waits up to `reattach_timeout_s` for a daemon to be there.
+
+        Args:
+            endpoint: Where the daemon is.
+            request: What to open. The stream keeps it and moves its cursor and generation on.
+            reattach_timeout_s: How long the daemon may be away, now or later.
+
+        Raises:
+            GyreError: The daemon refuses, or stays away.
+        """
+        self._endpoint = endpoint
+        self._request = request
+        self._connection = Connection(endpoint.address)
+        self._outage = Outage(reattach_timeout_s)
+        self._inbox: queue.SimpleQueue[Batch | GyreError | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # over the three below
+        self._attachment: Attachment | None = None
+        self._session_id = ""
+        self._num_unread = 0
+        try:
+            self.opened = self._open_session()
+        except BaseException:
+            self._connection.close()
+            raise
+        self._request.cursor = self.opened.cursor
+        self._thread = threading.Thread(target=self._run, name="gyre-receiver", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """Of the newest session."""
+        return self._request.reader.generation
+
+    def take(self) -> Batch | None:
+        """Returns the next batch, None after the last; waits for it as long as the daemon is alive.
+
+        Raises:
+            GyreError: Why there is no next batch; again on every further call.
+        """
+        while True:
+            is_alive = self._thread.is_alive()  # asked first: what it put before it ended is in the queue
+            try:
+                item = self._inbox.get(timeout=POLL_S)
+            except queue.Empty:
+                if is_alive:
+                    continue
+                raise DaemonFault("this stream was closed while it was being read") from None
+            if isinstance(item, Batch):
+                self._credit_one()
+                return item
+            self._inbox.put(item)  # the end stays the end
+            if item is None:
+                return None
+            raise item
+
+    def close(self) -> None:
+        """Ends the session and the receiver. Batches taken stay valid."""
+        self._closing.set()
+        with self._lock:
+            attachment, session_id = self._attachment, self._session_id
+        if attachment is not None:
+            attachment.close()
+            with contextlib.suppress(GyreError):  # a daemon that is gone has forgotten the session anyway
+                self._connection.close_session(session_id)
+        self._connection.close()
+        if threading.current_thread() is not self._thread:  # a garbage collection may close from any thread
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def _credit_one(self) -> None:
+        with self._lock:
+            self._num_unread -= 1
+            if self._attachment is not None:
+                self._attachment.outbox.credit(1)
+
+    def _run(self) -> None:
+        end: GyreError | None = None
+        try:
+            self._receive_all()
+        except GyreError as failure:
+            end = failure
+        except BaseException as defect:
+            end = DaemonFault(f"the receiver failed: {defect!r}")
+            end.__cause__ = defect
+        if not self._closing.is_set():  # what fails while closing is the closing
+            self._inbox.put(end)
+
+    def _receive_all(self) -> None:
+        opened = self.opened
+        while True:
+            try:
+                return self._receive(opened)
+            except GyreError as failure:
+                self._pause(failure)
+            opened = self._open_session()
+
+    def _receive(self, opened: pb.SessionOpened) -> None:
+        attachment = self._attach(opened)
+        try:
+            for batch in attachment.batches():
+                self._outage.batch_received()
+                self._request.cursor = batch.cursor
+                with self._lock:
+                    self._num_unread += 1
+                self._inbox.put(batch)
+        finally:
+            with self._lock:
+                self._attachment = None
+            attachment.close()
+
+    def _attach(self, opened: pb.SessionOpened) -> Attachment:
+        """Starts on a session, with credit for what the queue still has room for."""
+        with self._lock:
+            num_credits = max(0, opened.prefetch_batches - self._num_unread)
+            self._attachment = Attachment(self._connection, opened, num_credits)
+            self._session_id = opened.session_id
+            return self._attachment
+
+    def _open_session(self) -> pb.SessionOpened:
+        """Opens a session of the next generation at the cursor, however many attempts that takes within the limit."""
+        while True:
+            self._request.reader.generation += 1
+            timeout_s = OPEN_TIMEOUT_S if not self._outage.num_failures else max(self._outage.remaining_s, 1.0)
+            try:
+                self._endpoint.ensure()
+                opened = self._connection.open_session(self._request, timeout_s)
+            except GyreError as failure:
+                self._pause(failure)
+                continue
+            self._outage.attached()
+            return opened
+
+    def _pause(self, failure: GyreError) -> None:
+        """Waits before the next attempt; raises where there shall be none: see `Outage.next_pause_s`."""
+        if self._closing.is_set():
+            raise failure
+        pause_s = self._outage.next_pause_s(failure)
+        if self._outage.num_failures == 1:
+            _log.warning("%s; trying again for up to %.0f s", failure, self._outage.remaining_s)
+        if self._closing.wait(pause_s):
+            raise failure
