@@ -1,9 +1,14 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both set everything up first.
 PYTHON ?= python3.11
 VENV ?= .venv
-BIN := $(VENV)/bin
-STAMP := $(VENV)/.gyre-setup
 PROTO := protos/gyre_protos/v1/loader.proto
+PROTO_OUT ?= protos
+
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.gyre-setup
+# What the shell has active (another environment, a PYTHONPATH) stays outside.
+IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(BIN):$$PATH"
+PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: setup demo test lint protos bench clean
 
@@ -11,27 +16,27 @@ setup: $(STAMP)
 
 # torch comes first and from the pins: a looser requirement would pull a build for GPUs.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	env -u PYTHONHOME -u PYTHONPATH $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch hatchling
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	touch $@
 
 demo: setup
-	$(BIN)/python examples/demo.py
+	$(IN_VENV) python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(IN_VENV) python -m pytest -n auto --dist worksteal
 
 lint: setup
-	PATH="$(abspath $(BIN)):$$PATH" .ci/lint
+	$(IN_VENV) .ci/lint
+	$(IN_VENV) .ci/docker
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --grpc_python_out=protos \
-	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --mypy_out=quiet:protos \
-	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=quiet:protos $(PROTO)
+	$(IN_VENV) python -m grpc_tools.protoc -I protos --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) \
+	  --mypy_out=quiet:$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) $(PROTO)
 
 bench: setup
-	$(BIN)/python -m benchmarks
+	$(IN_VENV) python -m benchmarks
 
 clean:
 	rm -rf $(VENV) .demo dist build
