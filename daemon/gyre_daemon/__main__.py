@@ -1,0 +1,6 @@
+"""`python -m gyre_daemon` is `gyred`."""
+
+from gyre_daemon.cli import main
+
+if __name__ == "__main__":
+    main()

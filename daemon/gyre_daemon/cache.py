@@ -1,0 +1,120 @@
+"""Indexes of shards, kept as sidecar files so that a shard is scanned once and not at every start.
+
+A sidecar lies beside its local shard, or in the index folder where one is configured, where the shard is remote, or where the
+shard's own folder cannot be written. It is keyed by the shard's size and version; one that is stale, torn or foreign reads as absent.
+"""
+
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiofiles
+import numpy as np
+
+from gyre_daemon.errors import Overloaded
+
+Arrays = Mapping[str, np.ndarray]
+SUFFIX = ".gyre-index"
+_LAYOUT_VERSION = 1
+_KEY = "key"
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarKey:
+    """What an index belongs to: it is valid for exactly this.
+
+    Attributes:
+        location: the dataset's, redacted; keeps equal names of different datasets apart.
+        shard: the shard's relative name.
+        size_bytes: the shard's.
+        version: the shard's.
+        scanner: name and version of what made the index.
+    """
+
+    location: str
+    shard: str
+    size_bytes: int
+    version: str
+    scanner: str
+
+    def encoded(self) -> bytes:
+        """The key as stored; the location is not part of validity, since mounts move."""
+        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.scanner]).encode()
+
+
+class SidecarStore:
+    """Loads and saves sidecars; safe for several daemons on one folder, since files only ever appear whole."""
+
+    def __init__(self, index_dir: str, fallback_dir: Path) -> None:
+        self._configured = Path(index_dir) if index_dir else None
+        self._fallback = fallback_dir
+
+    async def load(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
+        """The index of a shard, or None where there is no fresh one."""
+        for path in self._places(key, local_path):
+            try:
+                async with aiofiles.open(path, "rb") as file:
+                    arrays = _decode(await file.read())
+            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+                continue
+            if arrays[_KEY].tobytes() == key.encoded():
+                return arrays
+        return None
+
+    async def save(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
+        """Store an index whole or not at all.
+
+        Raises:
+            Overloaded: no place could take it; names the last one and why.
+        """
+        data = _encode({**arrays, _KEY: np.frombuffer(key.encoded(), np.uint8)})
+        failures: list[tuple[Path, OSError]] = []
+        for place in self._places(key, local_path):
+            try:
+                await _write_whole(place, data)
+            except OSError as failure:
+                failures.append((place, failure))
+            else:
+                return
+        path, error = failures[0]
+        raise Overloaded(
+            f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {path}: {error.strerror}; free some space or set index_dir",
+            {"shard": key.shard, "needed_bytes": len(data), "reason": error.strerror or "unknown"},
+        ) from error
+
+    def _places(self, key: SidecarKey, local_path: Path | None) -> Sequence[Path]:
+        name = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16).hexdigest() + SUFFIX
+        if self._configured:
+            return [self._configured / name]
+        beside = [local_path.with_name(local_path.name + SUFFIX)] if local_path else []
+        return [*beside, self._fallback / name]
+
+
+async def _write_whole(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        async with aiofiles.open(unfinished, "wb") as file:
+            await file.write(data)
+            await file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _encode(arrays: Arrays) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]  # the zip container checks its members' CRC
+    return buffer.getvalue()
+
+
+def _decode(data: bytes) -> Arrays:
+    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}

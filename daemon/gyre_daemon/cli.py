@@ -1,0 +1,134 @@
+"""`gyred`: serve, check a configuration, ask for a daemon's health."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gyre_daemon import __version__
+from gyre_daemon.config import DaemonConfig, EffectiveConfig, load
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.events import start_log
+from gyre_daemon.formats import make_format
+from gyre_daemon.listen import parse_address
+from gyre_daemon.server import Privacy, serve
+from gyre_daemon.storage import parse_location
+
+_FLAG_KEYS = ("memory_budget", "log_level", "index_dir", "prefetch_batches", "num_io_threads")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits 2 for a configuration that cannot be used."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        sys.exit(parsed.run(parsed))
+    except ConfigError as error:
+        print(f"gyred: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gyred", description="One loader daemon per node for all its training jobs.")
+    parser.add_argument("--version", action="version", version=f"gyred {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serving = commands.add_parser("serve", help="serve the datasets of a configuration")
+    _add_config_flags(serving)
+    serving.add_argument(
+        "--embedded", action="store_true", help="a private daemon: serve ad-hoc datasets, on --socket-dir only"
+    )
+    serving.add_argument("--socket-dir", type=Path, metavar="DIR", help="with --embedded: a private folder; removed at the end")
+    serving.add_argument("--parent-pid", type=int, default=0, metavar="PID", help="with --embedded: end when this process ends")
+    serving.set_defaults(run=_serve)
+
+    checking = commands.add_parser("check-config", help="print the effective configuration and where each value comes from")
+    _add_config_flags(checking)
+    checking.set_defaults(run=_check_config)
+
+    asking = commands.add_parser("health", help="exit 0 if the daemon at an address serves, 1 if not")
+    asking.add_argument("--address", required=True, metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT")
+    asking.set_defaults(run=_health)
+    return parser
+
+
+def _add_config_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
+    parser.add_argument(
+        "--listen", action="append", metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT; several times for several"
+    )
+    for key in _FLAG_KEYS:
+        parser.add_argument(
+            f"--{key.replace('_', '-')}", metavar=key.rpartition("_")[2].upper(), help=f"overrides `{key}` of the file"
+        )
+
+
+def _load(parsed: argparse.Namespace) -> EffectiveConfig:
+    flags: dict[str, Any] = {key: getattr(parsed, key) for key in (*_FLAG_KEYS, "listen")}
+    if getattr(parsed, "socket_dir", None):
+        flags["listen"] = [f"unix:{parsed.socket_dir}/gyre.sock"]
+    return load(parsed.config, os.environ, flags)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    if parsed.embedded != (parsed.socket_dir is not None):
+        raise ConfigError("--embedded and --socket-dir go together")
+    config = _load(parsed).config
+    _check(config)
+    privacy = Privacy(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
+    start_log(config.log_level)
+    uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy))
+    return 0
+
+
+def _check_config(parsed: argparse.Namespace) -> int:
+    effective = _load(parsed)
+    _check(effective.config)
+    for field in fields(DaemonConfig):
+        if field.name != "datasets":
+            value = getattr(effective.config, field.name)
+            print(f"{field.name} = {json.dumps(value)}  # {effective.origins[field.name]}")
+    for name, dataset in sorted(effective.config.datasets.items()):
+        print(
+            f"\n[datasets.{name}]\nuri = {json.dumps(parse_location(dataset.uri).text)}\nformat = {json.dumps(dataset.format)}"
+        )
+        for key, value in dataset.options.items():
+            print(f"{key} = {json.dumps(value)}")
+        if dataset.storage:
+            print(f"# storage settings: {', '.join(sorted(dataset.storage))}")
+    return 0
+
+
+def _health(parsed: argparse.Namespace) -> int:
+    target = parse_address(parsed.address).grpc_target
+    with grpc.insecure_channel(target) as channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        except grpc.RpcError as error:
+            print(f"gyred: no daemon answers at {parsed.address}: {error.code().name}", file=sys.stderr)
+            return 1
+    serving = response.status == health_pb2.HealthCheckResponse.SERVING
+    print("serving" if serving else "not serving")
+    return 0 if serving else 1
+
+
+def _check(config: DaemonConfig) -> None:
+    """Find every mistake before anything is bound."""
+    for address in config.listen:
+        parse_address(address)
+    for name, dataset in config.datasets.items():
+        make_format(name, dataset)
+        try:
+            parse_location(dataset.uri)
+        except ValueError as error:
+            raise ConfigError(f"datasets.{name}.uri: {error}") from error
+
+
+def _cache_home() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -1,0 +1,235 @@
+"""The configuration: a TOML file, overridden by `GYRE_*` variables, overridden by flags, checked whole before anything runs."""
+
+import dataclasses
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from gyre_daemon.errors import ConfigError
+
+Options = TypeVar("Options")
+Origin = Literal["default", "file", "environment", "flag"]
+
+ENVIRONMENT_PREFIX = "GYRE_"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|)")
+_UNIT_BYTES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Size(int):
+    """A number of bytes; in TOML an integer or text such as "64MiB"."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetConfig:
+    """One named dataset.
+
+    Attributes:
+        uri: a file, a folder, a glob or a brace list of shards; a path, or a URL of a scheme that fsspec knows.
+        format: `tokens` or `webdataset`.
+        options: the remaining keys of the table; the format reads them.
+        storage: settings of the storage driver (endpoint, region, credentials); the driver reads them.
+    """
+
+    uri: str
+    format: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """How a daemon runs.
+
+    Attributes:
+        listen: addresses, `unix:PATH` or `tcp:HOST:PORT`.
+        memory_budget: bytes that the batch buffers of all sessions may take together.
+        session_memory: bytes that those of one session may take; more only where a single batch needs it.
+        prefetch_batches: batches that are in flight or ready ahead of each trainer, unless the client asks otherwise.
+        lease_s: a client silent for longer loses its session.
+        drain_timeout_s: how long SIGTERM lets batches in flight finish.
+        num_io_threads: threads that read local files and decode.
+        max_requests: requests in flight to one object storage.
+        index_dir: where indexes of shards are kept; beside local shards where absent and writable.
+        log_level: debug, info, warning or error.
+        datasets: by name.
+    """
+
+    listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
+    memory_budget: Size = Size(1 << 30)
+    session_memory: Size = Size(256 << 20)
+    prefetch_batches: int = 8
+    lease_s: float = 30.0
+    drain_timeout_s: float = 10.0
+    num_io_threads: int = 4
+    max_requests: int = 256
+    index_dir: str = ""
+    log_level: str = "info"
+    datasets: Mapping[str, DatasetConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse values that no daemon can run with."""
+        for name in ("memory_budget", "session_memory", "prefetch_batches", "lease_s", "num_io_threads", "max_requests"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, but is {getattr(self, name)}")
+        if not self.listen:
+            raise ConfigError('listen is empty; name an address such as "unix:/run/gyre/gyre.sock"')
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f'log_level is "{self.log_level}"; it must be debug, info, warning or error')
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveConfig:
+    """A checked configuration and where each of its top-level values came from."""
+
+    config: DaemonConfig
+    origins: Mapping[str, Origin]
+
+
+def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> EffectiveConfig:
+    """Merge defaults, file, environment and flags, the later over the earlier.
+
+    Args:
+        path: a TOML file; None for none.
+        environment: `GYRE_<KEY>` sets the scalar key of that name; lists are comma-separated.
+        flags: values by key; None means not given.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
+    """
+    table = _read_toml(path) if path else {}
+    datasets = {name: parse_dataset(name, entry) for name, entry in _datasets(table).items()}
+    origins: dict[str, Origin] = dict.fromkeys(_scalar_names(), "default")
+    values: dict[str, Any] = {}
+    for origin, layer in (("file", table), ("environment", _from_environment(environment)), ("flag", flags)):
+        for key, value in layer.items():
+            if value is not None:
+                values[key] = value
+                origins[key] = typing.cast("Origin", origin)
+    where = str(path) if path else "the configuration"
+    scalars = parse_options(DaemonConfig, values, where)
+    return EffectiveConfig(dataclasses.replace(scalars, datasets=datasets), origins)
+
+
+def parse_dataset(name: str, table: object) -> DatasetConfig:
+    """Check what every dataset has in common; its format checks the rest when it is opened.
+
+    Raises:
+        ConfigError: `uri` or `format` is absent or no text, or `storage` no table.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"datasets.{name} must be a table with `uri` and `format`")
+    rest = dict(table)
+    storage = rest.pop("storage", {})
+    if not isinstance(storage, dict):
+        raise ConfigError(f"datasets.{name}.storage must be a table")
+    texts = []
+    for key in ("uri", "format"):
+        value = rest.pop(key, None)
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"datasets.{name}.{key} is missing or no text")
+        texts.append(value)
+    return DatasetConfig(texts[0], texts[1], rest, storage)
+
+
+def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:
+    """Make a frozen options dataclass of a TOML table.
+
+    Args:
+        cls: a dataclass whose fields are int, float, str, bool, Size or tuples of str.
+        table: key to value as TOML or text gives them.
+        where: what the table is, for the error.
+
+    Raises:
+        ConfigError: names the key, and the nearest known one where it is unknown.
+    """
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    values = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"unknown key `{key}` in {where}{_nearest(key, known)}")
+        values[key] = _convert(value, hints[key], f"{key} in {where}")
+    missing = [name for name in _required(cls) if name not in values]
+    if missing:
+        raise ConfigError(f"`{missing[0]}` is missing in {where}")
+    return cls(**values)
+
+
+def _required(cls: type[Any]) -> list[str]:
+    nothing = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(cls) if f.default is nothing and f.default_factory is nothing]
+
+
+def parse_size(text: str | int, where: str) -> Size:
+    """Bytes from an integer or text such as "1.5GiB"."""
+    match = _SIZE.fullmatch(str(text).strip())
+    if not match:
+        raise ConfigError(f'{where} must be a number of bytes such as 1048576 or "64MiB", but is {text!r}')
+    return Size(float(match[1]) * _UNIT_BYTES[match[2]])
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _datasets(table: dict[str, Any]) -> dict[str, Any]:
+    datasets = table.pop("datasets", {})
+    if not isinstance(datasets, dict):
+        raise ConfigError("datasets must be tables: [datasets.NAME]")
+    return datasets
+
+
+def _scalar_names() -> list[str]:
+    return [f.name for f in dataclasses.fields(DaemonConfig) if f.name != "datasets"]
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    names = {ENVIRONMENT_PREFIX + name.upper(): name for name in _scalar_names()}
+    return {names[key]: value for key, value in environment.items() if key in names}
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean `{close[0]}`?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """A value of the hinted type; text is parsed, since environment and ad-hoc options are text."""
+    if isinstance(hint, types.UnionType):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if hint is Size:
+        return parse_size(value, where)
+    if typing.get_origin(hint) is tuple:
+        return _convert_list(value, where)
+    if hint in (int, float) and isinstance(value, str):
+        value = _parse_number(value, hint, where)
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where} must be of type {hint.__name__}, but is {value!r}")
+    return value
+
+
+def _convert_list(value: Any, where: str) -> tuple[str, ...]:
+    items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{where} must be a list of texts, but is {value!r}")
+    return tuple(items)
+
+
+def _parse_number(text: str, kind: type[int] | type[float], where: str) -> int | float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} must be of type {kind.__name__}, but is {text!r}") from error

@@ -1,0 +1,89 @@
+"""The cursor: where a job stands. Tiny, versioned, equal on every rank, opaque to clients, and refused where it does not fit."""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass
+
+from gyre_daemon.errors import CursorRejected
+from gyre_daemon.permutation import ALGORITHM_VERSION
+from gyre_daemon.plan import Order
+
+_MAGIC = b"GYRE"
+_FORMAT_VERSION = 1
+_MAX_BYTES = 4096
+_MAX_POSITION = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Everything that decides which sample comes next.
+
+    Attributes:
+        fingerprint: of the dataset.
+        order: mode, tail, seed and G.
+        algorithm: version of the permutation.
+        position: the first that has not been consumed; a multiple of G.
+        num_substitutes: samples replaced so far.
+    """
+
+    fingerprint: str
+    order: Order
+    position: int
+    num_substitutes: int = 0
+    algorithm: int = ALGORITHM_VERSION
+
+    def encode(self) -> bytes:
+        """As bytes: magic, CRC-32 of the rest, format version and fields as JSON."""
+        body = json.dumps([_FORMAT_VERSION, asdict(self)], separators=(",", ":"), sort_keys=True).encode()
+        return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+
+
+def decode_cursor(data: bytes) -> Cursor:
+    """Read what `encode` wrote.
+
+    Raises:
+        CursorRejected: damaged, no cursor, or of a version that this daemon does not know.
+    """
+    body = data[8:]
+    if len(data) > _MAX_BYTES or data[:4] != _MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[4:8]:
+        raise CursorRejected("the cursor is damaged or is none of this loader's; pass the bytes as state_dict() gave them")
+    try:
+        version, fields = json.loads(body)
+    except ValueError as error:
+        raise CursorRejected("the cursor cannot be read; pass the bytes as state_dict() gave them") from error
+    if version != _FORMAT_VERSION:
+        raise CursorRejected(
+            f"the cursor has format version {version}, but this daemon reads version {_FORMAT_VERSION}; upgrade the daemon"
+        )
+    try:
+        cursor = Cursor(**{**fields, "order": Order(**fields["order"])})
+        fits = 0 <= cursor.position < _MAX_POSITION and cursor.position % cursor.order.global_batch_size == 0
+    except (TypeError, KeyError, ZeroDivisionError) as error:
+        raise CursorRejected("the cursor lacks what its version promises; pass the bytes as state_dict() gave them") from error
+    if not fits:
+        raise CursorRejected(f"the cursor's position {cursor.position} is no beginning of a global batch")
+    return cursor
+
+
+def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Order) -> None:
+    """Let a cursor pass only where every batch from it on is the one its job would have had.
+
+    Raises:
+        CursorRejected: one sentence that says what differs.
+    """
+    pairs = [
+        ("the order algorithm's version", cursor.algorithm, ALGORITHM_VERSION),
+        ("the order mode", cursor.order.mode, order.mode),
+        ("the tail", cursor.order.tail, order.tail),
+        ("the seed", cursor.order.seed, order.seed),
+        ("the global batch size", cursor.order.global_batch_size, order.global_batch_size),
+    ]
+    if cursor.fingerprint != fingerprint:
+        raise CursorRejected(
+            f"the cursor belongs to other data: its dataset's fingerprint is {cursor.fingerprint}, that of `{dataset_name}` is "
+            f"{fingerprint}; restore the dataset or start anew",
+            {"differs": "fingerprint"},
+        )
+    for what, theirs, ours in pairs:
+        if theirs != ours:
+            raise CursorRejected(f"the cursor does not fit: {what} is {theirs} there and {ours} here", {"differs": what})

@@ -1,0 +1,91 @@
+"""Everything that the daemon raises on purpose.
+
+GyreError
+├── InvalidInput (ValueError)
+│   ├── ConfigError          the operator's file, flag or environment
+│   └── InvalidRequest       a client's request
+├── UnknownDataset           no dataset of that name
+├── ShardMissing             a shard that the dataset names is not there
+├── NotAllowed               the dataset or the location is not for this client
+├── StorageUnavailable       the storage does not answer, or not in time
+├── CorruptSample            bytes that are not what the index or the format says
+├── CursorRejected           a cursor of another dataset, order or version
+├── Fenced                   a newer session of the same job and rank took over
+├── LeaseExpired             the client was silent for too long
+├── Overloaded               a budget is reached; says needed and limit
+└── Draining                 the daemon is about to stop
+
+A message is one sentence that names what it is about and what to do. `facts` are the same names for programs.
+"""
+
+from collections.abc import Mapping
+
+
+class GyreError(Exception):
+    """Base of the tree.
+
+    Attributes:
+        facts: what the error is about, by name, as text; travels to the client beside the message.
+    """
+
+    def __init__(self, message: str, facts: Mapping[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.facts = {key: str(value) for key, value in (facts or {}).items()}
+
+
+class InvalidInput(GyreError, ValueError):
+    """What was handed in does not make sense."""
+
+
+class ConfigError(InvalidInput):
+    """The configuration cannot be used."""
+
+
+class InvalidRequest(InvalidInput):
+    """The request cannot be served as it stands."""
+
+
+class UnknownDataset(GyreError):
+    """No dataset of that name is configured."""
+
+
+class ShardMissing(GyreError):
+    """A shard of the dataset is not where its location says."""
+
+
+class NotAllowed(GyreError):
+    """This client may not read that."""
+
+
+class StorageUnavailable(GyreError):
+    """The storage failed to answer after all retries."""
+
+
+class CorruptSample(GyreError):
+    """The bytes of a sample or of a shard contradict their format or their index."""
+
+
+class CursorRejected(GyreError):
+    """The cursor does not fit what was opened."""
+
+
+class Fenced(GyreError):
+    """Another session of the same job and rank is the newer one."""
+
+
+class LeaseExpired(GyreError):
+    """The session is gone because its client was silent."""
+
+
+class Overloaded(GyreError):
+    """The budget does not allow it now."""
+
+
+class Draining(GyreError):
+    """The daemon finishes what it has and takes nothing new."""
+
+
+def first_error(group: BaseExceptionGroup[Exception]) -> Exception:
+    """The first exception that a task group gathered: the others are its echoes."""
+    first = group.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,94 @@
+"""The seam between the formats and the rest of the daemon."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.cache import Arrays
+from gyre_daemon.storage import Shard
+
+Codec = Literal["bytes", "text", "json", "integer", "npy"]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One named tensor of a sample.
+
+    Attributes:
+        name: key in the batch.
+        dtype: of the tensor.
+        shape: of one sample; of one element where ragged.
+        ragged: samples differ in length along the first dim.
+        codec: how the stored bytes become the tensor; `bytes` are stored as the tensor lies in memory.
+    """
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    ragged: bool
+    codec: Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Where the stored bytes of n samples with F fields lie.
+
+    Attributes:
+        shard: int64 [n], index of the shard.
+        start: int64 [n, F], first byte in the shard.
+        size: int64 [n, F], in bytes.
+    """
+
+    shard: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+
+
+class SampleIndex(Protocol):
+    """All samples of a dataset, by sample id in `[0, num_samples)`."""
+
+    num_samples: int
+    fields: Sequence[FieldSpec]
+
+    def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
+        """Where the samples lie; vectorised, no I/O."""
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """An upper bound of the bytes that the ragged fields of samples at `num_samples` successive positions have together."""
+
+    def digest(self) -> bytes:
+        """Changes whenever a sample id would mean other bytes of the same shards."""
+
+
+class Format(Protocol):
+    """One way to store samples in shards.
+
+    Attributes:
+        pattern: which files of a folder are shards.
+        scanner: name and version of the scan, or None where offsets are arithmetic and nothing is scanned.
+    """
+
+    @property
+    def pattern(self) -> str:
+        """See above."""
+
+    @property
+    def scanner(self) -> str | None:
+        """See above."""
+
+    def scan(self, shard: str, file: BinaryIO) -> Arrays:
+        """The index of one shard, in one pass over its bytes; seeks where the file can.
+
+        Raises:
+            CorruptSample: the shard is damaged; names it and the offset.
+        """
+
+    def assemble(self, shards: Sequence[Shard], scans: Sequence[Arrays]) -> SampleIndex:
+        """The index of the dataset from those of its shards, in their order; no scans where there is no scanner.
+
+        Raises:
+            CorruptSample: the shards do not make one dataset; names the first that does not fit.
+        """

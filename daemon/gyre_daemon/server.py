@@ -1,0 +1,167 @@
+"""One daemon process from start to end: claims its addresses, serves, drains and leaves nothing behind."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from gyre_daemon.arena import Budget
+from gyre_daemon.cache import SidecarStore
+from gyre_daemon.catalog import Catalog
+from gyre_daemon.config import DaemonConfig
+from gyre_daemon.errors import ConfigError, GyreError
+from gyre_daemon.events import log_event
+from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address
+from gyre_daemon.metrics import Metrics
+from gyre_daemon.notify import feed_watchdog, notify
+from gyre_daemon.service import SERVICE_NAME, LoaderService, register
+from gyre_daemon.session import SessionEnvironment, SessionTable
+from gyre_daemon.storage import StorageOpener
+
+_MAX_CONTROL_BYTES = 64 << 10
+_SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # otherwise a second daemon would silently share the port
+    ("grpc.max_receive_message_length", _MAX_CONTROL_BYTES),
+    ("grpc.max_concurrent_streams", 4096),
+]
+_LAST_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Privacy:
+    """A daemon that belongs to one process: it serves whatever its owner names and ends with it.
+
+    Attributes:
+        parent_pid: the owner; 0 for none.
+        remove_dir: goes with the daemon; None for nothing.
+    """
+
+    parent_pid: int
+    remove_dir: Path | None
+
+
+async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy | None) -> None:
+    """Serve until SIGTERM, SIGINT or the end of the owner, then drain.
+
+    Raises:
+        ConfigError: an address cannot be used or is taken.
+    """
+    stopping = asyncio.Event()
+    _stop_on_signals(stopping)
+    if privacy:
+        _stop_with_owner(privacy.parent_pid, stopping)
+    addresses = [parse_address(text) for text in config.listen]
+    claims = [SocketClaim(address) for address in addresses if isinstance(address, UnixAddress)]
+    executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
+    try:
+        daemon = _Daemon(config, fallback_index_dir, executor, allow_ad_hoc=privacy is not None)
+        await daemon.run(addresses, claims, stopping)
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for claim in claims:
+            claim.give_up()
+        if privacy and privacy.remove_dir:
+            shutil.rmtree(privacy.remove_dir, ignore_errors=True)
+
+
+class _Daemon:
+    """The parts of a daemon, put together."""
+
+    def __init__(
+        self, config: DaemonConfig, fallback_index_dir: Path, executor: ThreadPoolExecutor, *, allow_ad_hoc: bool
+    ) -> None:
+        metrics = Metrics()
+        opener = StorageOpener(executor, config.num_io_threads, config.max_requests, metrics)
+        self._config = config
+        self._catalog = Catalog(
+            config.datasets, opener, SidecarStore(config.index_dir, fallback_index_dir), allow_ad_hoc=allow_ad_hoc
+        )
+        self._sessions = SessionTable(
+            SessionEnvironment(Budget(config.memory_budget), executor, metrics, config.session_memory, config.lease_s)
+        )
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        register(LoaderService(self._catalog, self._sessions, config.prefetch_batches), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def run(
+        self, addresses: Sequence[UnixAddress | TcpAddress], claims: Sequence[SocketClaim], stopping: asyncio.Event
+    ) -> None:
+        listening = [_bind(self._server, address) for address in addresses]
+        await self._server.start()
+        for claim in claims:
+            claim.open_to_group()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        background = [asyncio.create_task(self._sessions.watch_leases()), asyncio.create_task(feed_watchdog())]
+        log_event("ready", {"listen": listening, "pid": os.getpid(), "datasets": sorted(self._config.datasets)})
+        notify("READY=1")
+        await stopping.wait()
+        notify("STOPPING=1")
+        await self._drain()
+        for task in background:
+            task.cancel()
+        self._catalog.close()
+        log_event("stopped")
+
+    async def _drain(self) -> None:
+        """NOT_SERVING, no new session, the batches that are under way, goodbye."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._sessions.drain()
+        log_event("draining", {"sessions": len(list(self._sessions)), "timeout_s": self._config.drain_timeout_s})
+        deadline = asyncio.get_running_loop().time() + self._config.drain_timeout_s
+        while list(self._sessions) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for session in self._sessions:
+            self._sessions.close(session.session_id, GyreError("the daemon stopped"))
+        await self._server.stop(_LAST_GRACE_S)
+
+    async def _set_health(self, state: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, state)
+
+
+def _bind(server: grpc.aio.Server, address: UnixAddress | TcpAddress) -> str:
+    try:
+        port = server.add_insecure_port(address.grpc_target)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address.grpc_target}: is another process using it?") from error
+    if isinstance(address, TcpAddress):
+        return f"tcp:{address.host}:{port}"
+    return f"unix:{address.path}"
+
+
+def _stop_on_signals(stopping: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+
+
+def _stop_with_owner(parent_pid: int, stopping: asyncio.Event) -> None:
+    """A process descriptor becomes readable when its process ends, even by SIGKILL, and is not fooled by a pid that is used again."""
+    if not parent_pid:
+        return
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        stopping.set()
+        return
+    if os.getppid() != parent_pid:  # it died before we looked, and its pid is another's
+        stopping.set()
+
+    def owner_ended() -> None:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+        log_event("owner ended")
+        stopping.set()
+
+    loop.add_reader(descriptor, owner_ended)

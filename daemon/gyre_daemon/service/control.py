@@ -1,0 +1,76 @@
+"""The two directions of a session's control stream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from gyre_daemon.batch import Batch
+from gyre_daemon.errors import Draining, GyreError, InvalidRequest
+from gyre_daemon.service import convert
+from gyre_daemon.session import Session
+from gyre_protos.v1 import loader_pb2 as pb
+
+_MAX_BATCHES_PER_MESSAGE = 32
+_GOODBYE_RETRY_S = 1.0
+
+
+def take(session: Session, request: pb.StreamRequest) -> None:
+    """Do what a client's message says; every message renews the lease.
+
+    Raises:
+        InvalidRequest: a second `attach`, or an empty message.
+    """
+    session.renew()
+    match request.WhichOneof("event"):
+        case "credit":
+            session.add_credit(request.credit.num_batches)
+        case "release":
+            for step in request.release.steps:
+                session.release(step)
+        case "heartbeat":
+            pass
+        case _:
+            raise InvalidRequest("a message after the first must be `credit`, `release` or `heartbeat`")
+
+
+async def responses(session: Session, listening: asyncio.Task[None], lease_s: float) -> AsyncIterator[pb.StreamResponse]:
+    """What the client is told: batches as they become ready, signs of life, and how the stream ends.
+
+    Args:
+        session: attached.
+        listening: takes in the client's messages; done when the client has hung up.
+        lease_s: a sign of life comes four times in it.
+
+    Raises:
+        GyreError: a step failed or the session was ended.
+    """
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(lease_s / 4):
+                    batch = await session.next_batch()
+            except TimeoutError:
+                yield pb.StreamResponse(heartbeat=pb.Heartbeat())
+                continue
+            if batch is None:
+                yield pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=session.num_steps or 0))
+                break
+            yield _batches(session, batch)
+    except Draining as reason:
+        yield pb.StreamResponse(goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S))
+    except GyreError:
+        if listening.done():
+            listening.result()  # raises what the client did wrong
+            return
+        raise
+    await listening  # the client reads the rest of its payload and hangs up
+
+
+def _batches(session: Session, first: Batch) -> pb.StreamResponse:
+    """One message with all batches that can be sent now; one that fails is left for the next call."""
+    batches = [convert.from_batch(first, session.cursor_at(first.plan.step + 1))]
+    while len(batches) < _MAX_BATCHES_PER_MESSAGE and session.head_is_whole:
+        batch = session.ready_batch()
+        if batch is None:
+            break
+        batches.append(convert.from_batch(batch, session.cursor_at(batch.plan.step + 1)))
+    return pb.StreamResponse(batches=pb.Batches(batches=batches))

@@ -1,0 +1,187 @@
+"""The methods of the contract. Each one translates, delegates and answers; nothing is decided here."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from gyre_daemon import __version__
+from gyre_daemon.catalog import Catalog
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.errors import GyreError, InvalidRequest
+from gyre_daemon.plan import Plan, check_ranks
+from gyre_daemon.service import control, convert
+from gyre_daemon.service.status import Context, answers_errors
+from gyre_daemon.session import Session, SessionRequest, SessionTable
+from gyre_daemon.storage import parse_location
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
+_CHUNK_BYTES = (1 << 20) - 16  # with its frame, a message of at most 1 MiB
+_STREAM_ENDED = GyreError("the client ended its stream")
+
+
+class LoaderService(pb_grpc.LoaderServicer):
+    """One daemon's answers."""
+
+    def __init__(self, catalog: Catalog, sessions: SessionTable, prefetch_batches: int) -> None:
+        self._catalog = catalog
+        self._sessions = sessions
+        self._prefetch_batches = prefetch_batches
+        self._started = time.monotonic()
+
+    @answers_errors
+    async def ListDatasets(self, request: pb.ListDatasetsRequest, context: Context) -> pb.ListDatasetsResponse:
+        """The datasets that the operator named."""
+        return pb.ListDatasetsResponse(
+            datasets=[
+                pb.DatasetSummary(
+                    name=name, format=config.format, uri=parse_location(config.uri).text, open=self._catalog.is_open(name)
+                )
+                for name, config in sorted(self._catalog.datasets.items())
+            ]
+        )
+
+    @answers_errors
+    async def DescribeDataset(self, request: pb.DescribeDatasetRequest, context: Context) -> pb.DatasetDescription:
+        """One dataset, opened if it was not."""
+        return convert.from_dataset(await self._catalog.open(*self._resolve(request.dataset)))
+
+    @answers_errors
+    async def IndexDataset(self, request: pb.IndexDatasetRequest, context: Context) -> AsyncIterator[pb.IndexProgress]:
+        """Build what is missing of an index."""
+        async for progress in self._catalog.index(*self._resolve(request.dataset)):
+            yield pb.IndexProgress(
+                shards_done=progress.num_done,
+                num_shards=progress.num_shards,
+                num_samples=progress.num_samples,
+                shard=progress.shard,
+                reused=progress.reused,
+            )
+
+    @answers_errors
+    async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
+        """The samples of one step."""
+        order, world_size = convert.to_order(request.order), request.world_size or 1
+        check_ranks(order, request.rank, world_size)
+        dataset = await self._catalog.open(*self._resolve(request.dataset))
+        if request.step > 1 << 62 or request.step * order.global_batch_size > 1 << 62:
+            raise InvalidRequest(f"step {request.step} lies beyond any training; positions end at 2**62")
+        batch = Plan(order, dataset.num_samples).batch(request.step, request.rank, world_size)
+        return pb.PlanStepResponse(
+            sample_ids=batch.sample_ids.tolist(),
+            mask=[] if batch.mask is None else batch.mask.tolist(),
+            first_position=request.step * order.global_batch_size,
+            epoch=batch.epoch,
+        )
+
+    @answers_errors
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.SessionOpened:
+        """A new session; it begins to fetch at once."""
+        order, reader = convert.to_order(request.order), convert.to_reader(request.reader)
+        dataset = await self._catalog.open(*self._resolve(request.dataset))
+        prefetch_batches = request.prefetch_batches or self._prefetch_batches
+        session = self._sessions.open(
+            SessionRequest(dataset, order, reader, request.num_epochs, request.cursor, prefetch_batches)
+        )
+        return pb.SessionOpened(
+            session_id=session.session_id,
+            first_step=session.first_step,
+            num_steps=session.num_steps or 0,
+            num_samples=dataset.num_samples,
+            fingerprint=dataset.fingerprint,
+            cursor=session.cursor_at(session.first_step),
+            lease_s=self._sessions.environment.lease_s,
+            prefetch_batches=prefetch_batches,
+            fields=convert.from_fields(list(dataset.fields)),
+        )
+
+    @answers_errors
+    async def Stream(
+        self, request_iterator: AsyncIterator[pb.StreamRequest], context: Context
+    ) -> AsyncIterator[pb.StreamResponse]:
+        """A session's control stream; the session ends with it."""
+        first = await anext(request_iterator, pb.StreamRequest())
+        if first.WhichOneof("event") != "attach":
+            raise InvalidRequest("the first message of a stream must be `attach`")
+        session = self._sessions.get(first.attach.session_id)
+        session.attach()
+        listening = asyncio.create_task(self._listen(session, request_iterator))
+        try:
+            async for response in control.responses(session, listening, self._sessions.environment.lease_s):
+                yield response
+        finally:
+            listening.cancel()
+            self._sessions.close(session.session_id, _STREAM_ENDED)
+
+    @answers_errors
+    async def ReadPayload(self, request: pb.ReadPayloadRequest, context: Context) -> AsyncIterator[bytes]:
+        """The payload of a session's batches; its messages are PayloadChunk, framed by hand (see `register`)."""
+        session = self._sessions.get(request.session_id)
+        while batch := await session.next_payload():
+            for begin in range(0, batch.payload.nbytes, _CHUNK_BYTES):
+                yield convert.frame_chunk(batch.payload[begin : begin + _CHUNK_BYTES])
+
+    @answers_errors
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.SessionState:
+        """Where a session stands."""
+        return convert.from_session(self._sessions.get(request.session_id))
+
+    @answers_errors
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
+        """End a session; one that is not open is closed already."""
+        self._sessions.close(request.session_id, _STREAM_ENDED)
+        return pb.CloseSessionResponse()
+
+    @answers_errors
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
+        """The daemon and all its sessions."""
+        environment = self._sessions.environment
+        storage = [
+            pb.StorageCount(
+                scheme=labels.scheme,
+                kind=labels.kind,
+                outcome=labels.outcome,
+                num_requests=count.num_requests,
+                num_bytes=count.num_bytes,
+            )
+            for labels, count in sorted(environment.metrics.storage.items())
+        ]
+        return pb.DaemonStatus(
+            version=__version__,
+            pid=os.getpid(),
+            uptime_s=time.monotonic() - self._started,
+            draining=self._sessions.draining,
+            memory_reserved_bytes=environment.budget.reserved_bytes,
+            memory_budget_bytes=environment.budget.limit_bytes,
+            sessions=[convert.from_session(session) for session in self._sessions],
+            storage=storage,
+            num_batches_sent=environment.metrics.num_batches_sent,
+            num_bytes_sent=environment.metrics.num_bytes_sent,
+        )
+
+    def _resolve(self, ref: pb.DatasetRef) -> tuple[str, DatasetConfig]:
+        match ref.WhichOneof("ref"):
+            case "name":
+                return self._catalog.resolve(ref.name)
+            case "ad_hoc":
+                return self._catalog.resolve_ad_hoc(convert.to_ad_hoc(ref.ad_hoc))
+        raise InvalidRequest("the request names no dataset")
+
+    async def _listen(self, session: Session, requests: AsyncIterator[pb.StreamRequest]) -> None:
+        """Take in what the client says until it hangs up."""
+        async for request in requests:
+            control.take(session, request)
+        self._sessions.close(session.session_id, _STREAM_ENDED)
+
+
+def register(service: LoaderService, server: grpc.aio.Server) -> None:
+    """Make a server answer with this service; payload passes no protobuf codec."""
+    payload = grpc.unary_stream_rpc_method_handler(
+        service.ReadPayload, request_deserializer=pb.ReadPayloadRequest.FromString, response_serializer=None
+    )
+    pb_grpc.add_LoaderServicer_to_server(service, server)
+    server.add_registered_method_handlers(SERVICE_NAME, {"ReadPayload": payload})

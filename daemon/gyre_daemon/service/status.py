@@ -1,0 +1,87 @@
+"""How errors travel: one table from error to gRPC status, and the rich details that let a client tell them apart."""
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from gyre_daemon import errors
+from gyre_daemon.events import log_event
+
+DOMAIN = "gyre"
+STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
+    errors.GyreError: grpc.StatusCode.INTERNAL,
+    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownDataset: grpc.StatusCode.NOT_FOUND,
+    errors.ShardMissing: grpc.StatusCode.NOT_FOUND,
+    errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
+    errors.StorageUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.CorruptSample: grpc.StatusCode.DATA_LOSS,
+    errors.CursorRejected: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Fenced: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.LeaseExpired: grpc.StatusCode.ABORTED,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Draining: grpc.StatusCode.UNAVAILABLE,
+}
+_MAX_MESSAGE_CHARS = 2000
+_MAX_FACT_CHARS = 500
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def answers_errors(method: Method) -> Method:
+    """A servicer method that answers a GyreError with its status, and anything else with INTERNAL and a log line."""
+    if inspect.isasyncgenfunction(method):
+
+        async def stream(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                async for response in method(self, request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001  the boundary of the process
+                await _abort(context, error)
+
+        return stream  # type: ignore[return-value]
+
+    async def unary(self: Any, request: Any, context: Context) -> Any:
+        try:
+            return await _awaited(method(self, request, context))
+        except Exception as error:  # noqa: BLE001  the boundary of the process
+            await _abort(context, error)
+
+    return unary  # type: ignore[return-value]
+
+
+def to_status(error: errors.GyreError) -> status_pb2.Status:
+    """The error as google.rpc.Status: its sentence, and ErrorInfo with the class name as reason and the facts as metadata."""
+    facts = {key: value[:_MAX_FACT_CHARS] for key, value in error.facts.items()}
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=facts)
+    detail = AnyMessage()
+    detail.Pack(info)
+    code: int = STATUS_CODES[type(error)].value[0]  # type: ignore[index]
+    return status_pb2.Status(code=code, message=str(error)[:_MAX_MESSAGE_CHARS], details=[detail])
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    if isinstance(error, ExceptionGroup):
+        error = errors.first_error(error)
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, errors.GyreError):
+        log_event("internal error", {"error": repr(error)}, logging.ERROR)
+        logging.getLogger("gyre_daemon").debug("internal error", exc_info=error)
+        error = errors.GyreError(f"the daemon failed: {error!r}; see its log")
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")

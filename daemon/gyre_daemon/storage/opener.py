@@ -1,0 +1,140 @@
+"""Which driver serves which scheme, and the listing of a location's shards."""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+from gyre_daemon.errors import ConfigError, ShardMissing, first_error
+from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.storage.base import Shard, Storage
+from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
+from gyre_daemon.storage.location import Location, relative_names
+from gyre_daemon.storage.remote import RemoteStorage, driver_error
+
+_OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
+_RETRY_CONFIG = {"max_retries": 4}
+_LISTING_DEADLINE_S = 60.0
+
+
+class StorageOpener:
+    """Opens locations with one daemon's threads, limits and counters."""
+
+    def __init__(self, executor: Executor, num_threads: int, max_requests: int, metrics: Metrics) -> None:
+        self._executor = executor
+        self._num_threads = num_threads
+        self._max_requests = max_requests
+        self._metrics = metrics
+
+    async def open(self, location: Location, settings: Mapping[str, Any], pattern: str) -> Storage:
+        """List the shards of a location and stand ready to read them.
+
+        Args:
+            location: where.
+            settings: the driver's: endpoint, region, credentials.
+            pattern: which files count where the location is a folder.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: nothing is there, or it cannot be listed.
+            ConfigError: no driver is installed for the scheme, or it does not know a setting.
+        """
+        if location.scheme == "file":
+            loop = asyncio.get_running_loop()
+            paths, shards = await loop.run_in_executor(self._executor, _list_local, location, pattern)
+            self._count_listing("file", "ok")
+            return LocalStorage(paths, shards, self._executor, self._num_threads, self._metrics)
+        filesystem = _make_filesystem(location.scheme, settings)
+        names, shards = await self._list_remote(filesystem, location, pattern)
+        return RemoteStorage(location.scheme, filesystem, names, shards, self._max_requests, self._metrics)
+
+    async def _list_remote(
+        self, filesystem: AsyncFileSystem, location: Location, pattern: str
+    ) -> tuple[list[str], list[Shard]]:
+        outcome: Outcome = "error"
+        try:
+            async with asyncio.timeout(_LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_entries(filesystem, path, pattern)) for path in location.paths]
+            outcome = "ok"
+        except ExceptionGroup as errors:
+            raise driver_error(location.text, first_error(errors)) from errors
+        except TimeoutError as error:
+            raise driver_error(location.text, error) from error
+        finally:
+            self._count_listing(location.scheme, outcome)
+        entries = [entry for task in tasks for entry in task.result()]
+        if not entries:
+            raise ShardMissing(f"no shard at {location.text}: check the dataset's URI and that it matches {pattern}")
+        paths = [path for path, _ in entries]
+        shards = [
+            Shard(name, int(info["size"]), _version(info))
+            for name, (_, info) in zip(relative_names(paths), entries, strict=True)
+        ]
+        return paths, shards
+
+    def _count_listing(self, scheme: str, outcome: Outcome) -> None:
+        self._metrics.count_requests(RequestLabels(scheme, "list", outcome), 1, 0)
+
+
+def _make_filesystem(scheme: str, settings: Mapping[str, Any]) -> AsyncFileSystem:
+    """A file system of its own for one dataset: an instance shared between datasets would share credentials."""
+    try:
+        if scheme in _OBJECT_SCHEMES:
+            return _object_store(scheme, settings)
+        driver = fsspec.get_filesystem_class(scheme)
+        if driver.async_impl:
+            return driver(**settings, asynchronous=True, skip_instance_cache=True)
+        return AsyncFileSystemWrapper(driver(**settings, skip_instance_cache=True), asynchronous=True)
+    except ImportError as error:
+        raise ConfigError(f"no driver for {scheme}:// is installed: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the storage settings of a {scheme}:// dataset cannot be used: {error}") from error
+
+
+def _object_store(scheme: str, settings: Mapping[str, Any]) -> AsyncFileSystem:
+    from obstore.fsspec import FsspecStore  # noqa: PLC0415  an extra: a daemon for local files does without
+
+    plain_http = str(settings.get("endpoint", "")).startswith("http://") or scheme == "http"
+    return FsspecStore(
+        scheme,
+        config=dict(settings) or None,
+        client_options={"allow_http": plain_http},
+        retry_config=_RETRY_CONFIG,
+        asynchronous=True,
+        skip_instance_cache=True,
+    )
+
+
+def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:
+    paths = [file for path in location.paths for file in list_files(Path(path), pattern)]
+    names = relative_names([str(path) for path in paths])
+    return paths, [stat_shard(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> list[tuple[str, dict[str, Any]]]:
+    """Path and info of every file that one path, folder or glob stands for, sorted by path."""
+    scheme = path.partition("://")[0]
+    if any(letter in path for letter in "*?["):
+        found = await filesystem._glob(path, detail=True)  # noqa: SLF001
+    else:
+        info = await filesystem._info(path)  # noqa: SLF001
+        if info["type"] != "directory":
+            return [(path, info)]
+        found = await filesystem._glob(path.rstrip("/") + "/" + pattern, detail=True)  # noqa: SLF001
+    return [
+        (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
+        for name, info in sorted(found.items())
+        if info["type"] == "file"
+    ]
+
+
+def _version(info: Mapping[str, Any]) -> str:
+    """What the driver knows that changes with the object: an etag, or a time."""
+    for key in ("e_tag", "ETag", "etag", "version", "last_modified", "LastModified", "mtime", "created"):
+        if info.get(key):
+            return str(info[key])
+    return ""

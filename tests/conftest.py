@@ -1,0 +1,111 @@
+"""What several folders of tests share: a real daemon process, and datasets written to a temporary folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_DEADLINE_S = 60.0
+
+
+def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
+    """A nested table of texts, numbers, booleans and lists as TOML."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            name = f"{prefix}{json.dumps(key)}"
+            lines += [f"\n[{name}]", to_toml(value, f"{name}.")]
+    return "\n".join(lines)
+
+
+@dataclass
+class Daemon:
+    """A `gyred` process of a test.
+
+    Attributes:
+        address: of its Unix socket, as clients write it.
+        log_path: where its log goes.
+    """
+
+    config_path: Path
+    address: str
+    log_path: Path
+    environment: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def start(self) -> "Daemon":
+        """Start, and wait until it is ready."""
+        self.log_path.touch()
+        begin = self.log_path.stat().st_size
+        with self.log_path.open("ab") as log:
+            command = [sys.executable, "-m", "gyre_daemon", "serve", "--config", str(self.config_path)]
+            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **self.environment})
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not any(event["event"] == "ready" for event in self.events(begin)):
+            assert self.process.poll() is None, f"the daemon ended at its start:\n{self.log_path.read_text()}"
+            assert time.monotonic() < deadline, f"the daemon is not ready:\n{self.log_path.read_text()}"
+            time.sleep(0.02)
+        return self
+
+    def events(self, begin: int = 0) -> list[dict[str, Any]]:
+        """The events of its log from a byte on."""
+        text = self.log_path.read_bytes()[begin:].decode()
+        return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
+
+    def stop(self, deadline_s: float = 30.0) -> int:
+        """SIGTERM; gives the exit status."""
+        assert self.process
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(deadline_s)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self.process
+        self.process.kill()
+        self.process.wait(10)
+
+    def restart(self) -> "Daemon":
+        """Start again on the same address after `stop` or `kill`."""
+        return self.start()
+
+
+StartDaemon = Callable[..., Daemon]
+
+
+@pytest.fixture
+def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
+    """`gyred({"datasets": {...}})` starts a daemon on a socket of its own; all are stopped after the test.
+
+    Its indexes go to a folder of the test. `environment` adds variables.
+    """
+    daemons: list[Daemon] = []
+
+    def start(config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Daemon:
+        folder = tmp_path / f"daemon-{len(daemons)}"
+        folder.mkdir()
+        address = f"unix:{folder}/run/gyre.sock"
+        config_path = folder / "gyre.toml"
+        config_path.write_text(
+            to_toml({"listen": [address], "index_dir": str(folder / "index"), "drain_timeout_s": 3.0, **config})
+        )
+        daemon = Daemon(config_path, address, folder / "log", environment or {})
+        daemons.append(daemon)
+        return daemon.start()
+
+    yield start
+    for daemon in daemons:
+        if daemon.process and daemon.process.poll() is None:
+            try:
+                daemon.stop()
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                raise
