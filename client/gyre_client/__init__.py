@@ -1,0 +1,29 @@
+"""Reads batches from a Gyre daemon into torch.
+
+    from gyre_client import Loader
+
+    with Loader("corpus", batch_size=64, address="unix:/run/gyre/gyre.sock") as loader:
+        for batch in loader:
+            ...
+
+torch is imported only when the Loader is first asked for, so that the command line starts without it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gyre_client.errors import GyreError
+
+if TYPE_CHECKING:
+    from gyre_client.loader import Loader
+    from gyre_client.text import objects, texts
+
+__all__ = ["GyreError", "Loader", "objects", "texts"]
+
+_HOME = {"Loader": "gyre_client.loader", "objects": "gyre_client.text", "texts": "gyre_client.text"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

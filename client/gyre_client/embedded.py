@@ -115,7 +115,9 @@ class _Shared:
     """The daemon of this process, counted by its users. A forked child starts with none: its parent's is not its own."""
 
     def __init__(self) -> None:
-        self._forget()
+        self._lock = threading.Lock()
+        self._daemon: EmbeddedDaemon | None = None
+        self._num_users = 0
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(self) -> EmbeddedDaemon:
@@ -135,7 +137,7 @@ class _Shared:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
-        self._daemon: EmbeddedDaemon | None = None
+        self._daemon = None
         self._num_users = 0
 
 

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from gyre_client import embedded
 from gyre_client.address import ENVIRONMENT_VARIABLE, Address, parse_address
+from gyre_client.errors import InvalidRequest
 
 
 class Endpoint(Protocol):
@@ -63,3 +64,19 @@ def find_endpoint(address: str | None) -> Endpoint:
         DaemonUnavailable: The private daemon cannot be started.
     """
     return Private() if address is None else Listening(parse_address(address))
+
+
+def endpoint_of_dataset(address: str | None, dataset: str | os.PathLike[str], data_format: str | None) -> Endpoint:
+    """Returns the daemon that can serve `dataset`: the one at `address` or in the environment, else a private one.
+
+    Raises:
+        InvalidRequest: A name, but no daemon that could know it; or see `find_endpoint`.
+        DaemonUnavailable: The private daemon cannot be started.
+    """
+    address = given_address(address)
+    if address is None and data_format is None:
+        raise InvalidRequest(
+            f"no address was given, and a private daemon knows no dataset by the name {os.fspath(dataset)!r}: "
+            f"give the address of a daemon (or set {ENVIRONMENT_VARIABLE}), or the format of the data at this path or URI"
+        )
+    return find_endpoint(address)

@@ -2,7 +2,7 @@
 
     GyreError
     ├── InvalidRequest (also a ValueError)   an argument or a request that cannot be meant
-    ├── ConfigError                          a configuration that cannot be meant
+    ├── ConfigError (also a ValueError)      a configuration that cannot be meant
     ├── UnknownDataset                       no dataset of that name, or nothing where it should be
     ├── ShardMissing                         a shard of the dataset is gone
     ├── NotAllowed                           the dataset is not for this reader
@@ -39,7 +39,7 @@ class InvalidRequest(GyreError, ValueError):
     """An argument that no dataset and no daemon could accept, or one that this daemon cannot."""
 
 
-class ConfigError(GyreError):
+class ConfigError(GyreError, ValueError):
     """A dataset's configuration is wrong: an unknown format, option or value."""
 
 

@@ -4,17 +4,22 @@ Time counts only while there is no session: a daemon that is up and waits for sl
 until a batch arrives, so a daemon that comes back only to die again does not get the limit anew each time.
 """
 
+import logging
 import random
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from gyre_client.connection import RETRY_AFTER
+from gyre_client.connection import OPEN_TIMEOUT_S, RETRY_AFTER
 from gyre_client.errors import DaemonUnavailable, GyreError, LeaseExpired, Overloaded, StorageUnavailable
 
+MIN_TIMEOUT_S = 1.0  # of an attempt
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 
 _PASSING = (DaemonUnavailable, LeaseExpired, StorageUnavailable, Overloaded)
+_Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
 
 
 class Outage:
@@ -33,20 +38,43 @@ class Outage:
         self._since: float | None = None
         self._num_failures = 0
 
-    @property
-    def num_failures(self) -> int:
-        """The attempts that failed since the last batch."""
-        return self._num_failures
+    def patiently(self, attempt: Callable[[float], _Result], wait: Callable[[float], bool]) -> _Result:
+        """Returns what `attempt` returns, as soon as it succeeds.
 
-    @property
-    def remaining_s(self) -> float:
-        """What is left of the limit."""
-        return self._limit_s - self._waited_s()
+        Args:
+            attempt: Called with the seconds it may take.
+            wait: See `pause`.
 
-    def attached(self) -> None:
-        """There is a session again: the clock stands still."""
-        self._spent_s = self._waited_s()
-        self._since = None
+        Raises:
+            GyreError: See `next_pause_s`.
+        """
+        while True:
+            timeout_s = max(self._limit_s - self._waited_s(), MIN_TIMEOUT_S) if self._num_failures else OPEN_TIMEOUT_S
+            try:
+                result = attempt(timeout_s)
+            except GyreError as failure:
+                self.pause(failure, wait)
+                continue
+            self._attached()
+            return result
+
+    def pause(self, failure: GyreError, wait: Callable[[float], bool]) -> None:
+        """It is time for the next attempt; an outage is logged once.
+
+        Args:
+            failure: Of the last attempt, or why the session ended.
+            wait: Waits for so many seconds; true if there is nothing to wait for any longer.
+
+        Raises:
+            GyreError: There shall be no further attempt.
+        """
+        if wait(0.0):
+            raise failure
+        pause_s = self.next_pause_s(failure)
+        if self._num_failures == 1:
+            _log.warning("%s; trying again for up to %.0f s", failure, self._limit_s)
+        if wait(pause_s):
+            raise failure
 
     def batch_received(self) -> None:
         """The outage, if there was one, is over."""
@@ -67,12 +95,17 @@ class Outage:
             raise failure
         self._since = self._clock() if self._since is None else self._since
         self._num_failures += 1
-        if self.remaining_s <= 0:
+        if self._waited_s() >= self._limit_s:
             account = f"gave up after {self._waited_s():.1f} s and {self._num_failures} attempts"
             raise type(failure)(f"{failure} ({account})", failure.facts)
         ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
         pause_s = max(self._uniform(0.0, ceiling_s), float(failure.facts.get(RETRY_AFTER, 0.0)))
-        return min(pause_s, self.remaining_s)
+        return min(pause_s, self._limit_s - self._waited_s())
+
+    def _attached(self) -> None:
+        """There is a session: the clock stands still."""
+        self._spent_s = self._waited_s()
+        self._since = None
 
     def _waited_s(self) -> float:
         return self._spent_s + (0.0 if self._since is None else self._clock() - self._since)

@@ -6,7 +6,6 @@ daemon: their memory is the client's.
 """
 
 import contextlib
-import logging
 import queue
 import threading
 
@@ -14,15 +13,13 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.attachment import Attachment
 from gyre_client.batch import Batch
-from gyre_client.connection import OPEN_TIMEOUT_S, Connection
+from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint
 from gyre_client.errors import DaemonFault, GyreError
 from gyre_client.outage import Outage
 
 POLL_S = 1.0
 JOIN_TIMEOUT_S = 10.0
-
-_log = logging.getLogger(__name__)
 
 
 class BatchStream:
@@ -61,11 +58,6 @@ class BatchStream:
         self._request.cursor = self.opened.cursor
         self._thread = threading.Thread(target=self._run, name="gyre-receiver", daemon=True)
         self._thread.start()
-
-    @property
-    def generation(self) -> int:
-        """Of the newest session."""
-        return self._request.reader.generation
 
     def take(self) -> Batch | None:
         """Returns the next batch, None after the last; waits for it as long as the daemon is alive.
@@ -126,7 +118,7 @@ class BatchStream:
             try:
                 return self._receive(opened)
             except GyreError as failure:
-                self._pause(failure)
+                self._outage.pause(failure, self._closing.wait)
             opened = self._open_session()
 
     def _receive(self, opened: pb.SessionOpened) -> None:
@@ -152,25 +144,10 @@ class BatchStream:
             return self._attachment
 
     def _open_session(self) -> pb.SessionOpened:
-        """Opens a session of the next generation at the cursor, however many attempts that takes within the limit."""
-        while True:
-            self._request.reader.generation += 1
-            timeout_s = OPEN_TIMEOUT_S if not self._outage.num_failures else max(self._outage.remaining_s, 1.0)
-            try:
-                self._endpoint.ensure()
-                opened = self._connection.open_session(self._request, timeout_s)
-            except GyreError as failure:
-                self._pause(failure)
-                continue
-            self._outage.attached()
-            return opened
+        """Opens a session at the cursor, however many attempts that takes within the limit."""
+        return self._outage.patiently(self._attempt, self._closing.wait)
 
-    def _pause(self, failure: GyreError) -> None:
-        """Waits before the next attempt; raises where there shall be none: see `Outage.next_pause_s`."""
-        if self._closing.is_set():
-            raise failure
-        pause_s = self._outage.next_pause_s(failure)
-        if self._outage.num_failures == 1:
-            _log.warning("%s; trying again for up to %.0f s", failure, self._outage.remaining_s)
-        if self._closing.wait(pause_s):
-            raise failure
+    def _attempt(self, timeout_s: float) -> pb.SessionOpened:
+        self._request.reader.generation += 1  # so that an attempt that was not answered is fenced by the next
+        self._endpoint.ensure()
+        return self._connection.open_session(self._request, timeout_s)

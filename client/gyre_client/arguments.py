@@ -1,0 +1,54 @@
+"""What a Loader's arguments mean to the daemon, checked where the user hands them in."""
+
+import operator
+import time
+import uuid
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.errors import InvalidRequest
+from gyre_client.wire import tail_value
+
+MAX_UINT32 = 2**32 - 1
+MAX_UINT64 = 2**64 - 1
+
+
+def order(batch_size: int, world_size: int, seed: int, tail: str) -> pb.OrderSpec:
+    """Returns the order in which a dataset is gone through.
+
+    Raises:
+        InvalidRequest: A number out of its range, a batch that the ranks cannot share equally, or an unknown tail.
+    """
+    batch_size = whole("batch_size", batch_size, 1, MAX_UINT32)
+    if batch_size % world_size:
+        raise InvalidRequest(
+            f"batch_size is the global batch size, over all ranks; "
+            f"{batch_size} is not divisible by the world size, {world_size}: every rank reads an equal part"
+        )
+    return pb.OrderSpec(
+        mode=pb.ORDER_MODE_FULL,
+        tail=tail_value(tail),
+        seed=whole("seed", seed, 0, MAX_UINT64),
+        global_batch_size=batch_size,
+    )
+
+
+def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
+    """Returns who reads. The generation is the time, so that a restarted process is newer than its predecessor ever was."""
+    generation = time.time_ns() // 1_000_000
+    return pb.Reader(job=job or f"job-{uuid.uuid4().hex[:12]}", rank=rank, world_size=world_size, generation=generation)
+
+
+def whole(name: str, value: int, least: int, most: int) -> int:
+    """Returns `value` as an int.
+
+    Raises:
+        InvalidRequest: It is not a whole number in [least, most].
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidRequest(f"{name} is {value!r}; it must be a whole number") from None
+    if not least <= number <= most:
+        raise InvalidRequest(f"{name} is {number}; it must be from {least} to {most}")
+    return number

@@ -1,0 +1,230 @@
+"""`gyre`: looks at a daemon and its datasets from the command line.
+
+Each command is one function below: it asks the daemon and prints, a table for people or, with --json, one JSON document. Exit
+status: 0, 1 when something failed, 2 when what was asked for cannot be meant.
+"""
+
+import argparse
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.arguments import MAX_UINT32, MAX_UINT64, order, whole
+from gyre_client.connection import Connection
+from gyre_client.endpoint import Endpoint, endpoint_of_dataset, find_endpoint, given_address
+from gyre_client.errors import ConfigError, GyreError, InvalidRequest, UnknownDataset
+from gyre_client.report import duration, facts, size, table, to_json
+from gyre_client.wire import TAILS, dataset_ref, plain
+
+_BAD_INPUT = (InvalidRequest, ConfigError, UnknownDataset)
+
+
+class Answer(NamedTuple):
+    """What a command found out.
+
+    Attributes:
+        value: For programs; ready for JSON.
+        text: For people.
+    """
+
+    value: Any
+    text: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; errors are one line on standard error."""
+    args = _parser().parse_args(arguments)
+    try:
+        answer = _answer(args)
+        print(to_json(answer.value) if args.json else answer.text, flush=True)
+    except GyreError as error:
+        print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, _BAD_INPUT) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _answer(args: argparse.Namespace) -> Answer:
+    endpoint = _endpoint(args)
+    try:
+        with Connection(endpoint.address) as connection:
+            answer: Answer = args.run(connection, args)
+            return answer
+    finally:
+        endpoint.release()
+
+
+def _endpoint(args: argparse.Namespace) -> Endpoint:
+    if "dataset" in args:
+        return endpoint_of_dataset(args.address, args.dataset, args.format)
+    address = given_address(args.address)
+    if address is None:
+        raise InvalidRequest("which daemon? Give --address unix:/path.sock or tcp:host:port, or set GYRE_ADDRESS")
+    return find_endpoint(address)
+
+
+def _datasets(connection: Connection, args: argparse.Namespace) -> Answer:
+    datasets = connection.list_datasets().datasets
+    rows = [(dataset.name, dataset.format, "yes" if dataset.open else "no", dataset.uri) for dataset in datasets]
+    text = table(("NAME", "FORMAT", "OPEN", "URI"), rows) if rows else "This daemon serves no dataset by name."
+    return Answer([plain(dataset) for dataset in datasets], text)
+
+
+def _describe(connection: Connection, args: argparse.Namespace) -> Answer:
+    description = connection.describe(_ref(args))
+    pairs = [
+        ("name", description.name or "-"),
+        ("format", description.format),
+        ("uri", description.uri),
+        ("samples", f"{description.num_samples:,}"),
+        ("shards", f"{description.num_shards:,}"),
+        ("size", size(description.num_bytes)),
+        ("fingerprint", description.fingerprint),
+    ]
+    rows = [(field.name, field.dtype, _shape(field)) for field in description.fields]
+    return Answer(plain(description), facts(pairs) + "\n\n" + table(("FIELD", "DTYPE", "SHAPE"), rows))
+
+
+def _shape(field: pb.Field) -> str:
+    sizes = (["*"] if field.ragged else []) + [str(length) for length in field.shape]
+    return f"[{', '.join(sizes)}]"
+
+
+def _plan(connection: Connection, args: argparse.Namespace) -> Answer:
+    request = pb.PlanStepRequest(
+        dataset=_ref(args),
+        order=order(args.batch_size, args.world_size, args.seed, args.tail),
+        step=whole("step", args.step, 0, MAX_UINT64),
+        rank=whole("rank", args.rank, 0, args.world_size - 1),
+        world_size=args.world_size,
+    )
+    plan = connection.plan_step(request)
+    head = f"step {args.step} begins at position {plan.first_position}, in epoch {plan.epoch}"
+    return Answer(plain(plan), f"{head}; rank {args.rank} of {args.world_size} reads the samples\n{' '.join(_marked(plan))}")
+
+
+def _marked(plan: pb.PlanStepResponse) -> list[str]:
+    """The sample ids, padding in brackets."""
+    counts = plan.mask or [True] * len(plan.sample_ids)
+    return [str(sample) if counted else f"({sample})" for sample, counted in zip(plan.sample_ids, counts, strict=True)]
+
+
+def _index(connection: Connection, args: argparse.Namespace) -> Answer:
+    done = pb.IndexProgress()
+    num_reused = 0
+    line = ""
+    for done in connection.index(_ref(args)):
+        num_reused += done.reused
+        line = f"{done.shards_done}/{done.num_shards} shards, {done.num_samples:,} samples, {done.shard}"
+        _show_progress(line)
+    _show_progress("")
+    value = {"num_shards": done.num_shards, "num_reused": num_reused, "num_samples": done.num_samples}
+    return Answer(value, f"{done.num_samples:,} samples in {done.num_shards:,} shards; {num_reused:,} were indexed already")
+
+
+def _show_progress(line: str) -> None:
+    """`line` stands in the terminal's last line, if there is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _status(connection: Connection, args: argparse.Namespace) -> Answer:
+    status = connection.status()
+    pairs = [
+        ("version", status.version),
+        ("pid", status.pid),
+        ("state", "draining" if status.draining else "serving"),
+        ("up", duration(status.uptime_s)),
+        ("memory", f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"),
+        ("sent", f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"),
+    ]
+    parts = [facts(pairs)]
+    if status.sessions:
+        parts.append(_sessions(status))
+    if status.storage:
+        rows = [(s.scheme, s.kind, s.outcome, f"{s.num_requests:,}", size(s.num_bytes)) for s in status.storage]
+        parts.append(table(("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES"), rows))
+    return Answer(plain(status), "\n\n".join(parts))
+
+
+def _sessions(status: pb.DaemonStatus) -> str:
+    header = ("JOB", "RANK", "DATASET", "STEP", "READY", "IN FLIGHT", "HELD", "MEMORY", "WAITED FOR STORAGE", "FOR TRAINER")
+    rows = [
+        (
+            s.reader.job,
+            f"{s.reader.rank}/{s.reader.world_size}",
+            s.dataset,
+            s.next_step,
+            s.num_ready,
+            s.num_in_flight,
+            s.num_held,
+            size(s.memory_bytes),
+            duration(s.wait_storage_s),
+            duration(s.wait_trainer_s),
+        )
+        for s in status.sessions
+    ]
+    return table(header, rows)
+
+
+def _cat(connection: Connection, args: argparse.Namespace) -> Answer:
+    from gyre_client.cat import read_samples, show  # noqa: PLC0415  (torch takes a second to import; only this command needs it)
+
+    whole("num", args.num, 1, MAX_UINT32)
+    samples = read_samples(connection.describe(_ref(args)), args)
+    return Answer(samples, show(samples))
+
+
+def _ref(args: argparse.Namespace) -> pb.DatasetRef:
+    return dataset_ref(args.dataset, args.format, dict(args.option))
+
+
+def _option(text: str) -> tuple[str, object]:
+    """KEY=VALUE, the value in TOML's syntax or, where it is none, plain text."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--address", help="unix:/path.sock or tcp:host:port; GYRE_ADDRESS if absent")
+    common.add_argument("--json", action="store_true", help="print one JSON document")
+    dataset = argparse.ArgumentParser(add_help=False, parents=[common])
+    dataset.add_argument("dataset", help="a dataset's name, or with --format a path or URI")
+    dataset.add_argument("--format", help="tokens or webdataset")
+    dataset.add_argument(
+        "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help="with --format; repeatable"
+    )
+    shuffle = argparse.ArgumentParser(add_help=False, parents=[dataset])
+    shuffle.add_argument("--seed", type=int, default=0, help="of the shuffle")
+
+    parser = argparse.ArgumentParser(prog="gyre", description="Look at a Gyre daemon and its datasets.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("datasets", parents=[common], help="what a daemon serves by name").set_defaults(run=_datasets)
+    commands.add_parser("describe", parents=[dataset], help="what a dataset is").set_defaults(run=_describe)
+    commands.add_parser("index", parents=[dataset], help="build what is missing of a dataset's index").set_defaults(run=_index)
+    commands.add_parser("status", parents=[common], help="what a daemon is doing").set_defaults(run=_status)
+    plan = commands.add_parser("plan", parents=[shuffle], help="which samples make a step")
+    plan.set_defaults(run=_plan)
+    plan.add_argument("--step", type=int, required=True)
+    plan.add_argument("--batch-size", type=int, required=True, help="the global batch size, over all ranks")
+    plan.add_argument("--rank", type=int, default=0)
+    plan.add_argument("--world-size", type=int, default=1)
+    plan.add_argument("--tail", choices=tuple(TAILS), default="wrap")
+    cat = commands.add_parser("cat", parents=[shuffle], help="print the first samples of the shuffle")
+    cat.set_defaults(run=_cat)
+    cat.add_argument("--num", type=int, default=3, help="how many")
+    return parser

@@ -1,0 +1,261 @@
+"""The loader: an iterable of dicts of tensors, and a state that says where it stands."""
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed
+from gyre_protos.v1 import loader_pb2 as pb
+from torch.utils.data import IterableDataset
+
+from gyre_client.arguments import MAX_UINT32, MAX_UINT64, order, reader, whole
+from gyre_client.connection import Connection
+from gyre_client.endpoint import Endpoint, endpoint_of_dataset
+from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
+from gyre_client.outage import Outage
+from gyre_client.stream import BatchStream
+from gyre_client.wire import dataset_ref
+
+
+class Loader(IterableDataset[dict[str, torch.Tensor]]):
+    """Reads one rank's part of a globally shuffled dataset from a Gyre daemon.
+
+    **`batch_size` is the global batch size**, over all ranks: with `batch_size=256` on 8 ranks each rank's batches have 32
+    samples. So the same arguments give the same global batches on any number of ranks.
+
+    Iterating yields dicts of tensors by field name, for ever or for `epochs` epochs. The tensors are the caller's: writable,
+    and valid as long as they are held. A field whose samples differ in length is two tensors, `NAME` and `NAME.offsets`:
+    sample i is `NAME[offsets[i]:offsets[i + 1]]` (see also `gyre_client.texts`). `sample_id` says which samples they are.
+
+    `iter()` continues where the stream stands. `state_dict()` is that place, after the last batch yielded: what was merely
+    prefetched counts as unread. If the daemon goes away, the loader waits for it up to `reattach_timeout_s` and reads on at
+    that place, without a loss or a repetition.
+
+    Use it bare, or as `DataLoader(loader, batch_size=None, num_workers=0)`. It belongs to the process that made it and to one
+    thread at a time. Close it, or use it as a context manager, to end its session at once; a forgotten one is closed when it
+    is collected.
+    """
+
+    def __init__(
+        self,
+        dataset: str | os.PathLike[str],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        address: str | None = None,
+        tail: str = "wrap",
+        epochs: int | None = None,
+        job: str | None = None,
+        prefetch_batches: int = 0,
+        reattach_timeout_s: float = 60.0,
+        format: str | None = None,  # noqa: A002  (the word that the daemon's configuration uses)
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        """Finds the daemon and the dataset; waits up to `reattach_timeout_s` for the daemon.
+
+        Args:
+            dataset: The name that the daemon's operator gave it. With `format`, a path or a URI.
+            batch_size: G, in samples per step over all ranks; a multiple of `world_size`.
+            seed: Of the shuffle, in [0, 2^64).
+            rank: This process's, in [0, world_size). Both are torch.distributed's if None, or 0 of 1 where it is not used.
+            world_size: How many ranks share each batch.
+            address: `unix:/path.sock` or `tcp:host:port`; if None, the environment's GYRE_ADDRESS; without one, a private
+                daemon is started, which ends with this process.
+            tail: What becomes of samples that do not fill an epoch's last batch: `wrap` (batches run on into the next epoch),
+                `drop`, or `pad` (batches are filled up; the tensor `mask` is false there).
+            epochs: How many epochs until the stream ends; None for no end.
+            job: Who reads; two loaders of one job and rank displace each other, the younger the older. A name of its own if
+                None.
+            prefetch_batches: Batches that the daemon keeps in flight, and as many the loader; 0 for the daemon's default.
+            reattach_timeout_s: How long the daemon may be away.
+            format: Makes `dataset` an ad-hoc definition: "tokens" or "webdataset". A daemon must allow it; a private one does.
+            options: The ad-hoc definition's other keys, such as {"sequence_length": 1024}.
+
+        Raises:
+            InvalidRequest: An argument that cannot be meant.
+            GyreError: What the daemon says against it; DaemonUnavailable if it stays away.
+        """
+        rank, world_size = _place(rank, world_size)
+        self._request = pb.OpenSessionRequest(
+            dataset=dataset_ref(dataset, format, options),
+            order=order(batch_size, world_size, seed, tail),
+            reader=reader(job, rank, world_size),
+            num_epochs=0 if epochs is None else whole("epochs", epochs, 1, MAX_UINT64),
+            prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
+        )
+        self._reattach_timeout_s = reattach_timeout_s
+        self._cursor = b""
+        self._step = 0
+        self._held = _Held(endpoint_of_dataset(address, dataset, format))
+        self._finalizer = weakref.finalize(self, self._held.give_back)
+        try:
+            self._description = self._describe()
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Self:
+        self._stream()
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        batch = self._stream().take()
+        if batch is None:
+            raise StopIteration
+        self._cursor = batch.cursor
+        self._step = batch.step + 1
+        return batch.tensors
+
+    def __len__(self) -> int:
+        """The steps of the whole stream, from step 0 to its end; a TypeError if it has none."""
+        if not self._request.num_epochs:
+            raise TypeError("a Loader without `epochs` has no length: it never ends")
+        return self._stream().opened.num_steps
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ForkedProcess(f"a Loader cannot be sent to another process. {_ADVICE}")
+
+    @property
+    def num_samples(self) -> int:
+        """N, the samples in an epoch."""
+        return self._description.num_samples
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the dataset's contents; two datasets with the same fingerprint have the same batches."""
+        return self._description.fingerprint
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps of an epoch: whole batches, but with `pad` the filled-up one too."""
+        num_positions = self.num_samples + (self._global_batch_size - 1 if self._request.order.tail == pb.TAIL_PAD else 0)
+        return num_positions // self._global_batch_size
+
+    @property
+    def step(self) -> int:
+        """The global step that comes next."""
+        self._locate()
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next step begins."""
+        if self._request.order.tail == pb.TAIL_WRAP:
+            return self.step * self._global_batch_size // self.num_samples
+        return self.step // self.steps_per_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what resumes after the last batch yielded, the same on every rank: a dict of opaque bytes."""
+        self._locate()
+        return {"cursor": self._cursor}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next batch is the one after that state.
+
+        Raises:
+            CursorRejected: The state is of another dataset, order or version, or no Loader's; this one stays where it was.
+        """
+        cursor = state_dict.get("cursor")
+        if not isinstance(cursor, bytes) or not cursor:
+            raise CursorRejected(f"this is no state of a Loader: it has {sorted(state_dict)}, and `cursor` must be bytes")
+        self._check_process()
+        self._held.close_stream()
+        previous, self._cursor = self._cursor, cursor
+        try:
+            self._stream()
+        except BaseException:
+            self._cursor = previous
+            raise
+
+    def close(self) -> None:
+        """The session is over, its threads and connections are gone; batches already yielded stay valid."""
+        self._finalizer()
+
+    @property
+    def _global_batch_size(self) -> int:
+        return self._request.order.global_batch_size
+
+    def _stream(self) -> BatchStream:
+        """Returns the stream, opened at the cursor if it is not."""
+        self._check_process()
+        if self._held.stream is None:
+            self._request.cursor = self._cursor
+            stream = BatchStream(self._held.endpoint, self._request, self._reattach_timeout_s)
+            self._held.stream = stream
+            self._cursor = stream.opened.cursor
+            self._step = stream.opened.first_step
+        return self._held.stream
+
+    def _locate(self) -> None:
+        """The loader knows where it stands, which at the very beginning the daemon has to say."""
+        if not self._cursor:
+            self._stream()
+
+    def _describe(self) -> pb.DatasetDescription:
+        endpoint = self._held.endpoint
+        with Connection(endpoint.address) as connection:
+            outage = Outage(self._reattach_timeout_s)
+            return outage.patiently(
+                lambda timeout_s: connection.describe(self._request.dataset, timeout_s), threading.Event().wait
+            )
+
+    def _check_process(self) -> None:
+        if self._held.pid != os.getpid():
+            raise ForkedProcess(
+                f"this Loader was made by process {self._held.pid}, but process {os.getpid()} reads it. {_ADVICE}"
+            )
+        if not self._finalizer.alive:
+            raise InvalidRequest("this Loader is closed")
+
+
+_ADVICE = (
+    "In a DataLoader use num_workers=0: the daemon fetches and decodes in parallel already. "
+    "Elsewhere, make the Loader in the process that reads from it"
+)
+
+
+class _Held:
+    """What a Loader holds and must give back, apart from the Loader itself so that its finalizer can."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.pid = os.getpid()
+        self.endpoint = endpoint
+        self.stream: BatchStream | None = None
+
+    def close_stream(self) -> None:
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
+
+    def give_back(self) -> None:
+        if self.pid == os.getpid():  # a forked child's copy holds nothing
+            self.close_stream()
+            self.endpoint.release()
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Returns rank and world size: as given, torch.distributed's, or 0 of 1."""
+    if (rank is None) != (world_size is None):
+        raise InvalidRequest("rank and world_size go together: give both or neither")
+    if rank is None or world_size is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise InvalidRequest(
+                "this process was launched as one of several ranks, but torch.distributed is not initialised: "
+                "call init_process_group before making a Loader, or pass rank and world_size"
+            )
+        return 0, 1
+    world_size = whole("world_size", world_size, 1, MAX_UINT32)
+    return whole("rank", rank, 0, world_size - 1), world_size
