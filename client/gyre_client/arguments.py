@@ -3,6 +3,7 @@
 import operator
 import time
 import uuid
+from typing import SupportsIndex
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -19,7 +20,7 @@ def order(batch_size: int, world_size: int, seed: int, tail: str) -> pb.OrderSpe
     Raises:
         InvalidRequest: A number out of its range, a batch that the ranks cannot share equally, or an unknown tail.
     """
-    batch_size = whole("batch_size", batch_size, 1, MAX_UINT32)
+    batch_size, world_size = whole("batch_size", batch_size, 1, MAX_UINT32), whole("world_size", world_size, 1, MAX_UINT32)
     if batch_size % world_size:
         raise InvalidRequest(
             f"batch_size is the global batch size, over all ranks; "
@@ -39,7 +40,7 @@ def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
     return pb.Reader(job=job or f"job-{uuid.uuid4().hex[:12]}", rank=rank, world_size=world_size, generation=generation)
 
 
-def whole(name: str, value: int, least: int, most: int) -> int:
+def whole(name: str, value: SupportsIndex, least: int, most: int) -> int:
     """Returns `value` as an int.
 
     Raises:

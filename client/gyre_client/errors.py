@@ -19,7 +19,6 @@
 The daemon names the class of an error by its `reason`; `BY_REASON` is that one table.
 """
 
-# ruff: noqa: N818  (the names are the daemon's words for what went wrong)
 from collections.abc import Mapping
 
 

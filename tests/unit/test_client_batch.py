@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+import torch
+from gyre_client.batch import _DTYPES, PayloadBuffer
+from gyre_client.errors import DaemonFault, InvalidRequest
+from gyre_client.text import objects, texts
+from gyre_protos.v1 import loader_pb2 as pb
+
+
+def filled(*chunks: bytes) -> PayloadBuffer:
+    buffer = PayloadBuffer(sum(map(len, chunks)))
+    for chunk in chunks:
+        buffer.append(memoryview(chunk))
+    return buffer
+
+
+@pytest.mark.parametrize("dtype", [name for name in _DTYPES if name != "bfloat16"])
+def test_tensors_have_the_dtype_shape_and_values_of_the_arrays(dtype: str) -> None:
+    array = np.arange(12).reshape(3, 4).astype(dtype)
+    payload = bytes(64) + array.tobytes()
+    tensors = filled(payload[:70], payload[70:]).tensors([pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)])
+    assert tensors["x"].dtype == getattr(torch, dtype)
+    assert np.array_equal(tensors["x"].numpy(), array)
+
+
+def test_tensors_are_writable_aligned_and_apart() -> None:
+    layout = [pb.Tensor(name="a", dtype="uint8", shape=[3]), pb.Tensor(name="b", dtype="int64", shape=[1], offset_bytes=64)]
+    tensors = filled(bytes(72)).tensors(layout)
+    tensors["a"].fill_(255)
+    assert tensors["b"].item() == 0
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
+
+
+def test_empty_tensors_and_payloads() -> None:
+    layout = [pb.Tensor(name="none", dtype="float32", shape=[0, 5]), pb.Tensor(name="scalar", dtype="bfloat16")]
+    tensors = filled(b"\x80\x3f").tensors(layout)
+    assert tensors["none"].shape == (0, 5)
+    assert tensors["scalar"].item() == 1.0
+    assert PayloadBuffer(0).num_missing == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pb.Tensor(name="x", dtype="uint8", shape=[65]),
+        pb.Tensor(name="x", dtype="uint8", shape=[1], offset_bytes=64),
+        pb.Tensor(name="x", dtype="int64", shape=[2**61]),
+        pb.Tensor(name="x", dtype="int16", shape=[1], offset_bytes=3),
+        pb.Tensor(name="x", dtype="<U4", shape=[1]),
+    ],
+)
+def test_a_layout_that_lies_is_refused(place: pb.Tensor) -> None:
+    with pytest.raises(DaemonFault, match="tensor 'x'"):
+        filled(bytes(64)).tensors([place])
+
+
+def test_a_chunk_that_spans_two_batches_is_refused() -> None:
+    buffer = PayloadBuffer(10)
+    buffer.append(memoryview(bytes(6)))
+    with pytest.raises(DaemonFault, match="5 bytes came where 4 end the batch"):
+        buffer.append(memoryview(bytes(5)))
+
+
+def ragged(*samples: bytes) -> dict[str, torch.Tensor]:
+    data = torch.tensor(list(b"".join(samples)), dtype=torch.uint8)
+    return {"x": data, "x.offsets": torch.tensor([0, *np.cumsum([len(sample) for sample in samples])]), "y": torch.zeros(2)}
+
+
+def test_ragged_bytes_as_texts_and_objects() -> None:
+    assert texts(ragged(b"one", b"", "drei \u2713".encode()), "x") == ["one", "", "drei \u2713"]
+    assert objects(ragged(b'{"a": [1]}', b"null"), "x") == [{"a": [1]}, None]
+    for name in ("y", "z"):
+        with pytest.raises(InvalidRequest, match=f"'{name}' is not a field of ragged bytes; the batch has x, x.offsets, y"):
+            texts(ragged(b"one"), name)

@@ -1,0 +1,56 @@
+from gyre_client.outbox import MAX_RELEASES, Outbox
+from gyre_protos.v1 import loader_pb2 as pb
+
+
+def test_it_attaches_first_and_then_grants_the_first_credits() -> None:
+    outbox = Outbox("abc", 4)
+    messages = outbox.messages(60.0, lambda: None)
+    assert next(messages) == pb.StreamRequest(attach=pb.Attach(session_id="abc"))
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=4))
+
+
+def test_what_came_up_meanwhile_travels_together() -> None:
+    outbox = Outbox("abc", 0)
+    messages = outbox.messages(60.0, lambda: None)
+    next(messages)
+    for step in (5, 6, 9):
+        outbox.release(step)
+        outbox.credit(1)
+    assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[5, 6, 9]))
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=3))
+    outbox.release(10)
+    assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[10]))
+
+
+def test_many_releases_are_split_below_the_limit_of_a_control_message() -> None:
+    outbox = Outbox("abc", 0)
+    messages = outbox.messages(60.0, lambda: None)
+    next(messages)
+    first = 2**40
+    for step in range(first, first + MAX_RELEASES + 1):
+        outbox.release(step)
+    message = next(messages)
+    assert len(message.release.steps) == MAX_RELEASES
+    assert message.ByteSize() < 64 << 10
+    assert list(next(messages).release.steps) == [first + MAX_RELEASES]
+
+
+def test_silence_becomes_heartbeats_and_each_wake_is_reported() -> None:
+    num_wakes = 0
+
+    def on_wake() -> None:
+        nonlocal num_wakes
+        num_wakes += 1
+
+    messages = Outbox("abc", 0).messages(0.001, on_wake)
+    next(messages)
+    assert [next(messages).WhichOneof("event") for _ in range(3)] == ["heartbeat"] * 3
+    assert num_wakes == 3
+
+
+def test_closing_ends_it() -> None:
+    outbox = Outbox("abc", 0)
+    messages = outbox.messages(60.0, lambda: None)
+    next(messages)
+    outbox.close()
+    assert list(messages) == []
