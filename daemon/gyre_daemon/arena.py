@@ -1,6 +1,7 @@
-"""The memory of batches: a budget for the whole daemon, an arena with a fixed share of it for every session, slots that are reused.
+"""The memory of batches: one budget for the daemon, an arena with a share of it for every session, slots that are reused.
 
-A session reserves its share when it opens and keeps it to its end, so one that stops reading can never take memory from another.
+A session reserves its share when it opens and keeps it to its end, so one that stops reading can never take memory from
+another.
 """
 
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ class Budget:
         """
         if num_bytes > self.free_bytes:
             raise Overloaded(
-                f"{purpose} needs {num_bytes} bytes, but of the daemon's memory_budget of {self.limit_bytes} bytes only {self.free_bytes} "
-                "are free; close a session, lower the batch size or raise memory_budget",
+                f"{purpose} needs {num_bytes} bytes, but of the daemon's memory_budget of {self.limit_bytes} bytes only "
+                f"{self.free_bytes} are free; close a session, lower the batch size or raise memory_budget",
                 {"needed_bytes": num_bytes, "free_bytes": self.free_bytes, "limit_bytes": self.limit_bytes},
             )
         self.reserved_bytes += num_bytes
@@ -76,7 +77,7 @@ class Arena:
         self.memory_bytes = 0
 
     def take(self, num_bytes: int) -> Slot | None:
-        """A slot of at least so many bytes, or None until one is given back. A smaller free slot is dropped where room is short."""
+        """A slot of at least so many bytes, or None until one is given back; free slots make room for larger ones."""
         fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
         if fitting:
             slot = min(fitting, key=lambda free: free.num_bytes)
@@ -87,7 +88,7 @@ class Arena:
                 return None
             while self.memory_bytes + capacity > self.limit_bytes:
                 self.memory_bytes -= self._free.pop().num_bytes
-            slot = Slot(memoryview(np.empty(capacity, np.uint8)))
+            slot = Slot(np.empty(capacity, np.uint8).data)
             self.memory_bytes += capacity
         self.held_bytes += slot.num_bytes
         return slot
@@ -105,7 +106,7 @@ class Arena:
 
 
 def share_bytes(budget: Budget, batch_bytes: int, num_batches: int, session_limit_bytes: int) -> int:
-    """The share a session asks for: room for its window, at most the session limit, but never less than two batches where they fit.
+    """The share a session asks for: room for its window, at most the session limit, but never less than one batch.
 
     Args:
         budget: of the daemon.

@@ -1,7 +1,8 @@
 """Indexes of shards, kept as sidecar files so that a shard is scanned once and not at every start.
 
 A sidecar lies beside its local shard, or in the index folder where one is configured, where the shard is remote, or where the
-shard's own folder cannot be written. It is keyed by the shard's size and version; one that is stale, torn or foreign reads as absent.
+shard's own folder cannot be written. It is keyed by the shard's size and version; one that is stale, torn or foreign reads as
+absent.
 """
 
 import hashlib
@@ -83,7 +84,8 @@ class SidecarStore:
                 return
         path, error = failures[0]
         raise Overloaded(
-            f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {path}: {error.strerror}; free some space or set index_dir",
+            f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {path}: {error.strerror}; free some "
+            "space or set index_dir",
             {"shard": key.shard, "needed_bytes": len(data), "reason": error.strerror or "unknown"},
         ) from error
 
@@ -111,7 +113,7 @@ async def _write_whole(path: Path, data: bytes) -> None:
 
 def _encode(arrays: Arrays) -> bytes:
     buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]  # the zip container checks its members' CRC
+    np.savez(buffer, allow_pickle=False, **arrays)  # the zip container checks its members' CRC
     return buffer.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""The cursor: where a job stands. Tiny, versioned, equal on every rank, opaque to clients, and refused where it does not fit."""
+"""The cursor: where a job stands. Tiny, versioned, equal on every rank, opaque to clients, refused where it does not fit."""
 
 import json
 import zlib

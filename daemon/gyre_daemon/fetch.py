@@ -1,4 +1,4 @@
-"""Fetch unordered, place ordered: all reads of a batch are in flight at once, and each lands in its own place whenever it comes.
+"""Fetch unordered, place ordered: all reads of a batch are in flight at once, and each lands in its own place.
 
 Reading waits on the event loop, checking and decoding compute in threads, and this file is the one place that decides which.
 """

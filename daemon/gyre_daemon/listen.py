@@ -65,8 +65,8 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
 class SocketClaim:
     """The exclusive right to a Unix socket path, held by a lock file for the life of the process.
 
-    The kernel drops the lock however the process ends, so a socket that is left behind by a killed daemon is cleared away by the next
-    and that of a living one is never touched.
+    The kernel drops the lock however the process ends, so a socket that is left behind by a killed daemon is cleared away by
+    the next and that of a living one is never touched.
     """
 
     def __init__(self, address: UnixAddress) -> None:

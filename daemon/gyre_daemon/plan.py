@@ -1,9 +1,9 @@
 """Which samples make a batch: a pure function of dataset size, order, seed, global batch size and step. Nothing here waits.
 
-Position `p` of a stream lies in epoch `e = p // L` at place `q = p % L`, where L is the length of an epoch in positions: N with the
-tail `wrap`, N rounded down to whole global batches with `drop`, rounded up with `pad`. The sample there is `perm(key(seed, e), N)(q)`;
-padding places repeat the epoch's first samples and are masked. Global step `s` owns the positions `[sG, (s+1)G)`, rank `r` of W their
-r-th contiguous part.
+Position `p` of a stream lies in epoch `e = p // L` at place `q = p % L`, where L is the length of an epoch in positions: N
+with the tail `wrap`, N rounded down to whole global batches with `drop`, rounded up with `pad`. The sample there is
+`perm(key(seed, e), N)(q)`; padding places repeat the epoch's first samples and are masked. Global step `s` owns the positions
+`[sG, (s+1)G)`, rank `r` of W their r-th contiguous part.
 """
 
 from collections.abc import Iterator
@@ -72,8 +72,8 @@ class Plan:
         self.epoch_length = _epoch_length(order, num_samples)
         if self.epoch_length == 0:
             raise InvalidRequest(
-                f"an epoch of {num_samples} samples has no whole batch of {order.global_batch_size}; with tail `drop` the global batch "
-                "size must not exceed the dataset"
+                f"an epoch of {num_samples} samples has no whole batch of {order.global_batch_size}; with tail `drop` the "
+                "global batch size must not exceed the dataset"
             )
         self._permutations: dict[int, Permutation] = {}
 
@@ -125,7 +125,8 @@ def check_ranks(order: Order, rank: int, world_size: int) -> None:
         raise InvalidRequest(f"rank {rank} of world size {world_size} does not exist")
     if order.global_batch_size % world_size:
         raise InvalidRequest(
-            f"the global batch size {order.global_batch_size} is not divisible by the world size {world_size}; every rank reads an equal part"
+            f"the global batch size {order.global_batch_size} is not divisible by the world size {world_size}; every rank "
+            "reads an equal part"
         )
 
 

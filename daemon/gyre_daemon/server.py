@@ -11,13 +11,14 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from gyre_daemon.arena import Budget
 from gyre_daemon.cache import SidecarStore
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DaemonConfig
-from gyre_daemon.errors import ConfigError, GyreError
+from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import log_event
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address
 from gyre_daemon.metrics import Metrics
@@ -88,7 +89,7 @@ class _Daemon:
             SessionEnvironment(Budget(config.memory_budget), executor, metrics, config.session_memory, config.lease_s)
         )
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         register(LoaderService(self._catalog, self._sessions, config.prefetch_batches), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -115,13 +116,8 @@ class _Daemon:
     async def _drain(self) -> None:
         """NOT_SERVING, no new session, the batches that are under way, goodbye."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._sessions.drain()
         log_event("draining", {"sessions": len(list(self._sessions)), "timeout_s": self._config.drain_timeout_s})
-        deadline = asyncio.get_running_loop().time() + self._config.drain_timeout_s
-        while list(self._sessions) and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
-        for session in self._sessions:
-            self._sessions.close(session.session_id, GyreError("the daemon stopped"))
+        await self._sessions.drain(self._config.drain_timeout_s)
         await self._server.stop(_LAST_GRACE_S)
 
     async def _set_health(self, state: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -146,7 +142,7 @@ def _stop_on_signals(stopping: asyncio.Event) -> None:
 
 
 def _stop_with_owner(parent_pid: int, stopping: asyncio.Event) -> None:
-    """A process descriptor becomes readable when its process ends, even by SIGKILL, and is not fooled by a pid that is used again."""
+    """A process descriptor becomes readable when its process ends, even by SIGKILL, and a pid used again does not fool it."""
     if not parent_pid:
         return
     loop = asyncio.get_running_loop()

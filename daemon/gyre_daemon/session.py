@@ -1,10 +1,12 @@
-"""Sessions: one for each rank of each job that reads. A session fetches ahead of its client and remembers nothing worth keeping.
+"""Sessions: one for each rank of each job. A session fetches ahead of its client and holds nothing worth keeping.
 
-What it promises: batches come in the order of their steps, each once; a step that fails raises when its turn comes and not before;
-its memory stays within its arena; it ends when its stream ends, when its lease runs out, or when a newer one takes over.
+What it promises: batches come in the order of their steps, each once; a step that fails raises when its turn comes and not
+before; its memory stays within its arena; it ends when its stream ends, when its lease runs out, or when a newer one takes
+over.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -173,7 +175,8 @@ class Session:
         """The batch of the next step, once it is whole and the client has credit for it; None after the last.
 
         Raises:
-            GyreError: the step failed, or the session ended; Draining where the daemon wants to stop and nothing is left to send.
+            GyreError: the step failed, or the session ended; Draining where the daemon wants to stop and nothing is left to
+            send.
         """
         while True:
             if self._ended:
@@ -283,7 +286,7 @@ class Session:
     async def _fill(self, step: int, fetch: Fetch, slot: Slot) -> None:
         try:
             outcome: Batch | Exception = await self._fetcher.fill(fetch, slot)
-        except Exception as error:  # noqa: BLE001  kept, and raised when the step's turn comes
+        except Exception as error:
             outcome = first_error(error) if isinstance(error, ExceptionGroup) else error
         self._outcomes[step] = outcome
         self.window.seal(step)
@@ -309,6 +312,8 @@ class SessionTable:
     def __init__(self, environment: SessionEnvironment) -> None:
         self.environment = environment
         self._sessions: dict[str, Session] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
         self.draining = False
 
     def __iter__(self) -> Iterator[Session]:
@@ -332,11 +337,12 @@ class SessionTable:
                 continue
             if theirs.generation > reader.generation:
                 raise Fenced(
-                    f"generation {reader.generation} of {_who(reader)} is older than generation {theirs.generation}, which is reading"
+                    f"generation {reader.generation} of {_who(reader)} is older than generation {theirs.generation} of it"
                 )
             self.close(other.session_id, Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"))
         session = Session(request, self.environment)
         self._sessions[session.session_id] = session
+        self._empty.clear()
         log_event(
             "session open",
             {"session": session.session_id, "dataset": request.dataset.name, "job": reader.job, "rank": reader.rank},
@@ -359,6 +365,8 @@ class SessionTable:
         """End a session, if it is open."""
         session = self._sessions.pop(session_id, None)
         if session:
+            if not self._sessions:
+                self._empty.set()
             session.end(reason)
             facts = {"session": session_id, "batches": session.counts.num_batches_sent, "reason": type(reason).__name__}
             log_event("session closed", facts)
@@ -375,11 +383,16 @@ class SessionTable:
                         LeaseExpired(f"the client was silent for more than {lease_s:g} s; open the session again"),
                     )
 
-    def drain(self) -> None:
-        """Open no more sessions and let those that are open run dry."""
+    async def drain(self, timeout_s: float) -> None:
+        """Open no more sessions, let those that are open run dry, and end those that have not after the timeout."""
         self.draining = True
         for session in self:
             session.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        for session in self:
+            self.close(session.session_id, Draining("the daemon stopped; open the session again with the last cursor"))
 
 
 def _start_cursor(request: SessionRequest) -> Cursor:

@@ -1,7 +1,8 @@
 """The prefetch window: which steps are fetched, ready, sent and held. A state machine: events in, answers out, nothing waits.
 
-A step is `in flight` from `begin` to `seal`, `ready` from `seal` to `send`, `held` from `send` to `release`. Steps are begun and
-sent in order, and sealed and released in any. The window bounds the steps that are in flight or ready; credit bounds what is sent.
+A step is `in flight` from `begin` to `seal`, `ready` from `seal` to `send`, `held` from `send` to `release`. Steps are begun
+and sent in order, and sealed and released in any. The window bounds the steps that are in flight or ready; credit bounds what
+is sent.
 """
 
 

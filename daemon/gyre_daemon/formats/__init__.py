@@ -1,7 +1,7 @@
 """What the bytes of a dataset mean: where each sample lies and of which fields it consists. Pure: bytes in, arrays out.
 
-A `Format` scans a shard once, if it must, and assembles the scans of all shards to a `SampleIndex`: the only thing that the rest
-of the daemon knows of it.
+A `Format` scans a shard once, if it must, and assembles the scans of all shards to a `SampleIndex`: the only thing that the
+rest of the daemon knows of it.
 """
 
 from gyre_daemon.config import DatasetConfig, parse_options

@@ -50,8 +50,13 @@ class Extents:
 class SampleIndex(Protocol):
     """All samples of a dataset, by sample id in `[0, num_samples)`."""
 
-    num_samples: int
-    fields: Sequence[FieldSpec]
+    @property
+    def num_samples(self) -> int:
+        """N."""
+
+    @property
+    def fields(self) -> Sequence[FieldSpec]:
+        """The tensors of a sample."""
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
         """Where the samples lie; vectorised, no I/O."""

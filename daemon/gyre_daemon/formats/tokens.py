@@ -65,8 +65,8 @@ class TokensIndex:
         for shard in shards:
             if shard.size_bytes % dtype.itemsize:
                 raise CorruptSample(
-                    f"shard {shard.name} has {shard.size_bytes} bytes, no multiple of the {dtype.itemsize} bytes of a {options.dtype} "
-                    "token; correct the dataset's dtype or restore the shard",
+                    f"shard {shard.name} has {shard.size_bytes} bytes, no multiple of the {dtype.itemsize} bytes of a "
+                    f"{options.dtype} token; correct the dataset's dtype or restore the shard",
                     {"shard": shard.name},
                 )
         sizes = np.array([shard.size_bytes for shard in shards], np.int64)

@@ -23,7 +23,8 @@ from gyre_daemon.storage import Shard
 
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _CODECS: dict[str, Codec] = {
-    "txt": "text", "text": "text", "json": "json", "cls": "integer", "cls2": "integer", "index": "integer", "id": "integer", "npy": "npy",
+    "txt": "text", "text": "text", "json": "json", "cls": "integer", "cls2": "integer", "index": "integer", "id": "integer",
+    "npy": "npy",
 }  # fmt: skip
 _NPY_HEADER_BYTES = 10 + 65536
 

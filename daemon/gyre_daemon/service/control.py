@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+from gyre_protos.v1 import loader_pb2 as pb
+
 from gyre_daemon.batch import Batch
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
 from gyre_daemon.service import convert
 from gyre_daemon.session import Session
-from gyre_protos.v1 import loader_pb2 as pb
 
 _MAX_BATCHES_PER_MESSAGE = 32
 _GOODBYE_RETRY_S = 1.0

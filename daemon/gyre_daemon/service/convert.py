@@ -2,6 +2,8 @@
 
 import tomllib
 
+from gyre_protos.v1 import loader_pb2 as pb
+
 from gyre_daemon.batch import Batch
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.dataset import Dataset
@@ -9,7 +11,6 @@ from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.formats import FieldSpec
 from gyre_daemon.plan import Order, Tail
 from gyre_daemon.session import Reader, Session
-from gyre_protos.v1 import loader_pb2 as pb
 
 _TAILS: dict[int, Tail] = {pb.TAIL_UNSPECIFIED: "wrap", pb.TAIL_WRAP: "wrap", pb.TAIL_DROP: "drop", pb.TAIL_PAD: "pad"}
 _MAX_JOB_CHARS = 200

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator
 
 import grpc
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon import __version__
 from gyre_daemon.catalog import Catalog
@@ -16,8 +18,6 @@ from gyre_daemon.service import control, convert
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.session import Session, SessionRequest, SessionTable
 from gyre_daemon.storage import parse_location
-from gyre_protos.v1 import loader_pb2 as pb
-from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 _CHUNK_BYTES = (1 << 20) - 16  # with its frame, a message of at most 1 MiB
@@ -118,8 +118,10 @@ class LoaderService(pb_grpc.LoaderServicer):
             self._sessions.close(session.session_id, _STREAM_ENDED)
 
     @answers_errors
-    async def ReadPayload(self, request: pb.ReadPayloadRequest, context: Context) -> AsyncIterator[bytes]:
-        """The payload of a session's batches; its messages are PayloadChunk, framed by hand (see `register`)."""
+    async def ReadPayload(  # type: ignore[override]  # frames, not messages: see `register`
+        self, request: pb.ReadPayloadRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """The payload of a session's batches, as PayloadChunk messages framed by hand."""
         session = self._sessions.get(request.session_id)
         while batch := await session.next_payload():
             for begin in range(0, batch.payload.nbytes, _CHUNK_BYTES):
@@ -184,4 +186,4 @@ def register(service: LoaderService, server: grpc.aio.Server) -> None:
         service.ReadPayload, request_deserializer=pb.ReadPayloadRequest.FromString, response_serializer=None
     )
     pb_grpc.add_LoaderServicer_to_server(service, server)
-    server.add_registered_method_handlers(SERVICE_NAME, {"ReadPayload": payload})
+    server.add_registered_method_handlers(SERVICE_NAME, {"ReadPayload": payload})  # type: ignore[attr-defined]

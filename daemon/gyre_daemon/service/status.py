@@ -45,7 +45,7 @@ def answers_errors(method: Method) -> Method:
             try:
                 async for response in method(self, request, context):
                     yield response
-            except Exception as error:  # noqa: BLE001  the boundary of the process
+            except Exception as error:
                 await _abort(context, error)
 
         return stream  # type: ignore[return-value]
@@ -53,7 +53,7 @@ def answers_errors(method: Method) -> Method:
     async def unary(self: Any, request: Any, context: Context) -> Any:
         try:
             return await _awaited(method(self, request, context))
-        except Exception as error:  # noqa: BLE001  the boundary of the process
+        except Exception as error:
             await _abort(context, error)
 
     return unary  # type: ignore[return-value]
@@ -65,7 +65,7 @@ def to_status(error: errors.GyreError) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=facts)
     detail = AnyMessage()
     detail.Pack(info)
-    code: int = STATUS_CODES[type(error)].value[0]  # type: ignore[index]
+    code: int = STATUS_CODES[type(error)].value[0]
     return status_pb2.Status(code=code, message=str(error)[:_MAX_MESSAGE_CHARS], details=[detail])
 
 

@@ -20,8 +20,8 @@ _MIN_JOB_READS = 16  # a thread hop costs about as much as so many small reads
 class LocalStorage:
     """Shards in the local file system.
 
-    Files stay open from their first read on, up to a limit, so a file that is replaced or deleted underneath goes on to be read as
-    it was indexed.
+    Files stay open from their first read on, up to a limit, so a file that is replaced or deleted underneath goes on to be
+    read as it was indexed.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ def truncated(name: str, read: Read, num_bytes: int) -> CorruptSample:
     """The error for a read that ran past the end of a shard."""
     wanted = f"[{read.start}, {read.start + read.num_bytes})"
     return CorruptSample(
-        f"shard {name} is shorter than its index says: bytes {wanted} were asked for and {num_bytes} came; restore the shard, or "
-        "index the dataset again",
+        f"shard {name} is shorter than its index says: bytes {wanted} were asked for and {num_bytes} came; restore the shard, "
+        "or index the dataset again",
         {"shard": name, "offset": read.start, "reason": "truncated"},
     )
 

@@ -22,9 +22,8 @@ class Location:
     """A place of shards.
 
     Attributes:
-        scheme: `file`, `s3`, ...
-        paths: with scheme, except for local files; several where the URI was a brace list. One of them may be a glob or a folder.
-        text: as written, credentials redacted.
+        scheme: `file`, `s3`, ... paths: with scheme, except for local files; several where the URI was a brace list. One of
+        them may be a glob or a folder. text: as written, credentials redacted.
     """
 
     scheme: str

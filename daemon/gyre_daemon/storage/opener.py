@@ -99,7 +99,8 @@ def _object_store(scheme: str, settings: Mapping[str, Any]) -> AsyncFileSystem:
     from obstore.fsspec import FsspecStore  # noqa: PLC0415  an extra: a daemon for local files does without
 
     plain_http = str(settings.get("endpoint", "")).startswith("http://") or scheme == "http"
-    return FsspecStore(
+    store: Any = FsspecStore  # its overloads leave out what fsspec adds
+    filesystem: AsyncFileSystem = store(
         scheme,
         config=dict(settings) or None,
         client_options={"allow_http": plain_http},
@@ -107,6 +108,7 @@ def _object_store(scheme: str, settings: Mapping[str, Any]) -> AsyncFileSystem:
         asynchronous=True,
         skip_instance_cache=True,
     )
+    return filesystem
 
 
 def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:
@@ -119,12 +121,12 @@ async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> list
     """Path and info of every file that one path, folder or glob stands for, sorted by path."""
     scheme = path.partition("://")[0]
     if any(letter in path for letter in "*?["):
-        found = await filesystem._glob(path, detail=True)  # noqa: SLF001
+        found = await filesystem._glob(path, detail=True)
     else:
-        info = await filesystem._info(path)  # noqa: SLF001
+        info = await filesystem._info(path)
         if info["type"] != "directory":
             return [(path, info)]
-        found = await filesystem._glob(path.rstrip("/") + "/" + pattern, detail=True)  # noqa: SLF001
+        found = await filesystem._glob(path.rstrip("/") + "/" + pattern, detail=True)
     return [
         (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
         for name, info in sorted(found.items())

@@ -60,7 +60,7 @@ class RemoteStorage:
             if ahead:
                 ahead.cancel()
 
-    def local_path(self, shard: int) -> Path | None:  # noqa: ARG002
+    def local_path(self, shard: int) -> Path | None:
         """See `Storage.local_path`: nowhere."""
         return None
 
@@ -83,7 +83,7 @@ class RemoteStorage:
         data = b""
         try:
             async with self._slots, asyncio.timeout(_READ_DEADLINE_S):
-                data = await self._filesystem._cat_file(self._paths[shard], start=start, end=stop)  # noqa: SLF001
+                data = bytes(await self._filesystem._cat_file(self._paths[shard], start=start, end=stop))
             outcome = "ok"
         except Exception as error:
             raise driver_error(self.shards[shard].name, error) from error
