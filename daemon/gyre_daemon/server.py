@@ -24,7 +24,8 @@ from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_addre
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
-from gyre_daemon.session import SessionEnvironment, SessionTable
+from gyre_daemon.session import SessionEnvironment
+from gyre_daemon.sessions import SessionTable
 from gyre_daemon.storage import StorageOpener
 
 _MAX_CONTROL_BYTES = 64 << 10

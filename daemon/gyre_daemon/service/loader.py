@@ -16,7 +16,8 @@ from gyre_daemon.errors import GyreError, InvalidRequest
 from gyre_daemon.plan import Plan, check_ranks
 from gyre_daemon.service import control, convert
 from gyre_daemon.service.status import Context, answers_errors
-from gyre_daemon.session import Session, SessionRequest, SessionTable
+from gyre_daemon.session import Session, SessionRequest
+from gyre_daemon.sessions import SessionTable
 from gyre_daemon.storage import parse_location
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name

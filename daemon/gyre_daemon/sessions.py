@@ -1,0 +1,102 @@
+"""The sessions of a daemon: opened, found, fenced, ended when their leases run out, and drained."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
+from gyre_daemon.events import log_event
+from gyre_daemon.session import Reader, Session, SessionEnvironment, SessionRequest
+
+
+class SessionTable:
+    """The sessions of a daemon, by id; a rank of a job has at most one."""
+
+    def __init__(self, environment: SessionEnvironment) -> None:
+        self.environment = environment
+        self._sessions: dict[str, Session] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.draining = False
+
+    def __iter__(self) -> Iterator[Session]:
+        """Over all that are open."""
+        return iter(list(self._sessions.values()))
+
+    def open(self, request: SessionRequest) -> Session:
+        """A new session; one of the same job and rank is fenced.
+
+        Raises:
+            Fenced: a newer generation of this rank is here already.
+            Draining: the daemon takes no new session.
+            GyreError: see `Session`.
+        """
+        if self.draining:
+            raise Draining("the daemon is stopping and opens no session; try again after its restart")
+        reader = request.reader
+        for other in self:
+            theirs = other.request.reader
+            if (theirs.job, theirs.rank) != (reader.job, reader.rank):
+                continue
+            if theirs.generation > reader.generation:
+                raise Fenced(
+                    f"generation {reader.generation} of {_who(reader)} is older than generation {theirs.generation} of it"
+                )
+            self.close(other.session_id, Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"))
+        session = Session(request, self.environment)
+        self._sessions[session.session_id] = session
+        self._empty.clear()
+        log_event(
+            "session open",
+            {"session": session.session_id, "dataset": request.dataset.name, "job": reader.job, "rank": reader.rank},
+        )
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """An open session.
+
+        Raises:
+            LeaseExpired: it is none, or no longer.
+        """
+        if session_id not in self._sessions:
+            raise LeaseExpired(
+                f"session {session_id[:64]!r} is not open: its lease ran out, or the daemon was restarted; open it again"
+            )
+        return self._sessions[session_id]
+
+    def close(self, session_id: str, reason: GyreError) -> None:
+        """End a session, if it is open."""
+        session = self._sessions.pop(session_id, None)
+        if session:
+            if not self._sessions:
+                self._empty.set()
+            session.end(reason)
+            facts = {"session": session_id, "batches": session.counts.num_batches_sent, "reason": type(reason).__name__}
+            log_event("session closed", facts)
+
+    async def watch_leases(self) -> None:
+        """End sessions whose clients are silent, for ever."""
+        lease_s = self.environment.lease_s
+        while True:
+            await asyncio.sleep(lease_s / 4)
+            for session in self:
+                if session.lease_left_s < 0:
+                    self.close(
+                        session.session_id,
+                        LeaseExpired(f"the client was silent for more than {lease_s:g} s; open the session again"),
+                    )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Open no more sessions, let those that are open run dry, and end those that have not after the timeout."""
+        self.draining = True
+        for session in self:
+            session.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        for session in self:
+            self.close(session.session_id, Draining("the daemon stopped; open the session again with the last cursor"))
+
+
+def _who(reader: Reader) -> str:
+    return f"rank {reader.rank} of job {reader.job!r}"
