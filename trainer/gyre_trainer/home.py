@@ -1,0 +1,93 @@
+"""What a rank keeps of a rotated module: its own slice of every parameter, in one flat buffer that travels as it is.
+
+A slice's buffer holds the slice's part of each parameter, contiguous, one after the other. The owner's DTensor parameters are
+views of its buffer, so what the optimizer writes is what is sent next, without packing.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layout import Layout
+from gyre_trainer.ring import Ring, ring_of
+
+
+class Home:
+    """The slice that this rank owns. Rotation reads it and never writes to it.
+
+    Attributes:
+        layout: of all slices.
+        flat: the own slice.
+        parameters: DTensors in the order of the cuts, each a view of ``flat``.
+    """
+
+    def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
+        """Copies this rank's slice of ``sources``; where they are on `meta` it is filled with NaN until it is materialised."""
+        self.layout = layout
+        self.ring: Ring = ring_of(mesh)
+        rank = self.ring.rank
+        device = torch.device(mesh.device_type) if sources[0].is_meta else sources[0].device
+        self.flat = torch.full((layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device)
+        self.parameters: list[nn.Parameter] = []
+        for source, cut, part in zip(sources, layout.cuts, layout.views(self.flat, rank), strict=True):
+            start, stop = layout.bounds(cut, rank)
+            if not source.is_meta:
+                part.copy_(source.detach().narrow(cut.dim, start, stop - start))
+            self.parameters.append(as_parameter(part, mesh, Shard(cut.dim), source))
+
+    def locals(self) -> list[Tensor]:
+        """The local tensors of the parameters; a gradient that reaches them reaches the parameters.
+
+        Raises:
+            RotationError: something replaced a parameter's memory; the parameter is named.
+        """
+        found = [local_of(parameter) for parameter in self.parameters]
+        for cut, local in zip(self.layout.cuts, found, strict=True):
+            if not same_storage(local, self.flat):
+                raise RotationError(
+                    f"parameter {cut.name} no longer lies in its rotated slice; "
+                    "move or convert a model before it is rotated, and load states by copying (load_state_dict without assign)"
+                )
+        return found
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def as_parameter(local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter) -> nn.Parameter:
+    """A DTensor parameter over ``local`` that stands for ``whole``."""
+    strides = torch.empty(whole.shape, device="meta").stride()
+    tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=strides)
+    return nn.Parameter(tensor, requires_grad=whole.requires_grad)
+
+
+def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether both are views of one memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+_HOMES = WeakIdKeyDictionary()  # parameter → weak reference to its home, which lives as long as a module rotates it
+
+
+def home_of(parameter: nn.Parameter) -> Home | None:
+    """Where a parameter lives: found for the parameter that was cut and for the DTensor that took its place."""
+    reference = _HOMES.get(parameter)  # type: ignore[no-untyped-call]
+    home = reference() if reference is not None else None
+    assert home is None or isinstance(home, Home)
+    return home
+
+
+def settle(sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> Home:
+    """A new home for ``sources``, which `home_of` finds from now on."""
+    home = Home(sources, layout, mesh)
+    for parameter in (*sources, *home.parameters):
+        _HOMES[parameter] = weakref.ref(home)
+    return home

@@ -1,0 +1,96 @@
+# ruff: noqa: N803, N806  # names carry shape letters
+"""Causal self-attention by groups of heads: a slice attends with its own heads, and the outputs add up.
+
+Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.mlp import projections
+from gyre_trainer.layout import Cut
+from gyre_trainer.rule import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a model's width is divided among heads.
+
+    Attributes:
+        num_heads: of the queries.
+        num_kv_heads: of keys and values; each serves num_heads / num_kv_heads queries' heads.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+
+
+def rope_angles(num_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Angles (T, C/2) in radians of the rotary position embedding (arXiv 2104.09864), in float32."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    return torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies)
+
+
+def _turned(x_BHTC: Tensor, angles: Tensor) -> Tensor:
+    """Each pair of channels (i, i + C/2) turned by its position's angle, in the angles' precision or better."""
+    cos, sin = angles.cos(), angles.sin()
+    one, other = x_BHTC.chunk(2, dim=-1)
+    return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1).type_as(x_BHTC)
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions and grouped key/value heads.
+
+    The number of heads is read from the weights, so the same forward runs with all heads or with a slice of them.
+    """
+
+    def __init__(self, dim: int, heads: Heads, *, bias: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_dim = dim // heads.num_heads
+        kv_dim = heads.num_kv_heads * self.head_dim
+        self.q = nn.Linear(dim, dim, bias=bias)
+        self.k = nn.Linear(dim, kv_dim, bias=bias)
+        self.v = nn.Linear(dim, kv_dim, bias=bias)
+        self.o = nn.Linear(dim, dim, bias=bias)
+
+    def forward(self, x_BTD: Tensor, angles: Tensor) -> Tensor:
+        """Each position attends to itself and those before; ``angles`` are those of `rope_angles` for T positions."""
+        q, k, v = (layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        grouped = q.shape[1] != k.shape[1]
+        y_BHTC = F.scaled_dot_product_attention(_turned(q, angles), _turned(k, angles), v, is_causal=True, enable_gqa=grouped)
+        output: Tensor = self.o(y_BHTC.transpose(1, 2).flatten(2))
+        return output
+
+
+@dataclass(frozen=True)
+class AttentionRule(Rule):
+    """For a module that projects to queries, keys and values, attends head by head, and projects back.
+
+    A slice holds the same key/value heads, and the queries' heads that they serve, of all four layers. The forward must read
+    the number of heads from the weights (`view(..., -1, head_dim)`) and be linear in the last layer's weights.
+
+    Attributes:
+        num_kv_heads: of the whole module; a multiple of the ring's size.
+        inputs: names of the linear layers from the input to the heads.
+        output: name of the linear layer from the heads to the output.
+    """
+
+    num_kv_heads: int
+    inputs: tuple[str, ...] = ("q", "k", "v")
+    output: str = "o"
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """Rows of q, k and v, columns of o, a segment of its bias."""
+        if self.num_kv_heads % num_slices:
+            names = ", ".join((*self.inputs, self.output))
+            raise RotationError(
+                f"{type(module).__name__} has {self.num_kv_heads} key/value heads, "
+                f"which {num_slices} ranks cannot share evenly; take a divisor of that many ranks, "
+                f"or rotate its layers {names} one by one instead"
+            )
+        return projections(module, self.inputs, self.output)

@@ -1,0 +1,37 @@
+"""An embedding by rows of its vocabulary: each slice looks up the tokens that it has, and gives zero for the others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layout import Cut
+from gyre_trainer.rule import Part, Rule
+
+
+class EmbeddingRule(Rule):
+    """For `nn.Embedding`. Where its gradient goes depends on the tokens alone, so its weights travel only in forward."""
+
+    backward_reads_weights: ClassVar[bool] = False
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """The weight, along the vocabulary."""
+        assert isinstance(module, nn.Embedding)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse", "padding_idx"):
+            if getattr(module, option) not in (None, False):
+                raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
+        return [Cut("weight", tuple(module.weight.shape), 0)]
+
+    def run(self, forward: Callable[..., Tensor], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The rows of the tokens in this slice's half-open range of the vocabulary, zero elsewhere."""
+        (tokens,) = (*args, *kwargs.values())
+        weight = part.weights["weight"]
+        start, stop = part.bounds["weight"]
+        if start == stop:
+            return weight.new_zeros(*tokens.shape, weight.shape[1])
+        outside = (tokens < start) | (tokens >= stop)
+        rows = F.embedding(torch.where(outside, 0, tokens - start), weight)
+        return rows.masked_fill(outside.unsqueeze(-1), 0)

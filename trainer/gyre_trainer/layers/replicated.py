@@ -1,0 +1,64 @@
+"""Parameters that every rank has whole: norms and other small ones. Their gradients meet in one all-reduce per backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from gyre_trainer.home import as_parameter, local_of
+from gyre_trainer.rule import swapped
+
+
+class ReplicatedModule:
+    """Mixed in before a module's class: its forward sees this rank's plain tensors in the place of its DTensors."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As without rotation."""
+        assert isinstance(self, nn.Module)
+        own = {name: local_of(p) for name, p in self._parameters.items() if p is not None}
+        with swapped(self, own):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class Replicas:
+    """Averages the gradients of replicated parameters over the ranks when a backward ends.
+
+    What is averaged is the accumulated gradient: its older part is equal on all ranks already, so its mean is itself.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        self._parameters = parameters
+        self._group = mesh.get_group()
+        self._due = False
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._touched)  # type: ignore[no-untyped-call]
+
+    def _touched(self, parameter: Tensor) -> None:
+        if not self._due:
+            self._due = True
+            Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._due = False
+        grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=self._group)
+        flat /= dist.get_world_size(self._group)
+        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+
+def replicated(source: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """A DTensor parameter with the values of rank 0; NaN until it is materialised where ``source`` is on `meta`."""
+    if source.is_meta:
+        local = torch.full(source.shape, torch.nan, dtype=source.dtype, device=mesh.device_type)
+    else:
+        local = source.detach().clone()
+        dist.broadcast(local, group=mesh.get_group(), group_src=0)
+    return as_parameter(local, mesh, Replicate(), source)

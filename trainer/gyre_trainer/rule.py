@@ -1,0 +1,64 @@
+"""How a kind of module is cut into slices; `gyre_trainer.layers` has the rules for the kinds that are known."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from gyre_trainer.layout import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One slice while it is here.
+
+    Attributes:
+        weights: what stands for each parameter that is cut, by name.
+        bounds: the half-open range of the cut dim that the slice holds, by name.
+    """
+
+    weights: Mapping[str, Tensor]
+    bounds: Mapping[str, tuple[int, int]]
+
+
+class Rule(ABC):
+    """How one kind of module is cut, and how the slices' outputs make the module's.
+
+    Attributes:
+        join_dim: None where the slices' outputs add up, else the dim along which they lie side by side, divided as the
+            first cut is.
+        backward_reads_weights: False where gradients need no weights, so that these need not travel again.
+    """
+
+    join_dim: ClassVar[int | None] = None
+    backward_reads_weights: ClassVar[bool] = True
+
+    @abstractmethod
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """What is cut and where; parameters that are not named stay whole on every rank.
+
+        Raises:
+            RotationError: the module does not fit; names module and parameter.
+        """
+
+    def run(self, forward: Callable[..., Tensor], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The output of one slice for the module's arguments; in ``forward``, its own, ``part`` stands for its parameters."""
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, ``tensors`` stand for the module's parameters of these names; after, the parameters are back."""
+    split = [name.rpartition(".") for name in tensors]
+    places = [(module.get_submodule(path)._parameters, name) for path, _, name in split]
+    before = [parameters[name] for parameters, name in places]
+    try:
+        for (parameters, name), tensor in zip(places, tensors.values(), strict=True):
+            parameters[name] = tensor  # type: ignore[assignment]  # attribute look-up returns whatever stands here
+        yield
+    finally:
+        for (parameters, name), parameter in zip(places, before, strict=True):
+            parameters[name] = parameter
