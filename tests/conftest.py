@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 START_DEADLINE_S = 60.0
@@ -109,3 +110,14 @@ def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 raise
+
+
+@pytest.fixture
+def token_files(tmp_path: Path) -> Path:
+    """A folder of four shards of uint16 tokens: 1000 + 700 + 3 + 1300, each its own number."""
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    tokens = np.arange(3003, dtype=np.uint16)
+    for name, begin, end in (("a", 0, 1000), ("b", 1000, 1700), ("c", 1700, 1703), ("d", 1703, 3003)):
+        tokens[begin:end].tofile(folder / f"{name}.bin")
+    return folder

@@ -1,0 +1,163 @@
+"""A daemon process as its operator meets it: addresses, locks, health, reflection, logs, the end."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from conftest import StartDaemon
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+SERVICE = "gyre_protos.v1.Loader"
+
+
+def tokens_dataset(folder: Path) -> dict[str, object]:
+    return {"uri": str(folder), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+
+
+def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
+    with grpc.insecure_channel(daemon.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", SERVICE):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
+        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=5)
+        file = descriptor_pb2.FileDescriptorProto.FromString(answer.file_descriptor_response.file_descriptor_proto[0])
+        assert "OpenSession" in [method.name for method in file.service[0].method]
+
+        stub = pb_grpc.LoaderStub(channel)
+        (summary,) = stub.ListDatasets(pb.ListDatasetsRequest(), timeout=5).datasets
+        assert (summary.name, summary.format, summary.open) == ("tokens", "tokens", False)
+        description = stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens")), timeout=5)
+        assert (description.num_samples, description.num_shards, description.num_bytes) == (100 + 70 + 0 + 130, 4, 6006)
+    assert gyred_command("health", "--address", daemon.address).returncode == 0
+
+
+def test_plan_is_arithmetic(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+
+        def plan(step: int, rank: int = 0, world_size: int = 1) -> list[int]:
+            order = pb.OrderSpec(seed=3, global_batch_size=100, tail=pb.TAIL_WRAP)
+            request = pb.PlanStepRequest(
+                dataset=pb.DatasetRef(name="tokens"), order=order, step=step, rank=rank, world_size=world_size
+            )
+            return list(stub.PlanStep(request, timeout=5).sample_ids)
+
+        epoch = plan(0) + plan(1) + plan(2)
+        assert sorted(epoch) == list(range(300))
+        assert epoch != sorted(epoch)
+        assert plan(1) == plan(1, 0, 2) + plan(1, 1, 2)
+        reads = [count for count in stub.GetStatus(pb.GetStatusRequest(), timeout=5).storage if count.kind == "read"]
+        assert sum(count.num_requests for count in reads) == 4  # the fingerprint's probes: no sample was read for a plan
+
+
+def test_files_are_private_and_go_with_the_daemon(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
+    path = Path(daemon.address.removeprefix("unix:"))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o750
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    assert daemon.stop() == 0
+    assert list(path.parent.iterdir()) == []
+    assert [event["event"] for event in daemon.events()] == ["ready", "draining", "stopped"]
+
+
+def test_second_daemon_on_a_socket_is_refused_and_harms_nothing(gyred: StartDaemon) -> None:
+    daemon = gyred({})
+    assert daemon.process
+    second = gyred_command("serve", "--config", str(daemon.config_path))
+    assert second.returncode == 2
+    assert f"another daemon (process {daemon.process.pid})" in second.stderr
+    assert gyred_command("health", "--address", daemon.address).returncode == 0
+
+
+def test_socket_of_a_killed_daemon_is_taken_over(gyred: StartDaemon) -> None:
+    daemon = gyred({})
+    daemon.kill()
+    assert Path(daemon.address.removeprefix("unix:")).exists()
+    daemon.restart()
+    assert gyred_command("health", "--address", daemon.address).returncode == 0
+
+
+def test_tcp_port_is_never_shared(gyred: StartDaemon, tmp_path: Path) -> None:
+    daemon = gyred({"listen": ["tcp:127.0.0.1:0"]})
+    (address,) = next(event for event in daemon.events() if event["event"] == "ready")["listen"]
+    assert gyred_command("health", "--address", address).returncode == 0
+    second = gyred_command("serve", "--listen", address)
+    assert second.returncode == 2
+    assert "cannot listen on" in second.stderr
+
+
+def test_open_bind_is_refused(tmp_path: Path) -> None:
+    refused = gyred_command("serve", "--listen", "tcp:0.0.0.0:0")
+    assert refused.returncode == 2
+    assert "open to other hosts" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("memory_bugdet = 1", "did you mean `memory_budget`?"),
+        ('prefetch_batches = "many"', "must be of type int"),
+        ('[datasets.x]\nuri = "/x"\nformat = "parquette"', "unknown format `parquette`"),
+        ('[datasets.x]\nuri = "/x"\nformat = "tokens"\nsequence_lenght = 3', "did you mean `sequence_length`?"),
+        ('[datasets.x]\nuri = "file:///x::s3://y"\nformat = "tokens"\nsequence_length = 3', "chained URLs"),
+        ("listen = [", "is not valid TOML"),
+    ],
+)
+def test_bad_configuration_is_named_before_anything_is_bound(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "gyre.toml"
+    path.write_text(text)
+    for command in ("check-config", "serve"):
+        refused = gyred_command(command, "--config", str(path))
+        assert refused.returncode == 2
+        assert complaint in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
+def test_check_config_tells_values_and_origins(tmp_path: Path) -> None:
+    path = tmp_path / "gyre.toml"
+    path.write_text(
+        'prefetch_batches = 3\n[datasets.x]\nuri = "s3://user:secret@bucket/x"\nformat = "tokens"\nsequence_length = 3'
+    )
+    command = [sys.executable, "-m", "gyre_daemon", "check-config", "--config", str(path), "--memory-budget", "64MiB"]
+    environment = {**os.environ, "GYRE_LEASE_S": "7"}
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True).stdout
+    assert "prefetch_batches = 3  # file" in printed
+    assert "memory_budget = 67108864  # flag" in printed
+    assert "lease_s = 7.0  # environment" in printed
+    assert "secret" not in printed
+
+
+def test_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(10)
+        daemon = gyred({}, {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "400000"})
+        states = [manager.recv(100) for _ in range(3)]
+        assert b"READY=1" in states
+        assert states.count(b"WATCHDOG=1") == 2
+        daemon.stop()
+        while manager.recv(100) != b"STOPPING=1":
+            pass
+
+
+def test_daemon_imports_neither_torch_nor_webdataset() -> None:
+    program = "import sys, gyre_daemon.cli; print(sorted({'torch', 'webdataset', 'gyre_client'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
