@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,3 +122,73 @@ def token_files(tmp_path: Path) -> Path:
     for name, begin, end in (("a", 0, 1000), ("b", 1000, 1700), ("c", 1700, 1703), ("d", 1703, 3003)):
         tokens[begin:end].tofile(folder / f"{name}.bin")
     return folder
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """An S3-compatible server process.
+
+    Attributes:
+        endpoint: its URL.
+        storage_settings: the table `[datasets.NAME.storage]` that reaches it.
+        log_path: one line per request.
+    """
+
+    endpoint: str
+    storage_settings: Mapping[str, str]
+    log_path: Path
+
+    def make_bucket(self, name: str) -> None:
+        """A new bucket; name it after the test, since tests share the server."""
+        self._client().create_bucket(Bucket=name)
+
+    def put(self, bucket: str, key: str, data: bytes) -> None:
+        """Store an object, over one that is there."""
+        self._client().put_object(Bucket=bucket, Key=key, Body=data)
+
+    def delete(self, bucket: str, key: str) -> None:
+        """Remove an object."""
+        self._client().delete_object(Bucket=bucket, Key=key)
+
+    def num_requests(self, method: str, substring: str) -> int:
+        """How many requests of a method with the substring in their path and query the server has answered."""
+        requests = re.findall(r'"(?:\x1b\[[\d;]*m)*([A-Z]+) (\S+) HTTP', self.log_path.read_text())
+        return sum(verb == method and substring in target for verb, target in requests)
+
+    def _client(self) -> Any:
+        import boto3
+
+        settings = self.storage_settings
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name=settings["region"],
+            aws_access_key_id=settings["access_key_id"],
+            aws_secret_access_key=settings["secret_access_key"],
+        )
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """moto's standalone server on a free port, for all tests of this worker."""
+    log_path = tmp_path_factory.mktemp("s3") / "log"
+    with log_path.open("wb") as log:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + START_DEADLINE_S
+        while not (running := re.search(r"Running on (http://\S+)", log_path.read_text())):
+            assert process.poll() is None, f"the server ended at its start:\n{log_path.read_text()}"
+            assert time.monotonic() < deadline, f"the server is not ready:\n{log_path.read_text()}"
+            time.sleep(0.05)
+        settings = {
+            "endpoint": running[1],
+            "region": "us-east-1",
+            "access_key_id": "test",
+            "secret_access_key": "test",
+            "virtual_hosted_style_request": "false",
+        }
+        yield S3Server(running[1], settings, log_path)
+    finally:
+        process.terminate()
+        process.wait(10)
