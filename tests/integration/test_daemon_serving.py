@@ -24,7 +24,9 @@ def tokens_dataset(folder: Path) -> dict[str, object]:
 
 
 def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -> None:

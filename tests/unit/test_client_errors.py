@@ -6,8 +6,8 @@ import pytest
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo  # type: ignore[import-untyped]
-from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 from gyre_client import errors
 from gyre_client.address import parse_address
 from gyre_client.connection import RETRY_AFTER, error_from
@@ -83,12 +83,15 @@ def test_without_a_reason_the_status_decides(code: grpc.StatusCode) -> None:
     assert "unix:/run/gyre.sock" in str(error)
 
 
+def test_a_reason_of_a_newer_daemon_keeps_its_sentence() -> None:
+    info = ErrorInfo(domain="gyre", reason="SomethingNew")
+    error = error_from(explained(grpc.StatusCode.UNAVAILABLE, "come back later", info), ADDRESS)
+    assert (type(error), str(error)) == (errors.DaemonUnavailable, "come back later")
+
+
 def test_a_stranger_s_explanation_does_not_decide() -> None:
-    strange_domain = ErrorInfo(domain="proxy", reason="Fenced")
-    strange_reason = ErrorInfo(domain="gyre", reason="SomethingNew")
-    for info in (strange_domain, strange_reason):
-        error = error_from(explained(grpc.StatusCode.NOT_FOUND, "gone", info), ADDRESS)
-        assert type(error) is errors.UnknownDataset
+    info = ErrorInfo(domain="proxy", reason="Fenced")
+    assert type(error_from(explained(grpc.StatusCode.NOT_FOUND, "gone", info), ADDRESS)) is errors.UnknownDataset
     garbage = Failure(grpc.StatusCode.ABORTED, "late", [("grpc-status-details-bin", b"\xff\xff")])
     assert type(error_from(garbage, ADDRESS)) is errors.LeaseExpired
 

@@ -42,7 +42,10 @@ def test_a_pause_is_jittered_but_never_shorter_than_the_daemon_wishes() -> None:
     assert outage.next_pause_s(Overloaded("full", {"retry_after_s": "7.5"})) == 7.5
 
 
-@pytest.mark.parametrize("failure", [CursorRejected("no"), Fenced("no"), GyreError("no")])
+TOO_LARGE = Overloaded("no", {"needed_bytes": "4097", "free_bytes": "4096", "limit_bytes": "4096"})
+
+
+@pytest.mark.parametrize("failure", [CursorRejected("no"), Fenced("no"), GyreError("no"), TOO_LARGE])
 def test_what_will_not_pass_is_raised_at_once(failure: GyreError) -> None:
     with pytest.raises(type(failure)) as caught:
         Outage(60.0, Clock(), longest).next_pause_s(failure)

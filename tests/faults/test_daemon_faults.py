@@ -1,0 +1,367 @@
+"""What goes wrong around a daemon: the promised error reaches the client, and the daemon goes on serving everybody else."""
+
+import multiprocessing
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import torch
+import webdataset
+from conftest import Daemon, StartDaemon
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from gyre_client import Loader
+from gyre_client.errors import (
+    CorruptSample,
+    CursorRejected,
+    Fenced,
+    InvalidRequest,
+    Overloaded,
+    ShardMissing,
+    UnknownDataset,
+)
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
+
+
+@pytest.fixture
+def tokens(gyred: StartDaemon, token_files: Path) -> Daemon:
+    """A daemon with the dataset `tokens` and a short lease."""
+    return gyred({"lease_s": 2.0, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+
+
+@pytest.fixture
+def stub(tokens: Daemon) -> Iterator[pb_grpc.LoaderStub]:
+    """The bare contract of that daemon."""
+    with grpc.insecure_channel(tokens.address) as channel:
+        yield pb_grpc.LoaderStub(channel)
+
+
+def read_some(daemon: Daemon, num_batches: int = 3) -> list[int]:
+    with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
+        return [sample_id for _ in range(num_batches) for sample_id in next(iter(loader))["sample_id"].tolist()]
+
+
+def open_request(job: str, generation: int = 0, batch_size: int = 20) -> pb.OpenSessionRequest:
+    return pb.OpenSessionRequest(
+        dataset=pb.DatasetRef(name="tokens"),
+        order=pb.OrderSpec(seed=1, global_batch_size=batch_size),
+        reader=pb.Reader(job=job, rank=0, world_size=1, generation=generation),
+    )
+
+
+def eventually(holds: Callable[[], bool], deadline_s: float) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        if holds():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    assert isinstance(error, grpc.Call)
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.domain == "gyre"
+    return str(info.reason)
+
+
+def test_unknown_dataset_lists_what_there_is(tokens: Daemon) -> None:
+    with pytest.raises(UnknownDataset, match="no dataset is named 'tokns'; this daemon serves: tokens"):
+        Loader("tokns", batch_size=4, address=tokens.address)
+    assert read_some(tokens)
+
+
+def test_ranks_that_do_not_divide_the_batch(tokens: Daemon) -> None:
+    with pytest.raises(InvalidRequest, match="divi"):
+        next(iter(Loader("tokens", batch_size=20, rank=0, world_size=3, address=tokens.address)))
+    assert read_some(tokens)
+
+
+def test_missing_shard_names_it(gyred: StartDaemon, token_files: Path) -> None:
+    datasets = {"tokens": {"uri": str(token_files), **TOKENS}, "gone": {"uri": str(token_files / "x-{0..2}.bin"), **TOKENS}}
+    daemon = gyred({"datasets": datasets})
+    with pytest.raises(ShardMissing, match=r"x-0\.bin"):
+        Loader("gone", batch_size=4, address=daemon.address)
+    assert read_some(daemon)
+
+
+def test_shard_that_vanishes_before_it_is_read(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+        stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens")), timeout=5)
+    assert read_some(daemon)
+    wanted = read_some(daemon, 20)
+    (token_files / "a.bin").unlink()
+    assert read_some(daemon, 20) == wanted  # it was open: the bytes that were indexed go on to be served
+    daemon.stop()
+    daemon.restart()
+    with Loader("tokens", batch_size=20, address=daemon.address) as loader:
+        assert loader.num_samples == 200  # a folder without the shard is another dataset
+
+
+def test_truncated_shard_is_an_error_that_names_it(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"prefetch_batches": 1, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+    with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
+        next(iter(loader))
+        os.truncate(token_files / "a.bin", 100)
+        with pytest.raises(CorruptSample, match=r"a\.bin") as caught:
+            for _ in range(30):
+                next(iter(loader))
+    assert caught.value.facts["shard"] == "a.bin"
+    with pytest.raises(CorruptSample, match=r"a\.bin"):
+        read_some(daemon, 15)
+    with grpc.insecure_channel(daemon.address) as channel:  # indexed again, it is another dataset, and sound
+        request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="tokens"))
+        assert list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=5)) == []
+    assert read_some(daemon, 15)
+
+
+def test_corrupt_sample_comes_in_its_turn_and_is_named(gyred: StartDaemon, tmp_path: Path) -> None:
+    with webdataset.TarWriter(str(tmp_path / "x.tar")) as writer:
+        for index in range(64):
+            writer.write({"__key__": f"{index:03}", "json": b"{]" if index == 40 else b"{}"})
+    daemon = gyred({"datasets": {"x": {"uri": str(tmp_path / "x.tar"), "format": "webdataset"}}})
+    sound = []
+    with Loader("x", batch_size=4, seed=3, epochs=1, address=daemon.address) as loader:
+        with pytest.raises(
+            CorruptSample, match=r"sample 40 of dataset `x` \(shard x\.tar, byte \d+\) is corrupt: field json"
+        ) as caught:
+            for batch in loader:
+                sound += batch["sample_id"].tolist()
+        cursor = loader.state_dict()
+    assert caught.value.facts["sample_id"] == "40"
+    with grpc.insecure_channel(daemon.address) as channel:
+        step = len(sound) // 4
+        order = pb.OrderSpec(seed=3, global_batch_size=4)
+        request = pb.PlanStepRequest(dataset=pb.DatasetRef(name="x"), order=order, step=step)
+        assert 40 in pb_grpc.LoaderStub(channel).PlanStep(request, timeout=5).sample_ids
+    assert cursor["cursor"]
+
+
+def test_cursor_of_another_order_says_what_differs(tokens: Daemon) -> None:
+    with Loader("tokens", batch_size=20, seed=1, address=tokens.address) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    for arguments, difference in (
+        ({"batch_size": 20, "seed": 2}, "the seed is 1 there and 2 here"),
+        ({"batch_size": 10, "seed": 1}, "the global batch size is 20 there and 10 here"),
+        ({"batch_size": 20, "seed": 1, "tail": "drop"}, "the tail is wrap there and drop here"),
+    ):
+        with Loader("tokens", address=tokens.address, **arguments) as other, pytest.raises(CursorRejected, match=difference):
+            other.load_state_dict(state)
+    assert read_some(tokens)
+
+
+def test_cursor_of_changed_data_is_refused(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+    with Loader("tokens", batch_size=20, address=daemon.address) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    daemon.stop()
+    content = bytearray((token_files / "b.bin").read_bytes())
+    content[len(content) // 2] ^= 1  # same name, same size
+    (token_files / "b.bin").write_bytes(content)
+    daemon.restart()
+    with Loader("tokens", batch_size=20, address=daemon.address) as loader, pytest.raises(CursorRejected, match="other data"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_full_disk_for_the_index(gyred: StartDaemon, tmp_path: Path) -> None:
+    with webdataset.TarWriter(str(tmp_path / "x.tar")) as writer:
+        for index in range(2000):
+            writer.write({"__key__": f"{index:05}", "cls": index})
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        daemon = gyred({"index_dir": str(small), "datasets": {"x": {"uri": str(tmp_path / "x.tar"), "format": "webdataset"}}})
+        with Loader("x", batch_size=10, epochs=1, address=daemon.address) as loader:  # it serves from an index in memory
+            seen = torch.cat([batch["sample_id"] for batch in loader])
+        assert sorted(seen.tolist()) == list(range(2000))
+        assert [event["shard"] for event in daemon.events() if event["event"] == "index not stored"] == ["x.tar"]
+        with grpc.insecure_channel(daemon.address) as channel, pytest.raises(grpc.RpcError) as caught:
+            list(pb_grpc.LoaderStub(channel).IndexDataset(pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="x")), timeout=10))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "No space left on device" in str(caught.value.details())
+        assert list(small.iterdir()) == []  # nothing half-written stays
+        daemon.stop()
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def read_for_ever(address: str, started: "multiprocessing.Queue[int]") -> None:
+    with Loader("tokens", batch_size=20, seed=7, job="victim", address=address) as loader:
+        for batch in loader:
+            started.put(len(batch))
+
+
+def test_killed_client_is_noticed_and_its_memory_comes_back(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+    assert tokens.process
+    read_some(tokens)
+    daemon = psutil.Process(tokens.process.pid)
+    base = daemon.num_fds(), daemon.num_threads()
+    context = multiprocessing.get_context("spawn")
+    for _ in range(2):
+        started: multiprocessing.Queue[int] = context.Queue()
+        client = context.Process(target=read_for_ever, args=(tokens.address, started))
+        client.start()
+        started.get(timeout=60)
+        assert [session.reader.job for session in stub.GetStatus(pb.GetStatusRequest()).sessions] == ["victim"]
+        assert client.pid
+        os.kill(client.pid, signal.SIGKILL)
+        client.join()
+        assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 1.0)
+        assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
+    assert eventually(lambda: daemon.num_fds() <= base[0] + 1, 2.0)  # one for this test's own connection
+    assert daemon.num_threads() <= base[1] + 2
+    assert read_some(tokens)
+
+
+def test_terminated_daemon_delivers_what_is_under_way_and_ends_well(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+    wanted = read_some(daemon, 90)
+    with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
+        seen = [sample_id for _ in range(30) for sample_id in next(iter(loader))["sample_id"].tolist()]
+        assert daemon.stop() == 0
+        daemon.restart()
+        seen += [sample_id for _ in range(60) for sample_id in next(iter(loader))["sample_id"].tolist()]
+    assert seen == wanted
+
+
+def test_silent_client_loses_its_lease(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+    session = stub.OpenSession(open_request("silent"), timeout=5)
+    messages: queue.SimpleQueue[pb.StreamRequest | None] = queue.SimpleQueue()
+    messages.put(pb.StreamRequest(attach=pb.Attach(session_id=session.session_id)))
+    stream = stub.Stream(iter(messages.get, None), timeout=30)
+    began = time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        for response in stream:
+            assert response.WhichOneof("event") == "heartbeat"
+    messages.put(None)
+    assert caught.value.code() == grpc.StatusCode.ABORTED
+    assert reason_of(caught.value) == "LeaseExpired"
+    assert time.monotonic() - began > 1.9  # not before its time
+    assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
+    assert read_some(tokens)
+
+
+def test_newer_session_of_a_rank_fences_the_older(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+    with Loader("tokens", batch_size=20, job="twice", prefetch_batches=1, address=tokens.address) as older:
+        next(iter(older))
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.OpenSession(open_request("twice", generation=0), timeout=5)
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert reason_of(caught.value) == "Fenced"
+        next(iter(older))
+        stub.OpenSession(open_request("twice", generation=1 << 60), timeout=5)
+        with pytest.raises(Fenced, match="rank 0 of job 'twice' has taken over"):
+            for _ in range(5):
+                next(iter(older))
+
+
+def test_budget_refuses_the_next_session_and_harms_no_other(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred(
+        {"memory_budget": "64KiB", "prefetch_batches": 2, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}}
+    )
+    with Loader("tokens", batch_size=300, address=daemon.address) as first:
+        next(iter(first))
+        refused = Loader("tokens", batch_size=3000, address=daemon.address, reattach_timeout_s=0.5)
+        with pytest.raises(Overloaded, match=r"memory_budget of 65536 bytes") as caught, refused:
+            next(iter(refused))
+        assert int(caught.value.facts["needed_bytes"]) > int(caught.value.facts["limit_bytes"]) == 65536
+        for _ in range(5):
+            next(iter(first))
+
+
+SENSELESS = [
+    (pb.OpenSessionRequest(order=pb.OrderSpec(global_batch_size=1 << 60)), "global batch size"),
+    (pb.OpenSessionRequest(order=pb.OrderSpec(tail=17)), "tail 17"),  # type: ignore[arg-type]
+    (pb.OpenSessionRequest(order=pb.OrderSpec(mode=9)), "order mode 9"),  # type: ignore[arg-type]
+    (pb.OpenSessionRequest(reader=pb.Reader(rank=5, world_size=2)), "rank 5 of world size 2"),
+    (pb.OpenSessionRequest(reader=pb.Reader(job="j" * 300)), "job's name"),
+    (pb.OpenSessionRequest(num_epochs=1 << 63), "epochs"),
+    (pb.OpenSessionRequest(prefetch_batches=1 << 31), "prefetched batches"),
+    (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="")), "no dataset is named ''"),
+    (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="\x00\n\x1b[31m")), "no dataset is named"),
+    (pb.OpenSessionRequest(dataset=pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/etc"))), "private daemon"),
+    (pb.OpenSessionRequest(cursor=b"GYRE" + bytes(5000)), "cursor is damaged"),
+]
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+def test_senseless_requests_are_refused_and_nothing_is_left(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+    for change, complaint in SENSELESS:
+        request = open_request("bad")
+        request.MergeFrom(change)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.OpenSession(request, timeout=5)
+        assert complaint in str(caught.value.details()), change
+        assert caught.value.code() in REFUSALS, change
+        assert not stub.GetStatus(pb.GetStatusRequest()).sessions, change
+        assert read_some(tokens)
+
+
+def test_batch_of_no_samples_is_refused(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+    with pytest.raises(grpc.RpcError, match="global batch size must be 1 to 2"):
+        stub.OpenSession(open_request("bad", batch_size=0), timeout=5)
+
+
+def test_protocol_nonsense_ends_its_own_stream_only(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+    with Loader("tokens", batch_size=20, address=tokens.address) as bystander:
+        next(iter(bystander))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Stream(iter([pb.StreamRequest(heartbeat=pb.Heartbeat())]), timeout=5))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Stream(iter([pb.StreamRequest(attach=pb.Attach(session_id="none"))]), timeout=5))
+        assert reason_of(caught.value) == "LeaseExpired"
+        session = stub.OpenSession(open_request("odd"), timeout=5)
+        attach = pb.StreamRequest(attach=pb.Attach(session_id=session.session_id))
+        unknown = pb.StreamRequest(release=pb.Release(steps=[0, 0, 1 << 63]))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Stream(iter([attach, unknown, attach]), timeout=5))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        for _ in range(20):
+            next(iter(bystander))
+
+
+def test_embedded_daemon_ends_with_its_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0o700)
+    program = (
+        "import subprocess, sys, os, time\n"
+        f"command = [sys.executable, '-m', 'gyre_daemon', 'serve', '--embedded', '--socket-dir', {str(folder)!r}]\n"
+        "child = subprocess.Popen([*command, '--parent-pid', str(os.getpid())], stderr=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout
+        child = psutil.Process(int(owner.stdout.readline()))
+        assert eventually((folder / "gyre.sock").exists, 30)
+        owner.kill()
+    assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
+    assert not folder.exists()
