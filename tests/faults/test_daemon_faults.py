@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import grpc
 import psutil
@@ -70,8 +71,7 @@ def eventually(holds: Callable[[], bool], deadline_s: float) -> bool:
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.Call)
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(cast("grpc.Call", error))
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert info.domain == "gyre"
