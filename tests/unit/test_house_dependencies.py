@@ -89,5 +89,6 @@ def test_every_need_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().split()
     pins = {canonicalize_name(line.partition("==")[0]) for line in lines}
     needs = closure(declared(*PROJECT["optional-dependencies"]))
-    of_a_device = {name for name in needs if name.startswith(("cuda-", "nvidia-", "triton"))}  # each build of torch pins its own
+    # What a build of torch for GPUs brings, it pins itself.
+    of_a_device = {name for name in needs if name.startswith(("cuda-", "nvidia-", "triton"))}
     assert not needs - pins - of_a_device
