@@ -9,9 +9,8 @@ from typing import TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo  # type: ignore[import-untyped]
-from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
-from grpc.experimental import ChannelOptions
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
@@ -48,7 +47,6 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -71,28 +69,25 @@ _Response = TypeVar("_Response", bound=Message)
 def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
     """Returns what `failure` means: by the reason that the daemon gave, else by the call's status."""
     details = failure.details() or ""
-    explained = _explanation(failure)
-    if explained is not None:
-        error_class, facts = explained
-        return error_class(details, facts)
-    error_class = _BY_STATUS.get(failure.code(), DaemonFault)
-    if error_class is DaemonUnavailable:
+    by_status = _BY_STATUS.get(failure.code(), DaemonFault)
+    info, facts = _explanation(failure)
+    if info.domain == _DOMAIN:
+        return BY_REASON.get(info.reason, by_status)(details, facts)
+    if by_status is DaemonUnavailable:
         return DaemonUnavailable(f"no daemon answers at {address.text}: {details}")
-    return error_class(f"the daemon at {address.text} answered {failure.code().name}: {details}")
+    return by_status(f"the daemon at {address.text} answered {failure.code().name}: {details}")
 
 
-def _explanation(failure: grpc.RpcError) -> tuple[type[GyreError], dict[str, str]] | None:
-    status = _status(failure)
+def _explanation(failure: grpc.RpcError) -> tuple[ErrorInfo, dict[str, str]]:
+    """Returns the failure's ErrorInfo, empty if it has none, and its facts."""
     info, retry = ErrorInfo(), RetryInfo()
-    for detail in status.details:
+    for detail in _status(failure).details:
         detail.Unpack(info)
         detail.Unpack(retry)
-    if info.domain != _DOMAIN or info.reason not in BY_REASON:
-        return None
     facts = dict(info.metadata)
     if retry.HasField("retry_delay"):
         facts[RETRY_AFTER] = str(retry.retry_delay.ToTimedelta().total_seconds())
-    return BY_REASON[info.reason], facts
+    return info, facts
 
 
 def _status(failure: grpc.RpcError) -> Status:

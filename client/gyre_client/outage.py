@@ -91,7 +91,7 @@ class Outage:
             GyreError: `failure` itself, if it will not pass; another of its class that says how long was waited, if the limit
                 is reached.
         """
-        if not isinstance(failure, _PASSING):
+        if not _may_pass(failure):
             raise failure
         self._since = self._clock() if self._since is None else self._since
         self._num_failures += 1
@@ -109,3 +109,9 @@ class Outage:
 
     def _waited_s(self) -> float:
         return self._spent_s + (0.0 if self._since is None else self._clock() - self._since)
+
+
+def _may_pass(failure: GyreError) -> bool:
+    """Whether another attempt can end otherwise; what needs more than a daemon's limit never fits."""
+    needed, limit = failure.facts.get("needed_bytes", "0"), failure.facts.get("limit_bytes", "inf")
+    return isinstance(failure, _PASSING) and float(needed) <= float(limit)
