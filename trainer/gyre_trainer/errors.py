@@ -1,0 +1,40 @@
+"""What the trainer refuses on purpose.
+
+TrainError
+├── ConfigError (ValueError)   a file, a flag, or a combination that cannot be trained with; `gyre-train` exits with 2
+├── CheckpointRejected         a checkpoint that is absent, torn, or of another model
+├── DataRejected               batches that are not what the configuration says
+├── MeshError (ValueError)     a device mesh that nothing can be rotated on
+├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was used in a way that breaks it
+└── RingError (RuntimeError)   a neighbour on the ring died or missed the deadline
+
+A message is one sentence that names what it is about and what to do.
+"""
+
+
+class TrainError(Exception):
+    """Base of the tree."""
+
+
+class ConfigError(TrainError, ValueError):
+    """The configuration cannot be used."""
+
+
+class CheckpointRejected(TrainError):
+    """The checkpoint does not fit this run."""
+
+
+class DataRejected(TrainError):
+    """The dataset does not deliver what the configuration promises."""
+
+
+class MeshError(TrainError, ValueError):
+    """The device mesh does not fit."""
+
+
+class RotationError(TrainError, ValueError):
+    """A module cannot be rotated as asked; the message names module and parameter."""
+
+
+class RingError(TrainError, RuntimeError):
+    """A hop did not complete; the message names the neighbour's rank."""

@@ -1,0 +1,217 @@
+"""A training run from its configuration to its report: what one rank does, step by step."""
+
+import hashlib
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gyre_client import Loader
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from gyre_trainer.checkpoint import Checkpoints, TrainState
+from gyre_trainer.collate import Collator, Examples
+from gyre_trainer.config import TrainConfig
+from gyre_trainer.flyweight import materialize
+from gyre_trainer.ledger import Ledger, Times
+from gyre_trainer.model import GPT, rotate_gpt
+from gyre_trainer.place import Place, join, peak_memory_bytes
+from gyre_trainer.record import Facts, Recorder
+from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.schedule import learning_rate
+
+
+def train(config: TrainConfig, resume: Path | None) -> None:
+    """Take the configured run to its last step, as one of the ranks that the environment names.
+
+    Args:
+        config: of the run.
+        resume: a checkpoint directory to go on from; None begins at step 0.
+
+    Raises:
+        TrainError: the run cannot be as it is configured.
+        gyre_client.GyreError: the data cannot be had.
+    """
+    with join(config.run) as place:
+        config.require_divisible(place.world_size)
+        with open_loader(config, place, config.data.dataset, config.data.seed) as loader:
+            training = Training(config, place, loader)
+            training.begin(resume)
+            while training.step < config.run.steps:
+                training.take()
+            training.finish()
+
+
+class Training:
+    """One rank's part of a run.
+
+    Attributes:
+        step: the next to take.
+    """
+
+    def __init__(self, config: TrainConfig, place: Place, loader: Loader) -> None:
+        self.step = 0
+        self._config = config
+        self._place = place
+        self._loader = loader
+        self._model = build_model(config, place)
+        self._optimizer = build_optimizer(self._model, config)
+        self._collator = Collator(config.data, config.model.vocab_size)
+        self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep)
+        self._ledger = Ledger()
+        self._recorder: Recorder | None = None
+        self._began_s = 0.0  # the step under way
+
+    def begin(self, resume: Path | None) -> None:
+        """Take the state of a checkpoint, if there is one to go on from."""
+        if resume:
+            self.step = self._checkpoints.load(self._state(), resume, self._config.model)
+        if self._place.rank == 0:
+            num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+            facts = Facts(self._loader.num_samples, self._loader.steps_per_epoch, self._place.world_size, num_parameters)
+            self._recorder = Recorder(self._config, facts, self.step)
+        self._began_s = time.monotonic()
+
+    def take(self) -> None:
+        """One optimizer step on the next global batch, then what is due after it."""
+        asked_s = time.monotonic()
+        batch = next(self._loader)
+        waited_s = time.monotonic() - asked_s
+        examples = self._collator.collate(batch, self.step)
+        loss_sum = self._optimize(examples)
+        ended_s = time.monotonic()
+        self._ledger.note(loss_sum, Times(ended_s - self._began_s, waited_s), examples.num_targets(), batch)
+        self._began_s = ended_s
+        self.step += 1
+        self._do_what_is_due()
+
+    def finish(self) -> None:
+        """Leave report and loss curve."""
+        peaks = [0] * self._place.world_size
+        dist.all_gather_object(peaks, peak_memory_bytes(self._place.device))
+        if self._recorder:
+            self._recorder.finish(peaks)
+
+    def _state(self) -> TrainState:
+        return TrainState(self._model, self._optimizer, self._loader)
+
+    def _optimize(self, examples: Examples) -> Tensor:
+        """Step on the mean gradient of all targets of the global batch.
+
+        Returns:
+            This rank's loss, summed over its targets.
+        """
+        optimizer = self._config.optimizer
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self._config.run.steps, optimizer)
+        weight = 1 / self._mean_num_targets(examples)
+        loss_sum = torch.zeros((), device=self._place.device)
+        for part in examples.split(optimizer.accumulation_steps):
+            part_sum = self._loss_sum(part)
+            (part_sum * weight).backward()  # type: ignore[no-untyped-call]
+            loss_sum += part_sum.detach()
+        if optimizer.clip_norm:
+            nn.utils.clip_grad_norm_(self._model.parameters(), optimizer.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss_sum
+
+    def _loss_sum(self, examples: Examples) -> Tensor:
+        """The loss of these rows, summed over their targets; 0, with gradients of 0, where they have none."""
+        here, num_targets = examples.to(self._place.device), examples.num_targets()
+        return self._model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
+
+    def _mean_num_targets(self, examples: Examples) -> float:
+        """Targets per rank. Ranks average their gradients, so that this denominator makes every target count the same."""
+        if examples.counts is None:
+            return examples.num_targets()
+        total = torch.tensor(examples.num_targets(), dtype=torch.float64)
+        dist.all_reduce(total)
+        return max(1.0, float(total)) / self._place.world_size
+
+    def _do_what_is_due(self) -> None:
+        config = self._config
+        is_last = self.step == config.run.steps
+        evaluates = config.eval.every > 0 and (is_last or self.step % config.eval.every == 0)
+        saves = config.checkpoint.every > 0 and (is_last or self.step % config.checkpoint.every == 0)
+        if is_last or evaluates or saves or self.step % config.run.log_every == 0:
+            self._record()
+        if evaluates:
+            self._evaluate()
+        if saves:
+            if self._recorder:
+                self._recorder.sync()
+            self._checkpoints.save(self._state(), self.step, config.model)
+        if evaluates or saves:
+            self._began_s = time.monotonic()
+
+    def _record(self) -> None:
+        steps = self._ledger.gather()
+        if self._recorder:
+            self._recorder.add(self.step - len(steps), steps)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """The mean loss on the first batches of the evaluation's order."""
+        config = self._config.eval
+        total = torch.zeros(2, dtype=torch.float64)
+        with open_loader(self._config, self._place, config.dataset, config.seed) as loader:
+            for step in range(config.batches):
+                for part in self._collator.collate(next(loader), step).split(self._config.optimizer.accumulation_steps):
+                    total += torch.tensor([float(self._loss_sum(part)), part.num_targets()], dtype=torch.float64)
+        dist.all_reduce(total)
+        if self._recorder:
+            self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
+
+
+def open_loader(config: TrainConfig, place: Place, dataset: str, seed: int) -> Loader:
+    """This rank's part of a stream of global batches."""
+    data = config.data
+    return Loader(
+        dataset,
+        batch_size=data.batch_size,
+        seed=seed,
+        rank=place.rank,
+        world_size=place.world_size,
+        address=data.address or None,
+        tail=data.tail,
+        job=job_name(config.run.out, dataset, seed),
+        prefetch_batches=data.prefetch_batches,
+        format=data.format or None,
+        options=data.options or None,
+    )
+
+
+def job_name(out: str, dataset: str, seed: int) -> str:
+    """The name that a daemon knows these readers by: that of the run directory, and what sets it apart from its namesakes.
+
+    A resumed run has the name of the one before, so that the daemon ends what is left of that one's sessions.
+    """
+    path = Path(out).absolute()
+    identity = f"{socket.gethostname()}:{path}:{dataset}:{seed}"
+    return f"{path.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+
+
+def build_model(config: TrainConfig, place: Place) -> GPT:
+    """The model, rotated over the mesh before it exists, so that this rank never holds more than its own shards of it."""
+    with torch.device("meta"):
+        model = GPT(config.model)
+    dtypes = config.precision
+    policy = RotationPolicy(
+        compute_dtype=getattr(torch, dtypes.compute_dtype),
+        grad_dtype=getattr(torch, dtypes.grad_dtype),
+    )
+    rotate_gpt(model, place.mesh, policy)
+    materialize(model, seed=config.run.seed, device=place.device)
+    return model
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
+    """AdamW that lets only matrices decay (as Radford et al. 2019 and its successors train)."""
+    settings = config.optimizer
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps)
