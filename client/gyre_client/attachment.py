@@ -1,7 +1,7 @@
 """One session, from attaching to its end: the control stream, the payload stream, and a watch over both."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -22,10 +22,19 @@ class Attachment:
     when the daemon has said nothing for longer than the lease: then both sides agree that the session is over.
     """
 
-    def __init__(self, connection: Connection, opened: pb.SessionOpened, num_credits: int) -> None:
+    def __init__(self, connection: Connection, opened: pb.SessionOpened, num_credits: int, on_word: Callable[[], None]) -> None:
+        """Attaches to the session.
+
+        Args:
+            connection: To the daemon that opened it.
+            opened: The session.
+            num_credits: How many batches may come at first.
+            on_word: Called whenever the daemon says something on the control stream.
+        """
         self._connection = connection
         self._session_id = opened.session_id
         self._lease_s = opened.lease_s
+        self._on_word = on_word
         self._silent_for_s: float | None = None
         self._heard_at_s = time.monotonic()
         self.outbox = Outbox(opened.session_id, num_credits)
@@ -41,6 +50,7 @@ class Attachment:
         try:
             for response in self._stream:
                 self._heard_at_s = time.monotonic()
+                self._on_word()
                 match response.WhichOneof("event"):
                     case "batches":
                         yield from map(self._receive, response.batches.batches)

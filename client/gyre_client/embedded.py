@@ -44,7 +44,11 @@ class EmbeddedDaemon:
         self._directory = Path(tempfile.mkdtemp(prefix="gyre-"))  # mode 0700
         self.address: Address = parse_address(f"unix:{self._directory}/gyre.sock")
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (has no name and ends with `stop`)
-        self._child = self._start()
+        try:
+            self._child = self._start()
+        except BaseException:
+            self._remove_files()
+            raise
 
     @property
     def pid(self) -> int:
@@ -71,8 +75,11 @@ class EmbeddedDaemon:
             except subprocess.TimeoutExpired:
                 self._child.kill()
                 self._child.wait()
-            self._stderr.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._remove_files()
+
+    def _remove_files(self) -> None:
+        self._stderr.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--embedded"]
@@ -85,7 +92,6 @@ class EmbeddedDaemon:
         except BaseException:
             child.kill()
             child.wait()
-            shutil.rmtree(self._directory, ignore_errors=True)
             raise
         return child
 

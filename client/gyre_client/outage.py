@@ -1,6 +1,6 @@
 """How long a daemon may be away, and when to knock again.
 
-Time counts only while there is no session: a daemon that is up and waits for slow storage uses up nobody's patience. It adds up
+Time counts only while the daemon says nothing: one that is up and waits for slow storage uses up nobody's patience. It adds up
 until a batch arrives, so a daemon that comes back only to die again does not get the limit anew each time.
 """
 
@@ -51,12 +51,9 @@ class Outage:
         while True:
             timeout_s = max(self._limit_s - self._waited_s(), MIN_TIMEOUT_S) if self._num_failures else OPEN_TIMEOUT_S
             try:
-                result = attempt(timeout_s)
+                return attempt(timeout_s)
             except GyreError as failure:
                 self.pause(failure, wait)
-                continue
-            self._attached()
-            return result
 
     def pause(self, failure: GyreError, wait: Callable[[float], bool]) -> None:
         """It is time for the next attempt; an outage is logged once.
@@ -75,6 +72,11 @@ class Outage:
             _log.warning("%s; trying again for up to %.0f s", failure, self._limit_s)
         if wait(pause_s):
             raise failure
+
+    def heard(self) -> None:
+        """The daemon speaks: the clock stands still."""
+        self._spent_s = self._waited_s()
+        self._since = None
 
     def batch_received(self) -> None:
         """The outage, if there was one, is over."""
@@ -101,11 +103,6 @@ class Outage:
         ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
         pause_s = max(self._uniform(0.0, ceiling_s), float(failure.facts.get(RETRY_AFTER, 0.0)))
         return min(pause_s, self._limit_s - self._waited_s())
-
-    def _attached(self) -> None:
-        """There is a session: the clock stands still."""
-        self._spent_s = self._waited_s()
-        self._since = None
 
     def _waited_s(self) -> float:
         return self._spent_s + (0.0 if self._since is None else self._clock() - self._since)

@@ -139,7 +139,7 @@ class BatchStream:
         """Starts on a session, with credit for what the queue still has room for."""
         with self._lock:
             num_credits = max(0, opened.prefetch_batches - self._num_unread)
-            self._attachment = Attachment(self._connection, opened, num_credits)
+            self._attachment = Attachment(self._connection, opened, num_credits, self._outage.heard)
             self._session_id = opened.session_id
             return self._attachment
 

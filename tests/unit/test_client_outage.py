@@ -52,13 +52,13 @@ def test_what_will_not_pass_is_raised_at_once(failure: GyreError) -> None:
     assert caught.value is failure
 
 
-def test_only_time_without_a_session_counts_and_adds_up_until_a_batch() -> None:
+def test_only_silence_counts_and_adds_up_until_a_batch() -> None:
     clock = Clock()
     outage = Outage(10.0, clock, longest)
     for _ in range(2):  # 4 s away each time, 100 s of waiting for storage in between
         outage.next_pause_s(LeaseExpired("late"))
         clock.wait(4.0)
-        outage.patiently(lambda timeout_s: timeout_s, clock.wait)
+        outage.heard()
         clock.wait(100.0)
     assert outage.next_pause_s(LeaseExpired("late")) <= 2.0
     outage.batch_received()

@@ -1,0 +1,7 @@
+"""`python -m gyre_client` is the `gyre` command."""
+
+import sys
+
+from gyre_client.cli import main
+
+sys.exit(main())

@@ -1,0 +1,157 @@
+"""The `gyre` command against a real daemon."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.cli import main
+from webdataset import TarWriter
+
+
+@pytest.fixture
+def daemon(gyred: Any, tmp_path: Path) -> Any:
+    tokens = tmp_path / "tokens.bin"
+    np.arange(800, dtype=np.uint16).tofile(tokens)
+    with TarWriter(str(tmp_path / "texts-000.tar")) as writer:
+        for n in range(20):
+            writer.write({"__key__": f"{n:03d}", "txt": f"text number {n}", "bin": b"\xff" + bytes([n])})
+    return gyred(
+        {
+            "datasets": {
+                "numbers": {"uri": str(tokens), "format": "tokens", "sequence_length": 8},
+                "texts": {"uri": str(tmp_path / "texts-000.tar"), "format": "webdataset", "fields": ["txt", "bin"]},
+            }
+        }
+    )
+
+
+class Gyre:
+    """Runs commands against one daemon."""
+
+    def __init__(self, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self._address = address
+        self._capsys = capsys
+
+    def text(self, *arguments: str) -> str:
+        assert main([*arguments, "--address", self._address]) == 0
+        captured = self._capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.text(*arguments, "--json"))
+
+    def error(self, *arguments: str) -> tuple[int, str]:
+        status = main([*arguments, "--address", self._address])
+        captured = self._capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("gyre: ")
+        assert captured.err.count("\n") == 1
+        return status, captured.err
+
+
+@pytest.fixture
+def gyre(daemon: Any, capsys: pytest.CaptureFixture[str]) -> Gyre:
+    return Gyre(daemon.address, capsys)
+
+
+def test_datasets(gyre: Gyre) -> None:
+    assert [(found["name"], found["format"], found["open"]) for found in gyre.json("datasets")] == [
+        ("numbers", "tokens", False),
+        ("texts", "webdataset", False),
+    ]
+    gyre.json("describe", "numbers")
+    lines = gyre.text("datasets").splitlines()
+    assert lines[0].split() == ["NAME", "FORMAT", "OPEN", "URI"]
+    assert lines[1].split()[:3] == ["numbers", "tokens", "yes"]
+
+
+def test_describe(gyre: Gyre) -> None:
+    found = gyre.json("describe", "numbers")
+    assert (found["num_samples"], found["num_shards"], found["num_bytes"]) == (100, 1, 1600)
+    assert found["fields"] == [{"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False}]
+    text = gyre.text("describe", "texts")
+    assert "samples      20\n" in text
+    assert "txt    uint8  [*]" in text
+
+
+def test_plan_is_what_a_loader_reads(gyre: Gyre, daemon: Any) -> None:
+    arguments = ["plan", "numbers", "--batch-size", "12", "--seed", "5", "--step", "2"]
+    parts = [gyre.json(*arguments, "--rank", str(rank), "--world-size", "2")["sample_ids"] for rank in range(2)]
+    with Loader("numbers", batch_size=12, seed=5, address=daemon.address) as loader:
+        batches = [next(loader)["sample_id"].tolist() for _ in range(3)]
+    assert parts[0] + parts[1] == batches[2]
+    text = gyre.text("plan", "numbers", "--batch-size", "12", "--tail", "pad", "--step", "8")
+    assert text.startswith("step 8 begins at position 96, in epoch 0; rank 0 of 1 reads the samples\n")
+    assert text.count("(") == 8
+
+
+def test_index(gyre: Gyre) -> None:
+    assert gyre.json("index", "texts") == {"num_shards": 1, "num_reused": 0, "num_samples": 20}
+    assert gyre.text("index", "texts") == "20 samples in 1 shards; 1 were indexed already\n"
+
+
+def test_status(gyre: Gyre, daemon: Any) -> None:
+    assert gyre.json("status")["sessions"] == []
+    with Loader("numbers", batch_size=12, rank=1, world_size=2, address=daemon.address, job="train") as loader:
+        next(loader)
+        (session,) = gyre.json("status")["sessions"]
+        assert session["reader"]["job"] == "train"
+        assert session["attached"]
+        text = gyre.text("status")
+    assert "state    serving\n" in text
+    assert ["train", "1/2", "numbers"] in [line.split()[:3] for line in text.splitlines()]
+    assert gyre.json("status")["pid"] == daemon.process.pid
+
+
+def test_cat(gyre: Gyre) -> None:
+    samples = gyre.json("cat", "texts", "--num", "5")
+    assert len(samples) == 5
+    for sample in samples:
+        fields, n = sample["fields"], sample["sample_id"]
+        assert fields["txt"] == {"dtype": "uint8", "shape": [len(f"text number {n}")], "value": f"text number {n}"}
+        assert fields["bin"]["value"] == f"ff{n:02x}"
+    shown = gyre.text("cat", "numbers", "--num", "1000", "--seed", "3")
+    assert shown.count("tokens  uint16 [8]  [") == 100
+
+
+def test_errors_are_one_line_and_tell_apart_bad_input(gyre: Gyre) -> None:
+    status, text = gyre.error("describe", "wiki")
+    assert status == 2
+    assert "wiki" in text
+    assert gyre.error("cat", "wiki")[0] == 2
+    assert gyre.error("plan", "numbers", "--step", "9999999999999999999", "--batch-size", "8")[0] == 2
+    assert gyre.error("describe", "/etc/passwd", "--format", "tokens")[0] == 1  # the operator's daemon allows no definitions
+
+
+def test_a_path_needs_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GYRE_ADDRESS", raising=False)
+    np.arange(80, dtype=np.int32).tofile(tmp_path / "tokens.bin")
+    arguments = ["cat", str(tmp_path / "tokens.bin"), "--format", "tokens", "--num", "1", "--json"]
+    assert main([*arguments, "--option", "sequence_length=4", "--option", "dtype=int32"]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)
+    first = 4 * sample["sample_id"]
+    assert sample["fields"]["tokens"] == {"dtype": "int32", "shape": [4], "value": list(range(first, first + 4))}
+
+
+def test_the_installed_command_starts_without_torch(daemon: Any) -> None:
+    program = (
+        "import sys; from gyre_client.cli import main; status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, "status", "--json", "--address", daemon.address]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["pid"] == daemon.process.pid
+
+
+def test_a_reader_that_has_enough_is_no_error(daemon: Any) -> None:
+    command = (
+        f"{sys.executable} -m gyre_client plan numbers --step 0 --batch-size 100000 --address {daemon.address} | head -c 10"
+    )
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stdout, result.stderr) == ("step 0 beg", "")
