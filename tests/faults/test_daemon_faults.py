@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 import webdataset
-from conftest import Daemon, StartDaemon
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from gyre_client import Loader
@@ -31,6 +30,8 @@ from gyre_client.errors import (
 )
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
 

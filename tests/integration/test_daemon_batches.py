@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from conftest import StartDaemon
 from gyre_client import Loader, objects, texts
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import StartDaemon
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from conftest import StartDaemon
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import StartDaemon
 
 SERVICE = "gyre_protos.v1.Loader"
 
