@@ -220,13 +220,15 @@ class Relay:
 
     def _added(self, index: int, flat: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
         """What arrived for slice ``index``, nothing at the first step, plus ``grads``."""
+        views = self._layout.views(flat, index)
         if self._next is None:
-            flat.zero_()
-        else:
-            self._next.hop.wait()
-            assert self._leaving is not None
-            self._ring.pool.put(self._leaving)
-        for view, grad in zip(self._layout.views(flat, index), grads, strict=True):
+            for view, grad in zip(views, grads, strict=True):
+                view.zero_() if grad is None else view.copy_(grad)
+            return flat
+        self._next.hop.wait()
+        assert self._leaving is not None
+        self._ring.pool.put(self._leaving)
+        for view, grad in zip(views, grads, strict=True):
             if grad is not None:
                 view.add_(grad)
         return flat

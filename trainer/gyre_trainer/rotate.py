@@ -18,6 +18,7 @@ from gyre_trainer.mesh import require_ring
 from gyre_trainer.ring import ring_of
 from gyre_trainer.rotation import Rotation, RotationPolicy
 from gyre_trainer.rule import Rule
+from gyre_trainer.turn import prove, run
 
 __all__ = ["RotationPolicy", "rotate"]
 
@@ -35,7 +36,7 @@ class RotatedModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As without rotation, on this rank's part of the batch."""
-        return self.rotation(args, kwargs)
+        return run(self.rotation, args, kwargs)
 
 
 def rotate(
@@ -55,7 +56,7 @@ def rotate(
         module: on `meta` (then `gyre_trainer.flyweight.materialize` follows), or with the same values on every rank.
         mesh: of one axis, as `gyre_trainer.mesh.make_mesh` gives it.
         policy: dtypes of what travels.
-        rule: how the module is cut; None for the rule of its class, if it has one.
+        rule: how the module is cut; None for the rule of its class, if it has one. It is put to the proof at the first call.
 
     Raises:
         MeshError: the mesh is not a ring with this rank on it.
@@ -64,12 +65,25 @@ def rotate(
     require_ring(mesh)
     if isinstance(module, RotatedModule):
         raise RotationError(f"{type(module).__name__} is rotated already")
-    rule = rule or _rule_of(module)
-    if rule is None:
+    own_rule = rule or _rule_of(module)
+    if own_rule is None:
         _replicate(module, mesh)
     else:
-        _turn_over(module, mesh, policy, rule)
+        _turn_over(module, mesh, policy, own_rule)
+    if rule is not None and rule.linear_in:
+        _prove_at_first_call(module)
     return module
+
+
+def _prove_at_first_call(module: nn.Module) -> None:
+    """Where the user says how a module is cut, its first call shows whether that is true, before anything is trained."""
+
+    def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook.remove()
+        assert isinstance(rotated, RotatedModule)
+        prove(rotated.rotation, args, kwargs)
+
+    hook = module.register_forward_pre_hook(first_call, with_kwargs=True)
 
 
 def _rule_of(module: nn.Module) -> Rule | None:

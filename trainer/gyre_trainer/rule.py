@@ -31,10 +31,16 @@ class Rule(ABC):
         join_dim: None where the slices' outputs add up, else the dim along which they lie side by side, divided as the
             first cut is.
         backward_reads_weights: False where gradients need no weights, so that these need not travel again.
+        linear_in: names of parameters that outputs which add up are linear in; none where this needs no proof.
     """
 
     join_dim: ClassVar[int | None] = None
     backward_reads_weights: ClassVar[bool] = True
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """See the class."""
+        return ()
 
     @abstractmethod
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:

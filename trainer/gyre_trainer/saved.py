@@ -1,4 +1,4 @@
-"""What autograd keeps of a slice between forward and backward, and sums that spare what they were given."""
+"""What autograd keeps of a slice between forward and backward."""
 
 from dataclasses import dataclass
 
@@ -55,28 +55,3 @@ class SavedSlice:
                 f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified in place after forward"
             )
         return saved.tensor
-
-
-class Sum:
-    """A sum that grows; tensors that are added are never written to.
-
-    Attributes:
-        total: None until something was added.
-        dtype: of the total.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.total: Tensor | None = None
-        self.dtype = dtype
-        self._owned = False
-
-    def add(self, tensor: Tensor | None) -> None:
-        """Add a tensor, or nothing."""
-        if tensor is None:
-            return
-        if self.total is None:
-            self.total = tensor.to(self.dtype)
-        elif self._owned:
-            self.total += tensor
-        else:
-            self.total, self._owned = self.total + tensor, True

@@ -84,6 +84,11 @@ class AttentionRule(Rule):
     inputs: tuple[str, ...] = ("q", "k", "v")
     output: str = "o"
 
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """The last layer's."""
+        return f"{self.output}.weight", f"{self.output}.bias"
+
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of q, k and v, columns of o, a segment of its bias."""
         if self.num_kv_heads % num_slices:

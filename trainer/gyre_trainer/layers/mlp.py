@@ -54,6 +54,11 @@ class MLPRule(Rule):
     ups: tuple[str, ...] = ("up",)
     down: str = "down"
 
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """The last layer's."""
+        return f"{self.down}.weight", f"{self.down}.bias"
+
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, a segment of its bias."""
         return projections(module, self.ups, self.down)

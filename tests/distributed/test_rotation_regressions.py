@@ -1,0 +1,187 @@
+"""What went wrong in a public implementation of rotation, once each, so that it cannot come back.
+
+Compared are gradients, since an optimizer that normalises them may hide that they are wrong.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.model import GPT
+from gyre_trainer.rotate import RotatedModule
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import EVEN, Variant, batch, build, default_dtype, distance, rotated_gpt, whole, whole_parameters
+
+VARIANT = Variant(replace(EVEN, norm="layer", bias=True))
+NUM_RANKS = 3
+
+
+def mine(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """This rank's part of a global batch."""
+    tokens, targets = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in tensors)
+    return tokens, targets
+
+
+def reference(model: GPT) -> GPT:
+    """A model in one process with the same weights."""
+    with default_dtype(torch.float64):
+        alone = build(VARIANT.config)
+    alone.to_empty(device="cpu")
+    alone.load_state_dict(whole_parameters(model))
+    return alone
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def gradients_of_every_step(num_steps: int) -> list[float]:
+    """How far they are from one process's, step by step."""
+    model = rotated_gpt(VARIANT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    distances = []
+    for step in range(num_steps):
+        alone = reference(model)
+        data = batch(step, VARIANT.config.vocab_size)
+        backward(model.loss(*mine(data)))
+        backward(alone.loss(*data))
+        distances.append(distance(gradients(model), gradients(alone)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return distances
+
+
+def test_gradients_are_right_at_every_step_not_just_the_first(ranks: StartRanks) -> None:
+    for distances in ranks(NUM_RANKS).run(gradients_of_every_step, 5):
+        assert max(distances) <= 1e-12
+
+
+def home_before_and_after() -> bool:
+    """Whether any bit of this rank's slices changed while slices rotated."""
+    model = rotated_gpt(VARIANT)
+    homes = [module.rotation.home.flat for module in model.modules() if isinstance(module, RotatedModule)]
+    before = [home.clone() for home in homes]
+    backward(model.loss(*mine(batch(0, VARIANT.config.vocab_size))))
+    assert len(homes) == 2 + 2 * VARIANT.config.num_layers
+    return all(torch.equal(*pair) for pair in zip(before, homes, strict=True))
+
+
+def test_own_slices_are_never_overwritten(ranks: StartRanks) -> None:
+    assert all(ranks(NUM_RANKS).run(home_before_and_after))
+
+
+def norms_after_training() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Replicated parameters on this rank, before and after some steps on data of its own."""
+    model = rotated_gpt(VARIANT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    replicated = {name: p for name, p in model.named_parameters() if "norm" in name}
+    before = {name: p.detach().to_local().clone() for name, p in replicated.items()}  # type: ignore[attr-defined]
+    for step in range(5):
+        backward(model.loss(*mine(batch(step, VARIANT.config.vocab_size))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, {name: p.detach().to_local() for name, p in replicated.items()}  # type: ignore[attr-defined]
+
+
+def test_replicated_parameters_do_not_drift(ranks: StartRanks) -> None:
+    (before, first), *others = ranks(NUM_RANKS).run(norms_after_training)
+    assert len(first) == 2 * (2 * VARIANT.config.num_layers + 1)
+    for name in first:
+        assert not torch.equal(before[name], first[name])
+        assert all(torch.equal(first[name], other[name]) for _, other in others)
+
+
+def gradients_around_other_forwards(case: str) -> float:
+    """How far gradients are from one process's when there were more forwards than one before the backward."""
+    model = rotated_gpt(VARIANT)
+    alone = reference(model)
+    data, other = batch(0, VARIANT.config.vocab_size), batch(1, VARIANT.config.vocab_size)
+    if case == "evaluation":
+        loss = model.loss(*mine(data))
+        with torch.no_grad():
+            model.loss(*mine(other))
+        with torch.inference_mode():
+            model.loss(*mine(other))
+        backward(loss)
+        backward(alone.loss(*data))
+    elif case == "two losses, first to last":
+        first, second = model.loss(*mine(data)), model.loss(*mine(other))
+        backward(first)
+        backward(second)
+        backward(alone.loss(*data) + alone.loss(*other))
+    elif case == "two losses at once":
+        backward(model.loss(*mine(data)) + model.loss(*mine(other)))
+        backward(alone.loss(*data) + alone.loss(*other))
+    elif case == "a loss without a backward":
+        model.loss(*mine(other))
+        backward(model.loss(*mine(data)))
+        backward(alone.loss(*data))
+    else:
+        for block in model.blocks:
+            block.forward = checkpointed(block)  # type: ignore[method-assign]
+        for _ in range(2):
+            backward(model.loss(*mine(data)))
+        backward(2 * alone.loss(*data))
+    return distance(gradients(model), gradients(alone))
+
+
+class checkpointed:  # noqa: N801  # stands for a function
+    """A block whose activations torch computes again in backward."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        self.forward = block.forward
+
+    def __call__(self, *args: Tensor) -> object:
+        return checkpoint(self.forward, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["evaluation", "two losses, first to last", "two losses at once", "a loss without a backward", "activation checkpointing"],
+)
+def test_forwards_between_a_forward_and_its_backward_change_nothing(ranks: StartRanks, case: str) -> None:
+    assert max(ranks(NUM_RANKS).run(gradients_around_other_forwards, case)) <= 1e-12
+
+
+def accumulated_gradients() -> float:
+    """How far the gradients of three backwards are from one process's."""
+    model = rotated_gpt(VARIANT)
+    alone = reference(model)
+    for step in range(3):
+        data = batch(step, VARIANT.config.vocab_size)
+        backward(model.loss(*mine(data)))
+        backward(alone.loss(*data))
+    return distance(gradients(model), gradients(alone))
+
+
+def test_accumulation_adds_to_gradients(ranks: StartRanks) -> None:
+    assert max(ranks(NUM_RANKS).run(accumulated_gradients)) <= 1e-12
+
+
+def evaluation_bytes() -> list[int]:
+    from gyre_trainer.ring import ring_of
+
+    model = rotated_gpt(VARIANT)
+    ring = ring_of(make_mesh("cpu"))
+    sent = []
+    for _ in range(2):
+        before = ring.bytes_sent
+        with torch.no_grad():
+            model.loss(*mine(batch(0, VARIANT.config.vocab_size)))
+        sent.append(ring.bytes_sent - before)
+    return sent
+
+
+def test_evaluation_sends_each_weight_once(ranks: StartRanks) -> None:
+    rotated = sum(p.numel() for name, p in build(VARIANT.config).named_parameters() if "norm" not in name)
+    for sent in ranks(NUM_RANKS).run(evaluation_bytes):
+        assert sent == [8 * rotated * (NUM_RANKS - 1) // NUM_RANKS] * 2

@@ -1,0 +1,143 @@
+"""A small GPT's training, on rotated ranks or in one process, in float64: what distributed tests compare."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from gyre_trainer.flyweight import materialize
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.model import GPT, GPTConfig, rotate_gpt
+from gyre_trainer.ring import ring_of
+from gyre_trainer.rotation import RotationPolicy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+GLOBAL_BATCH = 24  # a multiple of 1, 2, 3 and 4 ranks
+NUM_TOKENS = 8
+NUM_STEPS = 20
+
+EVEN = GPTConfig(
+    vocab_size=36, num_layers=2, dim=24, num_heads=12, num_kv_heads=12, hidden_dim=48, max_seq_len=NUM_TOKENS, gated_mlp=False
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train."""
+
+    config: GPTConfig = EVEN
+    policy: RotationPolicy = field(default_factory=RotationPolicy)
+    dtype: torch.dtype = torch.float64
+    max_norm: float = 0.0
+    num_parts: int = 1
+    frozen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training left: the loss of every step, and every parameter, whole."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    bytes_sent: list[int]
+
+
+def build(config: GPTConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def batch(step: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: tokens and targets."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, vocab_size, (GLOBAL_BATCH, NUM_TOKENS + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def freeze(model: GPT, names: tuple[str, ...]) -> None:
+    for name, parameter in model.named_parameters():
+        if name.startswith(names):
+            parameter.requires_grad_(False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def rotated_gpt(variant: Variant) -> GPT:
+    """The variant's model on this rank."""
+    with default_dtype(variant.dtype):
+        model = build(variant.config)
+    if variant.frozen:
+        freeze(model, variant.frozen)
+    rotate_gpt(model, make_mesh("cpu"), variant.policy)
+    materialize(model, seed=7)
+    return model
+
+
+def train_rotated(variant: Variant, num_steps: int = NUM_STEPS) -> Outcome:
+    """A rank's program."""
+    model = rotated_gpt(variant)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ring = ring_of(make_mesh("cpu"))
+    losses, bytes_sent = [], []
+    for step in range(num_steps):
+        tokens, targets = (part.chunk(ring.size)[ring.rank] for part in batch(step, variant.config.vocab_size))
+        before = ring.bytes_sent
+        loss = train_step(model, optimizer, tokens, targets, variant)
+        bytes_sent.append(ring.bytes_sent - before)
+        dist.all_reduce(loss)
+        losses.append(loss.item() / ring.size)
+    return Outcome(losses, whole_parameters(model), bytes_sent)
+
+
+@cache
+def train_alone(variant: Variant, num_steps: int = NUM_STEPS) -> Outcome:
+    """The same training without rotation, on the global batch."""
+    with default_dtype(variant.dtype):
+        model = build(variant.config)
+    materialize(model, seed=7)
+    if variant.frozen:
+        freeze(model, variant.frozen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = [
+        train_step(model, optimizer, *batch(step, variant.config.vocab_size), variant).item() for step in range(num_steps)
+    ]
+    return Outcome(losses, whole_parameters(model), [])
+
+
+def train_step(model: GPT, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, variant: Variant) -> Tensor:
+    """One optimizer step; gives the mean loss before it, over this process's tokens."""
+    mean = torch.zeros((), dtype=torch.float64)
+    for tokens_part, targets_part in zip(tokens.chunk(variant.num_parts), targets.chunk(variant.num_parts), strict=True):
+        loss = model.loss(tokens_part, targets_part) / variant.num_parts
+        loss.backward()  # type: ignore[no-untyped-call]
+        mean += loss.detach()
+    if variant.max_norm:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), variant.max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest relative distance between two parameters of the same name."""
+    assert one.keys() == other.keys()
+    return max(((one[n] - other[n]).norm() / other[n].norm().clamp_min(1e-9)).item() for n in one)
