@@ -81,7 +81,7 @@ def _datasets(connection: Connection, args: argparse.Namespace) -> Answer:
 def _describe(connection: Connection, args: argparse.Namespace) -> Answer:
     description = connection.describe(_ref(args))
     pairs = [
-        ("name", description.name or "-"),
+        ("name", "-" if args.format else description.name),
         ("format", description.format),
         ("uri", description.uri),
         ("samples", f"{description.num_samples:,}"),
@@ -120,14 +120,13 @@ def _marked(plan: pb.PlanStepResponse) -> list[str]:
 def _index(connection: Connection, args: argparse.Namespace) -> Answer:
     done = pb.IndexProgress()
     num_reused = 0
-    line = ""
     for done in connection.index(_ref(args)):
         num_reused += done.reused
-        line = f"{done.shards_done}/{done.num_shards} shards, {done.num_samples:,} samples, {done.shard}"
-        _show_progress(line)
+        _show_progress(f"{done.shards_done}/{done.num_shards} shards, {done.num_samples:,} samples, {done.shard}")
     _show_progress("")
     value = {"num_shards": done.num_shards, "num_reused": num_reused, "num_samples": done.num_samples}
-    return Answer(value, f"{done.num_samples:,} samples in {done.num_shards:,} shards; {num_reused:,} were indexed already")
+    shards = f"{done.num_shards:,}, of which {num_reused:,} were indexed already"
+    return Answer(value, facts([("samples", f"{done.num_samples:,}"), ("shards", shards)]))
 
 
 def _show_progress(line: str) -> None:
@@ -156,7 +155,7 @@ def _status(connection: Connection, args: argparse.Namespace) -> Answer:
 
 
 def _sessions(status: pb.DaemonStatus) -> str:
-    header = ("JOB", "RANK", "DATASET", "STEP", "READY", "IN FLIGHT", "HELD", "MEMORY", "WAITED FOR STORAGE", "FOR TRAINER")
+    header = ("JOB", "RANK", "DATASET", "STEP", "READY", "IN FLIGHT", "HELD", "MEMORY", "STORAGE WAIT", "TRAINER WAIT")
     rows = [
         (
             s.reader.job,

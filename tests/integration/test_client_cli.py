@@ -93,7 +93,7 @@ def test_plan_is_what_a_loader_reads(gyre: Gyre, daemon: Any) -> None:
 
 def test_index(gyre: Gyre) -> None:
     assert gyre.json("index", "texts") == {"num_shards": 1, "num_reused": 0, "num_samples": 20}
-    assert gyre.text("index", "texts") == "20 samples in 1 shards; 1 were indexed already\n"
+    assert gyre.text("index", "texts") == "samples  20\nshards   1, of which 1 were indexed already\n"
 
 
 def test_status(gyre: Gyre, daemon: Any) -> None:
