@@ -6,7 +6,8 @@ from urllib.parse import quote
 from gyre_client.errors import InvalidRequest
 
 ENVIRONMENT_VARIABLE = "GYRE_ADDRESS"
-MAX_SOCKET_PATH_BYTES = 107  # unix(7): sun_path, less its terminating NUL
+SIDE_SUFFIX = ".side"
+MAX_SOCKET_PATH_BYTES = 107 - len(SIDE_SUFFIX)  # unix(7): sun_path, less its terminating NUL, and room for the side channel
 
 _FORMS = 'an address is "unix:/absolute/path.sock" or "tcp:host:port"'
 
@@ -18,10 +19,12 @@ class Address:
     Attributes:
         text: As the user writes it; what messages show.
         target: As gRPC wants it.
+        side_path: Of the daemon's side channel; None where it cannot have one.
     """
 
     text: str
     target: str
+    side_path: str | None
 
 
 def parse_address(text: str) -> Address:
@@ -34,9 +37,9 @@ def parse_address(text: str) -> Address:
     if "\0" in text:
         raise InvalidRequest(f"the address {text!r} holds a NUL; {_FORMS}")
     if scheme == "unix":
-        return Address(text, _unix_target(text, rest))
+        return Address(text, _unix_target(text, rest), rest + SIDE_SUFFIX)
     if scheme == "tcp":
-        return Address(text, _tcp_target(text, rest))
+        return Address(text, _tcp_target(text, rest), None)
     raise InvalidRequest(f"the address {text!r} starts with neither unix: nor tcp:; {_FORMS}")
 
 

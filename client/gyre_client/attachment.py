@@ -2,17 +2,35 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batch import Batch, PayloadBuffer
+from gyre_client.arena import Arena
+from gyre_client.batch import Batch, PayloadBuffer, TensorPlace, read_layout
 from gyre_client.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
 from gyre_client.outbox import Outbox
 from gyre_client.wire import chunk_data
 
 HEARTBEATS_PER_LEASE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the daemon opened.
+
+    Attributes:
+        opened: Its answer.
+        arena: Where the batches lie; None where their payload comes through gRPC.
+    """
+
+    opened: pb.SessionOpened
+    arena: Arena | None
 
 
 class Attachment:
@@ -22,18 +40,21 @@ class Attachment:
     when the daemon has said nothing for longer than the lease: then both sides agree that the session is over.
     """
 
-    def __init__(self, connection: Connection, opened: pb.SessionOpened, num_credits: int, on_word: Callable[[], None]) -> None:
+    def __init__(self, connection: Connection, session: Session, num_credits: int, on_word: Callable[[], None]) -> None:
         """Attaches to the session.
 
         Args:
             connection: To the daemon that opened it.
-            opened: The session.
+            session: What it opened.
             num_credits: How many batches may come at first.
             on_word: Called whenever the daemon says something on the control stream.
         """
+        opened = session.opened
         self._connection = connection
         self._session_id = opened.session_id
         self._lease_s = opened.lease_s
+        self._arena = session.arena
+        self._max_kept = opened.max_kept_batches
         self._on_word = on_word
         self._silent_for_s: float | None = None
         self._heard_at_s = time.monotonic()
@@ -53,7 +74,9 @@ class Attachment:
                 self._on_word()
                 match response.WhichOneof("event"):
                     case "batches":
-                        yield from map(self._receive, response.batches.batches)
+                        shared = read_layout(response.batches.tensors)
+                        for batch in response.batches.batches:
+                            yield self._receive(batch, read_layout(batch.tensors) or shared)
                     case "end_of_stream":
                         return
                     case "goodbye":
@@ -67,14 +90,32 @@ class Attachment:
         self.outbox.close()
         self._cancel()
 
-    def _receive(self, batch: pb.Batch) -> Batch:
-        if batch.WhichOneof("payload") != "inline":
-            raise DaemonFault(f"the payload of step {batch.step} comes in a way that this client does not know")
+    def must_copy(self, num_unread: int) -> bool:
+        """Whether so many slots are in use, beside those of unread batches, that the daemon may soon have none to fill."""
+        return self._arena is not None and self._arena.num_lent - num_unread > self._max_kept
+
+    def _receive(self, batch: pb.Batch, layout: list[TensorPlace]) -> Batch:
+        memory = self._memory(batch)
+        return Batch(batch.step, batch.cursor, {place.name: place.view(memory) for place in layout})
+
+    def _memory(self, batch: pb.Batch) -> npt.NDArray[np.uint8]:
+        match batch.WhichOneof("payload"):
+            case "arena" if self._arena:
+                slot = batch.arena
+                try:
+                    return self._arena.lend(slot.offset_bytes, slot.num_bytes, partial(self.outbox.release, batch.step))
+                except ValueError:
+                    raise DaemonFault(f"step {batch.step} lies outside the session's arena") from None
+            case "inline":
+                return self._read_payload(batch)
+        raise DaemonFault(f"the payload of step {batch.step} comes in a way that this client does not know")
+
+    def _read_payload(self, batch: pb.Batch) -> npt.NDArray[np.uint8]:
         buffer = PayloadBuffer(batch.inline.num_bytes)
         while buffer.num_missing:
             buffer.append(self._next_chunk())
         self.outbox.release(batch.step)
-        return Batch(batch.step, batch.cursor, buffer.tensors(batch.tensors))
+        return buffer.memory
 
     def _next_chunk(self) -> memoryview:
         if self._payload is None:

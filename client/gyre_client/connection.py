@@ -5,6 +5,7 @@ class of the error, `metadata` its facts. What comes without one (a dead socket,
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeVar, cast
 
 import grpc
@@ -28,6 +29,7 @@ from gyre_client.errors import (
     Overloaded,
     UnknownDataset,
 )
+from gyre_client.sidechannel import TOKEN_KEY
 from gyre_client.wire import MAX_FRAME_BYTES
 
 CALL_TIMEOUT_S = 30.0
@@ -143,9 +145,12 @@ class Connection:
         """Returns the sample ids of one step."""
         return self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
 
-    def open_session(self, request: pb.OpenSessionRequest, timeout_s: float = OPEN_TIMEOUT_S) -> pb.SessionOpened:
-        """Opens a session; from now on the daemon prefetches for it."""
-        return self._call(self._stub.OpenSession, request, timeout_s)
+    def open_session(
+        self, request: pb.OpenSessionRequest, timeout_s: float = OPEN_TIMEOUT_S, side_token: str = ""
+    ) -> pb.SessionOpened:
+        """Opens a session; from now on the daemon prefetches for it, into an arena that it hands over if it knows the token."""
+        metadata = ((TOKEN_KEY, side_token),) if side_token else ()
+        return self._call(partial(self._stub.OpenSession, metadata=metadata), request, timeout_s)
 
     def close_session(self, session_id: str) -> None:
         """Ends a session, if the daemon still answers and knows it."""

@@ -11,12 +11,14 @@ import threading
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.attachment import Attachment
+from gyre_client.arena import Arena
+from gyre_client.attachment import Attachment, Session
 from gyre_client.batch import Batch
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint
-from gyre_client.errors import DaemonFault, GyreError
+from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
 from gyre_client.outage import Outage
+from gyre_client.sidechannel import SideChannel
 
 POLL_S = 1.0
 JOIN_TIMEOUT_S = 10.0
@@ -51,10 +53,11 @@ class BatchStream:
         self._session_id = ""
         self._num_unread = 0
         try:
-            self.opened = self._open_session()
+            self._session = self._open_session()
         except BaseException:
             self._connection.close()
             raise
+        self.opened = self._session.opened
         self._request.cursor = self.opened.cursor
         self._thread = threading.Thread(target=self._run, name="gyre-receiver", daemon=True)
         self._thread.start()
@@ -74,8 +77,7 @@ class BatchStream:
                     continue
                 raise DaemonFault("this stream was closed while it was being read") from None
             if isinstance(item, Batch):
-                self._credit_one()
-                return item
+                return self._taken(item)
             self._inbox.put(item)  # the end stays the end
             if item is None:
                 return None
@@ -94,11 +96,14 @@ class BatchStream:
         if threading.current_thread() is not self._thread:  # a garbage collection may close from any thread
             self._thread.join(JOIN_TIMEOUT_S)
 
-    def _credit_one(self) -> None:
+    def _taken(self, batch: Batch) -> Batch:
+        """The daemon may send one more; a batch is copied where its consumer holds on to too many."""
         with self._lock:
             self._num_unread -= 1
-            if self._attachment is not None:
-                self._attachment.outbox.credit(1)
+            if self._attachment is None:
+                return batch
+            self._attachment.outbox.credit(1)
+            return batch.copied() if self._attachment.must_copy(self._num_unread) else batch
 
     def _run(self) -> None:
         end: GyreError | None = None
@@ -113,16 +118,16 @@ class BatchStream:
             self._inbox.put(end)
 
     def _receive_all(self) -> None:
-        opened = self.opened
+        session = self._session
         while True:
             try:
-                return self._receive(opened)
+                return self._receive(session)
             except GyreError as failure:
                 self._outage.pause(failure, self._closing.wait)
-            opened = self._open_session()
+            session = self._open_session()
 
-    def _receive(self, opened: pb.SessionOpened) -> None:
-        attachment = self._attach(opened)
+    def _receive(self, session: Session) -> None:
+        attachment = self._attach(session)
         try:
             for batch in attachment.batches():
                 self._outage.batch_received()
@@ -135,19 +140,38 @@ class BatchStream:
                 self._attachment = None
             attachment.close()
 
-    def _attach(self, opened: pb.SessionOpened) -> Attachment:
+    def _attach(self, session: Session) -> Attachment:
         """Starts on a session, with credit for what the queue still has room for."""
         with self._lock:
-            num_credits = max(0, opened.prefetch_batches - self._num_unread)
-            self._attachment = Attachment(self._connection, opened, num_credits, self._outage.heard)
-            self._session_id = opened.session_id
+            num_credits = max(0, session.opened.prefetch_batches - self._num_unread)
+            self._attachment = Attachment(self._connection, session, num_credits, self._outage.heard)
+            self._session_id = session.opened.session_id
             return self._attachment
 
-    def _open_session(self) -> pb.SessionOpened:
+    def _open_session(self) -> Session:
         """Opens a session at the cursor, however many attempts that takes within the limit."""
         return self._outage.patiently(self._attempt, self._closing.wait)
 
-    def _attempt(self, timeout_s: float) -> pb.SessionOpened:
+    def _attempt(self, timeout_s: float) -> Session:
         self._request.reader.generation += 1  # so that an attempt that was not answered is fenced by the next
         self._endpoint.ensure()
-        return self._connection.open_session(self._request, timeout_s)
+        side = SideChannel.connect(self._endpoint.address)
+        if side is None:
+            return Session(self._connection.open_session(self._request, timeout_s), None)
+        with contextlib.closing(side):
+            opened = self._connection.open_session(self._request, timeout_s, side.token)
+            return Session(opened, _map(side, opened))
+
+
+def _map(side: SideChannel, opened: pb.SessionOpened) -> Arena | None:
+    """Returns the session's arena, if it has one.
+
+    Raises:
+        DaemonUnavailable: The daemon shared it, but it did not arrive or cannot be mapped.
+    """
+    if not opened.arena_bytes:
+        return None
+    descriptor = side.receive(opened.session_id)
+    if descriptor is None:
+        raise DaemonUnavailable("the daemon shared an arena that did not arrive on the side channel")
+    return Arena(descriptor, opened.arena_bytes)

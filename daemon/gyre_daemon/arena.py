@@ -1,9 +1,14 @@
 """The memory of batches: one budget for the daemon, an arena with a share of it for every session, slots that are reused.
 
 A session reserves its share when it opens and keeps it to its end, so one that stops reading can never take memory from
-another.
+another. An arena is a sealed memory file: whoever gets its descriptor can map and read it without a copy, and can neither write
+into it nor change its size; it vanishes with its last user, however that ends.
 """
 
+import bisect
+import fcntl
+import mmap
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +16,8 @@ import numpy as np
 from gyre_daemon.errors import Overloaded
 
 _PAGE_BYTES = 4096
+_F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1; not named in the standard library
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
 
 
 class Budget:
@@ -46,13 +53,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The buffer of one batch.
+    """The memory of one batch.
 
     Attributes:
-        memory: writable; at least as long as was asked for.
+        offset_bytes: in the arena.
+        memory: writable; whole pages, at least as long as was asked for.
+        address: of its first byte.
     """
 
+    offset_bytes: int
     memory: memoryview
+    address: int
 
     @property
     def num_bytes(self) -> int:
@@ -61,61 +72,88 @@ class Slot:
 
 
 class Arena:
-    """The slots of one session, within its share of the budget."""
+    """The slots of one session, within its share of the budget; nothing is allocated after it is made."""
 
-    def __init__(self, budget: Budget, limit_bytes: int, purpose: str) -> None:
-        """Reserve the share.
+    def __init__(self, num_bytes: int) -> None:
+        """Allocate, touch and seal the memory; takes some ms per 10 MiB.
 
         Raises:
-            Overloaded: see `Budget.reserve`.
+            Overloaded: the machine has no such memory.
         """
-        budget.reserve(limit_bytes, purpose)
-        self._budget = budget
-        self.limit_bytes = limit_bytes
-        self._free: list[Slot] = []
+        self.num_bytes = _whole_pages(num_bytes)
+        self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.descriptor, 0, self.num_bytes)
+            self._mapping = mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise Overloaded(f"this machine has no {self.num_bytes} bytes of memory for a session: {error.strerror}") from error
+        self._memory = memoryview(self._mapping)
+        self._address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+        self._free = [(0, self.num_bytes)]  # (offset, length) of every free range, sorted, none touching the next
         self.held_bytes = 0
-        self.memory_bytes = 0
 
     def take(self, num_bytes: int) -> Slot | None:
-        """A slot of at least so many bytes, or None until one is given back; free slots make room for larger ones."""
-        fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
-        if fitting:
-            slot = min(fitting, key=lambda free: free.num_bytes)
-            self._free.remove(slot)
-        else:
-            capacity = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-            if self.held_bytes + capacity > self.limit_bytes:
-                return None
-            while self.memory_bytes + capacity > self.limit_bytes:
-                self.memory_bytes -= self._free.pop().num_bytes
-            slot = Slot(np.empty(capacity, np.uint8).data)
-            self.memory_bytes += capacity
-        self.held_bytes += slot.num_bytes
-        return slot
+        """The first free slot of at least so many bytes, or None until enough is given back."""
+        needed = _whole_pages(num_bytes)
+        for index, (offset, length) in enumerate(self._free):
+            if length >= needed:
+                self._free[index : index + 1] = [(offset + needed, length - needed)] if length > needed else []
+                self.held_bytes += needed
+                return Slot(offset, self._memory[offset : offset + needed], self._address + offset)
+        return None
 
     def put_back(self, slot: Slot) -> None:
         """Make a slot free for another batch; nobody may read it any more."""
+        begin, end = slot.offset_bytes, slot.offset_bytes + slot.num_bytes
         self.held_bytes -= slot.num_bytes
-        self._free.append(slot)
+        index = bisect.bisect(self._free, (begin,))
+        if index < len(self._free) and self._free[index][0] == end:
+            end += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        self._free.insert(index, (begin, end - begin))
 
     def close(self) -> None:
-        """Give the share back; slots that are still held live as long as their holders."""
+        """Let go of the memory; it lives on while anybody still reads or writes a slot, and is never used for another batch."""
+        os.close(self.descriptor)
         self._free.clear()
-        self._budget.give_back(self.limit_bytes)
-        self.limit_bytes = 0
 
 
-def share_bytes(budget: Budget, batch_bytes: int, num_batches: int, session_limit_bytes: int) -> int:
-    """The share a session asks for: room for its window, at most the session limit, but never less than one batch.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a session divides its memory.
+
+    Attributes:
+        num_bytes: of its arena.
+        num_ahead: batches in flight or ready: the prefetch window.
+        num_queued: batches that its client may have received and not taken.
+        num_kept: batches that its client may go on to use after it took the next.
+    """
+
+    num_bytes: int
+    num_ahead: int
+    num_queued: int
+    num_kept: int
+
+
+def divide(batch_bytes: int, num_ahead: int, limit_bytes: int) -> Share:
+    """The share of a session that wants to be so many batches ahead: within the limit, but room for one batch in any case.
 
     Args:
-        budget: of the daemon.
         batch_bytes: upper bound of a batch.
-        num_batches: the prefetch window and the one that is being sent.
-        session_limit_bytes: the configured bound of one session.
+        num_ahead: the prefetch window it would like.
+        limit_bytes: what it may have.
     """
-    batch_bytes = -(-batch_bytes // _PAGE_BYTES) * _PAGE_BYTES
-    wanted = min(batch_bytes * num_batches, session_limit_bytes)
-    if budget.free_bytes < wanted:
-        wanted = budget.free_bytes
-    return max(wanted, batch_bytes)
+    batch_bytes = _whole_pages(batch_bytes)
+    num_kept = max(2, num_ahead // 4)
+    num_slots = max(1, min(2 * num_ahead + num_kept, limit_bytes // batch_bytes))
+    num_ahead = min(num_ahead, max(1, (num_slots - 1) // 2))
+    num_queued = min(num_ahead, max(1, num_slots - num_ahead))
+    return Share(num_slots * batch_bytes, num_ahead, num_queued, max(0, num_slots - num_ahead - num_queued))
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

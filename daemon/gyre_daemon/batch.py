@@ -4,8 +4,10 @@ A batch buffer holds, each at a multiple of 64 bytes: `sample_id`, `mask` where 
 ragged field is two tensors: the samples' elements back to back, and `NAME.offsets`, int64 [B + 1], where each begins.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,37 +50,73 @@ class BatchLayout:
     Attributes:
         tensors: in the order of their offsets.
         places: int64 [B, F, 2], first and end byte of each sample's part in each field.
+        gaps: byte ranges between the tensors.
         num_bytes: of the buffer.
     """
 
     tensors: tuple[TensorSpec, ...]
     places: npt.NDArray[np.int64]
+    gaps: tuple[tuple[int, int], ...]
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's batch, whole and never changed again.
+class LayoutMaker:
+    """Lays out the batches of one dataset; where no field is ragged, batches of one size share one layout."""
 
-    Attributes:
-        plan: which samples it has.
-        layout: where they lie.
-        payload: the buffer, `layout.num_bytes` long.
+    def __init__(self, fields: Sequence[FieldSpec]) -> None:
+        self._fields = fields
+        self._fixed = not any(spec.ragged for spec in fields)
+        self._made: dict[tuple[int, bool], BatchLayout] = {}
+
+    def make(self, plan: BatchPlan, sizes: npt.NDArray[np.int64]) -> BatchLayout:
+        """Lay out a batch before its samples are there.
+
+        Args:
+            plan: the samples.
+            sizes: int64 [B, F], stored bytes of each field, which are a ragged field's length.
+        """
+        if not self._fixed:
+            return _make_layout(plan, self._fields, sizes)
+        key = len(plan.sample_ids), plan.mask is not None
+        if key not in self._made:
+            self._made[key] = _make_layout(plan, self._fields, sizes)
+        return self._made[key]
+
+
+def max_batch_bytes(index: SampleIndex, num_samples: int) -> int:
+    """An upper bound of the buffer of any batch of so many samples."""
+    fixed = sum(num_samples * _sample_bytes(spec) for spec in index.fields if not spec.ragged)
+    offsets = sum((num_samples + 1) * 8 for spec in index.fields if spec.ragged)
+    num_tensors = 3 + 2 * len(index.fields)
+    return fixed + offsets + index.max_ragged_bytes(num_samples) + 9 * num_samples + num_tensors * ALIGNMENT_BYTES
+
+
+def write_own_tensors(plan: BatchPlan, layout: BatchLayout, payload: memoryview) -> None:
+    """Fill in what the plan alone decides: sample ids, mask, and the offsets of ragged fields.
+
+    The gaps between tensors are zeroed: a payload is the same bytes on every run.
     """
+    for begin, end in layout.gaps:
+        payload[begin:end] = bytes(end - begin)
+    column = -1
+    for spec in layout.tensors:
+        if spec.name == SAMPLE_ID:
+            _view(payload, spec)[:] = plan.sample_ids
+        elif spec.name == MASK and plan.mask is not None:
+            _view(payload, spec)[:] = plan.mask
+        elif spec.name.endswith(OFFSETS_SUFFIX):
+            offsets = _view(payload, spec)
+            offsets[0] = 0
+            offsets[1:] = layout.places[:, column, 1] - layout.places[0, column, 0]
+        else:
+            column += 1
 
-    plan: BatchPlan
-    layout: BatchLayout
-    payload: memoryview
+
+def _view(payload: memoryview, spec: TensorSpec) -> npt.NDArray[Any]:
+    return np.frombuffer(payload, spec.dtype, spec.shape[0], spec.offset_bytes)
 
 
-def make_layout(plan: BatchPlan, fields: Sequence[FieldSpec], sizes: npt.NDArray[np.int64]) -> BatchLayout:
-    """Lay out a batch before its samples are there.
-
-    Args:
-        plan: the samples.
-        fields: the dataset's.
-        sizes: int64 [B, F], stored bytes of each field, which are a ragged field's length.
-    """
+def _make_layout(plan: BatchPlan, fields: Sequence[FieldSpec], sizes: npt.NDArray[np.int64]) -> BatchLayout:
     num_samples = len(plan.sample_ids)
     tensors: list[TensorSpec] = []
     places = np.empty((num_samples, len(fields), 2), np.int64)
@@ -99,39 +137,10 @@ def make_layout(plan: BatchPlan, fields: Sequence[FieldSpec], sizes: npt.NDArray
             add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (num_samples + 1,))
         places[:, column, 1] = base + ends
         places[:, column, 0] = np.concatenate(([base], places[:-1, column, 1]))
-    return BatchLayout(tuple(tensors), places, _aligned(tensors[-1].offset_bytes + tensors[-1].num_bytes))
-
-
-def max_batch_bytes(index: SampleIndex, num_samples: int) -> int:
-    """An upper bound of the buffer of any batch of so many samples."""
-    fixed = sum(num_samples * _sample_bytes(spec) for spec in index.fields if not spec.ragged)
-    offsets = sum((num_samples + 1) * 8 for spec in index.fields if spec.ragged)
-    num_tensors = 3 + 2 * len(index.fields)
-    return fixed + offsets + index.max_ragged_bytes(num_samples) + 9 * num_samples + num_tensors * ALIGNMENT_BYTES
-
-
-def write_own_tensors(plan: BatchPlan, layout: BatchLayout, payload: memoryview) -> None:
-    """Fill in what the plan alone decides: sample ids, mask, and the offsets of ragged fields.
-
-    The gaps between tensors are zeroed: a payload is the same bytes on every run.
-    """
-    end = 0
-    for spec in layout.tensors:
-        payload[end : spec.offset_bytes] = bytes(spec.offset_bytes - end)
-        end = spec.offset_bytes + spec.num_bytes
-    payload[end : layout.num_bytes] = bytes(layout.num_bytes - end)
-    column = -1
-    for spec in layout.tensors:
-        array = np.frombuffer(payload, spec.dtype, count=int(np.prod(spec.shape)), offset=spec.offset_bytes)
-        if spec.name == SAMPLE_ID:
-            array[:] = plan.sample_ids
-        elif spec.name == MASK and plan.mask is not None:
-            array[:] = plan.mask
-        elif spec.name.endswith(OFFSETS_SUFFIX):
-            array[0] = 0
-            array[1:] = layout.places[:, column, 1] - layout.places[0, column, 0]
-        else:
-            column += 1
+    num_bytes = _aligned(tensors[-1].offset_bytes + tensors[-1].num_bytes)
+    edges = [(spec.offset_bytes, spec.offset_bytes + spec.num_bytes) for spec in tensors] + [(num_bytes, num_bytes)]
+    gaps = tuple((before[1], after[0]) for before, after in itertools.pairwise(edges) if before[1] < after[0])
+    return BatchLayout(tuple(tensors), places, gaps, num_bytes)
 
 
 def _sample_bytes(spec: FieldSpec) -> int:

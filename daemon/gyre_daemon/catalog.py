@@ -10,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
+import numpy as np
+
 from gyre_daemon.cache import Arrays, SidecarKey, SidecarStore
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.dataset import Dataset, fingerprint, probe_ranges
 from gyre_daemon.errors import InvalidRequest, NotAllowed, Overloaded, UnknownDataset, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.formats import Format, make_format
-from gyre_daemon.storage import Read, Storage, StorageOpener, file_error, parse_location
+from gyre_daemon.storage import Reads, Storage, StorageOpener, file_error, parse_location
 
 _NUM_SCANS = 4  # shards that are scanned at once
 
@@ -238,13 +240,12 @@ def _scan_file(opening: _Opening, name: str, path: str) -> Arrays:
 
 async def _probe(storage: Storage) -> Sequence[bytes]:
     """The bytes that the fingerprint looks at."""
-    reads = [
-        Read(shard, start, (memoryview(bytearray(stop - start)),))
-        for shard, start, stop in probe_ranges(storage.shards)
-        if stop > start
-    ]
+    ranges = [wanted for wanted in probe_ranges(storage.shards) if wanted[2] > wanted[1]]
+    probes = [np.empty(stop - start, np.uint8) for _, start, stop in ranges]
+    reads = [Reads.into(probe, shard, start) for probe, (shard, start, _) in zip(probes, ranges, strict=True)]
     try:
-        await storage.read(reads, lambda _: None)
+        if reads:
+            await storage.read(Reads.concatenate(reads))
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
-    return [bytes(read.targets[0]) for read in reads]
+    return [probe.tobytes() for probe in probes]

@@ -50,7 +50,7 @@ class DaemonConfig:
         listen: addresses, `unix:PATH` or `tcp:HOST:PORT`.
         memory_budget: bytes that the batch buffers of all sessions may take together.
         session_memory: bytes that those of one session may take; more only where a single batch needs it.
-        prefetch_batches: batches that are in flight or ready ahead of each trainer, unless the client asks otherwise.
+        prefetch_batches: batches in flight or ready ahead of each trainer, unless it asks otherwise; 0 lets their size decide.
         lease_s: a client silent for longer loses its session.
         drain_timeout_s: how long SIGTERM lets batches in flight finish.
         num_io_threads: threads that read local files and decode.
@@ -63,7 +63,7 @@ class DaemonConfig:
     listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
     memory_budget: Size = Size(1 << 30)
     session_memory: Size = Size(256 << 20)
-    prefetch_batches: int = 8
+    prefetch_batches: int = 0
     lease_s: float = 30.0
     drain_timeout_s: float = 10.0
     num_io_threads: int = 4
@@ -74,7 +74,7 @@ class DaemonConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no daemon can run with."""
-        for name in ("memory_budget", "session_memory", "prefetch_batches", "lease_s", "num_io_threads", "max_requests"):
+        for name in ("memory_budget", "session_memory", "lease_s", "num_io_threads", "max_requests"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, but is {getattr(self, name)}")
         if not self.listen:

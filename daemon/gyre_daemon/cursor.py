@@ -1,7 +1,9 @@
 """The cursor: where a job stands. Tiny, versioned, equal on every rank, opaque to clients, refused where it does not fit."""
 
 import json
+import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from gyre_daemon.errors import CursorRejected
@@ -10,7 +12,9 @@ from gyre_daemon.plan import Order
 
 _MAGIC = b"GYRE"
 _FORMAT_VERSION = 1
-_MAX_BYTES = 4096
+_CHECKSUM = struct.Struct("<I")
+_POSITION = struct.Struct("<q")
+_MIN_BYTES, _MAX_BYTES = 16, 4096
 _MAX_POSITION = 1 << 63
 
 
@@ -33,9 +37,19 @@ class Cursor:
     algorithm: int = ALGORITHM_VERSION
 
     def encode(self) -> bytes:
-        """As bytes: magic, CRC-32 of the rest, format version and fields as JSON."""
-        body = json.dumps([_FORMAT_VERSION, asdict(self)], separators=(",", ":"), sort_keys=True).encode()
-        return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
+        """As bytes: magic, CRC-32 of the rest, position, and everything else as JSON."""
+        return self.encoder()(self.position)
+
+    def encoder(self) -> Callable[[int], bytes]:
+        """Encodes this cursor at any position; what does not change is encoded once."""
+        fields = {key: value for key, value in asdict(self).items() if key != "position"}
+        constant = json.dumps([_FORMAT_VERSION, fields], separators=(",", ":"), sort_keys=True).encode()
+
+        def encode(position: int) -> bytes:
+            body = _POSITION.pack(position) + constant
+            return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
+
+        return encode
 
 
 def decode_cursor(data: bytes) -> Cursor:
@@ -45,18 +59,18 @@ def decode_cursor(data: bytes) -> Cursor:
         CursorRejected: damaged, no cursor, or of a version that this daemon does not know.
     """
     body = data[8:]
-    if len(data) > _MAX_BYTES or data[:4] != _MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[4:8]:
+    if not _MIN_BYTES <= len(data) <= _MAX_BYTES or data[:4] != _MAGIC or _CHECKSUM.pack(zlib.crc32(body)) != data[4:8]:
         raise CursorRejected("the cursor is damaged or is none of this loader's; pass the bytes as state_dict() gave them")
     try:
-        version, fields = json.loads(body)
-    except ValueError as error:
+        position, (version, fields) = _POSITION.unpack(body[:8])[0], json.loads(body[8:])
+    except (ValueError, TypeError) as error:
         raise CursorRejected("the cursor cannot be read; pass the bytes as state_dict() gave them") from error
     if version != _FORMAT_VERSION:
         raise CursorRejected(
             f"the cursor has format version {version}, but this daemon reads version {_FORMAT_VERSION}; upgrade the daemon"
         )
     try:
-        cursor = Cursor(**{**fields, "order": Order(**fields["order"])})
+        cursor = Cursor(**{**fields, "order": Order(**fields["order"]), "position": position})
         fits = 0 <= cursor.position < _MAX_POSITION and cursor.position % cursor.order.global_batch_size == 0
     except (TypeError, KeyError, ZeroDivisionError) as error:
         raise CursorRejected("the cursor lacks what its version promises; pass the bytes as state_dict() gave them") from error

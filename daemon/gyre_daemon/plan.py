@@ -6,7 +6,6 @@ with the tail `wrap`, N rounded down to whole global batches with `drop`, rounde
 `[sG, (s+1)G)`, rank `r` of W their r-th contiguous part.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,33 +78,35 @@ class Plan:
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
         """What a rank reads in a step; `world_size` divides G and `rank` is below it."""
-        size = self.order.global_batch_size // world_size
-        first = step * self.order.global_batch_size
-        start = first + rank * size
-        sample_ids = np.empty(size, np.int64)
-        mask = np.ones(size, np.bool_) if self.order.tail == "pad" else None
-        filled = 0
-        for epoch, begin, end in self._pieces(start, start + size):
-            places = np.arange(begin, end, dtype=np.int64)
-            target = slice(filled, filled + len(places))
-            if mask is not None:
-                mask[target] = places < self.num_samples
-                places %= self.num_samples
-            sample_ids[target] = self._permutation(epoch)(places)
-            filled += len(places)
-        return BatchPlan(step, first // self.epoch_length, sample_ids, mask)
+        return self.batches(step, 1, rank, world_size)[0]
+
+    def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> list[BatchPlan]:
+        """What a rank reads in successive steps: one evaluation of the permutation for all of them."""
+        global_size = self.order.global_batch_size
+        size = global_size // world_size
+        starts = (first_step + np.arange(num_steps)) * global_size + rank * size
+        positions = (starts[:, None] + np.arange(size)).reshape(-1)
+        epochs, places = np.divmod(positions, self.epoch_length)
+        mask = places < self.num_samples if self.order.tail == "pad" else None
+        if mask is not None:
+            places %= self.num_samples
+        sample_ids = np.empty(len(positions), np.int64)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            of_epoch = slice(*np.searchsorted(epochs, (epoch, epoch + 1)).tolist())
+            sample_ids[of_epoch] = self._permutation(epoch)(places[of_epoch])
+        return [
+            BatchPlan(
+                first_step + index,
+                (first_step + index) * global_size // self.epoch_length,
+                sample_ids[index * size : (index + 1) * size],
+                None if mask is None else mask[index * size : (index + 1) * size],
+            )
+            for index in range(num_steps)
+        ]
 
     def num_steps(self, num_epochs: int) -> int:
         """Whole steps in so many epochs; what is left of the last one with `wrap` is not handed out."""
         return num_epochs * self.epoch_length // self.order.global_batch_size
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Positions `[start, stop)` as (epoch, first place, end place)."""
-        while start < stop:
-            epoch, place = divmod(start, self.epoch_length)
-            length = min(self.epoch_length - place, stop - start)
-            yield epoch, place, place + length
-            start += length
 
     def _permutation(self, epoch: int) -> Permutation:
         if epoch not in self._permutations:

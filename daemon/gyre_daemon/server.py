@@ -26,6 +26,7 @@ from gyre_daemon.notify import feed_watchdog, notify
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
 from gyre_daemon.session import SessionEnvironment
 from gyre_daemon.sessions import SessionTable
+from gyre_daemon.sidechannel import SideChannel
 from gyre_daemon.storage import StorageOpener
 
 _MAX_CONTROL_BYTES = 64 << 10
@@ -63,11 +64,15 @@ async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy
     addresses = [parse_address(text) for text in config.listen]
     claims = [SocketClaim(address) for address in addresses if isinstance(address, UnixAddress)]
     executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
+    sides: list[SideChannel] = []
     try:
-        daemon = _Daemon(config, fallback_index_dir, executor, allow_ad_hoc=privacy is not None)
+        sides += [SideChannel(address.path) for address in addresses if isinstance(address, UnixAddress)]
+        daemon = _Daemon(config, fallback_index_dir, executor, sides, allow_ad_hoc=privacy is not None)
         await daemon.run(addresses, claims, stopping)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+        for side in sides:
+            side.close()
         for claim in claims:
             claim.give_up()
         if privacy and privacy.remove_dir:
@@ -78,7 +83,13 @@ class _Daemon:
     """The parts of a daemon, put together."""
 
     def __init__(
-        self, config: DaemonConfig, fallback_index_dir: Path, executor: ThreadPoolExecutor, *, allow_ad_hoc: bool
+        self,
+        config: DaemonConfig,
+        fallback_index_dir: Path,
+        executor: ThreadPoolExecutor,
+        sides: Sequence[SideChannel],
+        *,
+        allow_ad_hoc: bool,
     ) -> None:
         metrics = Metrics()
         opener = StorageOpener(executor, config.num_io_threads, config.max_requests, metrics)
@@ -91,7 +102,7 @@ class _Daemon:
         )
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._health = HealthServicer()
-        register(LoaderService(self._catalog, self._sessions, config.prefetch_batches), self._server)
+        register(LoaderService(self._catalog, self._sessions, sides, config.prefetch_batches), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 

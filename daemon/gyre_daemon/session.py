@@ -10,17 +10,17 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from gyre_daemon.arena import Arena, Budget, Slot, share_bytes
-from gyre_daemon.batch import Batch, max_batch_bytes
+from gyre_daemon.arena import Arena, Budget, Share, Slot, divide
+from gyre_daemon.batch import max_batch_bytes
 from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, first_error
 from gyre_daemon.events import log_event
-from gyre_daemon.fetch import Fetch, Fetcher
+from gyre_daemon.fetch import Batch, Fetch, Fetcher
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.plan import Order, Plan, check_ranks
 from gyre_daemon.window import Window
@@ -28,6 +28,9 @@ from gyre_daemon.window import Window
 MAX_PREFETCH_BATCHES = 1024
 MAX_EPOCHS = 1 << 32
 _MAX_CREDITS = 1 << 20
+_MAX_PLANNED = 64  # batches that are planned at once
+_BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
+_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
 
 Clock = Callable[[], float]
 
@@ -59,7 +62,7 @@ class SessionRequest:
         reader: for whom.
         num_epochs: after which the stream ends; 0 for never.
         cursor: encoded; empty for the beginning.
-        prefetch_batches: size of the window.
+        prefetch_batches: size of the window; 0 to let the size of a batch decide.
     """
 
     dataset: Dataset
@@ -96,7 +99,7 @@ class Session:
     """One rank's stream of batches."""
 
     def __init__(self, request: SessionRequest, environment: SessionEnvironment) -> None:
-        """Check the request, reserve memory and begin to fetch.
+        """Check the request and reserve memory; `start` begins to fetch.
 
         Raises:
             InvalidRequest, CursorRejected: the request makes no sense or does not fit its dataset.
@@ -111,29 +114,57 @@ class Session:
         self.request = request
         self.counts = SessionCounts()
         self.attached = False
+        self.shares_arena = False
         self._environment = environment
-        self._base = _start_cursor(request)
-        self.first_step = self._base.position // order.global_batch_size
+        cursor = _start_cursor(request)
+        self._encode_cursor = cursor.encoder()
+        self.first_step = cursor.position // order.global_batch_size
         self.num_steps = self.plan.num_steps(request.num_epochs) if request.num_epochs else None
         if self.num_steps is not None and self.first_step > self.num_steps:
             raise InvalidRequest(
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
-        self.arena = self._make_arena()
-        self.window = Window(self.first_step, self.num_steps, request.prefetch_batches)
+        self.share = self._reserve()
+        self.window = Window(self.first_step, self.num_steps, self.share.num_ahead)
         self._fetcher = Fetcher(dataset, environment.executor)
-        self._prepared: Fetch | None = None
+        self._arena: Arena | None = None
+        self._fetches: deque[Fetch] = deque()  # laid out, not begun
+        self._next_to_plan = self.first_step
         self._slots: dict[int, Slot] = {}
         self._outcomes: dict[int, Batch | Exception] = {}
+        self._payloads: deque[Batch] = deque()
         self._room = asyncio.Event()
         self._sendable = asyncio.Event()
-        self._payloads: deque[Batch] = deque()
         self._payload_ready = asyncio.Event()
         self._ended: GyreError | None = None
         self._draining = False
         self._seen = environment.clock()
+        self._prefetching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Allocate the arena and begin to fetch.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+        """
+        arena = await asyncio.get_running_loop().run_in_executor(self._environment.executor, Arena, self.share.num_bytes)
+        if self._ended:
+            arena.close()
+            raise self._ended
+        self._arena = arena
         self._prefetching = asyncio.create_task(self._prefetch(), name=f"prefetch {self.session_id}")
         self._prefetching.add_done_callback(self._prefetch_done)
+
+    @property
+    def arena(self) -> Arena:
+        """Of a session that was started."""
+        assert self._arena
+        return self._arena
+
+    @property
+    def memory_bytes(self) -> int:
+        """Held by batches now."""
+        return self._arena.held_bytes if self._arena else 0
 
     @property
     def lease_left_s(self) -> float:
@@ -142,7 +173,7 @@ class Session:
 
     def cursor_at(self, step: int) -> bytes:
         """The cursor of a client that has consumed all steps before `step`."""
-        return replace(self._base, position=step * self.request.order.global_batch_size).encode()
+        return self._encode_cursor(step * self.request.order.global_batch_size)
 
     def attach(self) -> None:
         """A client's stream takes the session over.
@@ -207,8 +238,9 @@ class Session:
         self.counts.num_bytes_sent += outcome.layout.num_bytes
         self._environment.metrics.num_batches_sent += 1
         self._environment.metrics.num_bytes_sent += outcome.layout.num_bytes
-        self._payloads.append(outcome)
-        self._payload_ready.set()
+        if not self.shares_arena:
+            self._payloads.append(outcome)
+            self._payload_ready.set()
         self._room.set()
         return outcome
 
@@ -234,10 +266,13 @@ class Session:
         if self._ended:
             return
         self._ended = reason
-        self._prefetching.cancel()
+        if self._prefetching:
+            self._prefetching.cancel()
         self._outcomes.clear()
         self._slots.clear()
-        self.arena.close()
+        if self._arena:
+            self._arena.close()
+        self._environment.budget.give_back(self.share.num_bytes)
         self._sendable.set()
         self._payload_ready.set()
 
@@ -246,18 +281,24 @@ class Session:
         nothing_begun = self.window.next_to_begin == self.window.next_to_send
         return self._draining and (nothing_begun or not self.window.credits)
 
-    def _make_arena(self) -> Arena:
+    def _reserve(self) -> Share:
         request, environment = self.request, self._environment
         batch_bytes = max_batch_bytes(request.dataset.index, request.order.global_batch_size // request.reader.world_size)
-        share = share_bytes(environment.budget, batch_bytes, request.prefetch_batches + 1, environment.session_limit_bytes)
-        return Arena(environment.budget, share, f"a session on `{request.dataset.name}`")
+        num_ahead = request.prefetch_batches or min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
+        limit_bytes = min(max(environment.session_limit_bytes, batch_bytes), environment.budget.free_bytes)
+        share = divide(batch_bytes, num_ahead, limit_bytes)
+        environment.budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
+        self._bulk = 1
+        if request.dataset.storage.reads_in_bulk:
+            self._bulk = max(1, min(_BULK_BYTES // batch_bytes, share.num_ahead // 4))
+        return share
 
     async def _prefetch(self) -> None:
         async with asyncio.TaskGroup() as group:
             while not self._draining and self.window.next_to_begin != self.num_steps:
-                for step, fetch, slot in self._begin_all():
-                    group.create_task(self._fill(step, fetch, slot))
-                    await asyncio.sleep(0)  # planning is computation: let the loop breathe between batches
+                while begun := self._begin():
+                    group.create_task(self._fill(begun))
+                    await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._room.wait()
                 self._room.clear()
 
@@ -267,28 +308,48 @@ class Session:
             log_event("prefetch failed", {"session": self.session_id, "error": repr(task.exception())}, logging.ERROR)
             self.end(GyreError(f"the daemon failed to prefetch: {task.exception()!r}; see its log"))
 
-    def _begin_all(self) -> Iterator[tuple[int, Fetch, Slot]]:
-        """Begin steps as far as window and arena have room."""
-        reader = self.request.reader
-        while self.window.may_begin() and not self._draining:
-            if self._prepared is None:
-                plan = self.plan.batch(self.window.next_to_begin, reader.rank, reader.world_size)
-                self._prepared = self._fetcher.prepare(plan)
-            slot = self.arena.take(self._prepared.layout.num_bytes)
+    def _begin(self) -> list[tuple[Fetch, Slot]]:
+        """Begin the steps that are fetched together, as soon as the window has room for as many and the arena for one."""
+        begun: list[tuple[Fetch, Slot]] = []
+        room = self.window.room()
+        if self._draining or room <= 0 or (room < self._bulk and self.window.next_to_begin + room != self.num_steps):
+            return begun
+        for _ in range(min(room, self._bulk)):
+            fetch = self._next_fetch()
+            slot = self.arena.take(fetch.layout.num_bytes)
             if slot is None:
-                return
-            fetch, self._prepared = self._prepared, None
-            step = self.window.begin()
-            self._slots[step] = slot
-            yield step, fetch, slot
+                break
+            self._fetches.popleft()
+            self._slots[self.window.begin()] = slot
+            begun.append((fetch, slot))
+        return begun
 
-    async def _fill(self, step: int, fetch: Fetch, slot: Slot) -> None:
+    def _next_fetch(self) -> Fetch:
+        """The step to begin next, laid out together with those that follow it."""
+        if not self._fetches:
+            reader = self.request.reader
+            plans = self.plan.batches(self._next_to_plan, self._num_to_plan, reader.rank, reader.world_size)
+            self._next_to_plan += len(plans)
+            self._fetches.extend(self._fetcher.prepare(plans))
+        return self._fetches[0]
+
+    @property
+    def _num_to_plan(self) -> int:
+        wanted = max(self._bulk, min(self.share.num_ahead, _MAX_PLANNED))
+        return wanted if self.num_steps is None else min(wanted, self.num_steps - self._next_to_plan)
+
+    async def _fill(self, begun: list[tuple[Fetch, Slot]]) -> None:
         try:
-            outcome: Batch | Exception = await self._fetcher.fill(fetch, slot)
+            outcomes: Sequence[Batch | Exception] = await self._fetcher.fill(begun)
         except Exception as error:
-            outcome = first_error(error) if isinstance(error, ExceptionGroup) else error
-        self._outcomes[step] = outcome
-        self.window.seal(step)
+            if len(begun) > 1:  # find out which of them fails: the others are sound
+                for single in begun:
+                    await self._fill([single])
+                return
+            outcomes = [first_error(error) if isinstance(error, ExceptionGroup) else error]
+        for (fetch, _), outcome in zip(begun, outcomes, strict=True):
+            self._outcomes[fetch.plan.step] = outcome
+            self.window.seal(fetch.plan.step)
         if self.window.head_ready:
             self._sendable.set()
 

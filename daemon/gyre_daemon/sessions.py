@@ -23,8 +23,8 @@ class SessionTable:
         """Over all that are open."""
         return iter(list(self._sessions.values()))
 
-    def open(self, request: SessionRequest) -> Session:
-        """A new session; one of the same job and rank is fenced.
+    async def open(self, request: SessionRequest) -> Session:
+        """A new session that has begun to fetch; one of the same job and rank is fenced.
 
         Raises:
             Fenced: a newer generation of this rank is here already.
@@ -46,6 +46,11 @@ class SessionTable:
         session = Session(request, self.environment)
         self._sessions[session.session_id] = session
         self._empty.clear()
+        try:
+            await session.start()
+        except BaseException:
+            self.close(session.session_id, GyreError("the session could not start"))
+            raise
         log_event(
             "session open",
             {"session": session.session_id, "dataset": request.dataset.name, "job": reader.job, "rank": reader.rank},

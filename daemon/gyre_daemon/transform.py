@@ -1,54 +1,50 @@
 """From stored bytes to tensors: one codec per kind of field.
 
-A codec says where the stored bytes of a sample go (`targets`) and what must happen once they are there (`finish`). Whatever can
-be read straight into its place in the batch is; what cannot goes through a few bytes of scratch memory.
+Whatever is stored as the tensor lies in memory is read straight into its place in the batch. A codec says how many of a
+sample's stored bytes come before that and go to scratch memory instead (an npy header, the digits of a number), and what must
+happen once all bytes are there: a check, or a conversion into the place.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.formats import FieldSpec
 from gyre_daemon.formats.npy import parse_npy_header
 
+Sizes = npt.NDArray[np.int64]
+
 _MAX_INTEGER_CHARS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where one field of one sample is being put.
-
-    Attributes:
-        place: its part of the batch buffer.
-        scratch: memory for stored bytes that are no part of the tensor; they come before those that are.
-    """
-
-    place: memoryview
-    scratch: memoryview
-
-    NO_SCRATCH = memoryview(b"")
+_MAX_HEADER_BYTES = 1 << 16
 
 
 class Codec(Protocol):
-    """How one kind of field is stored."""
+    """How one kind of field is stored.
 
-    finishes: bool
+    Attributes:
+        finishes: `finish` has something to do.
+    """
 
-    def put(self, spec: FieldSpec, place: memoryview, stored_bytes: int) -> Placement:
-        """Where to read the stored bytes to.
+    @property
+    def finishes(self) -> bool:
+        """See above."""
 
-        Raises:
-            ValueError: so many bytes cannot be such a field.
+    def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
+        """How many bytes of each sample go to scratch memory; all others go to its place.
+
+        Args:
+            stored: int64 [n], stored bytes.
+            placed: int64 [n], length of the place.
         """
 
-    def targets(self, placement: Placement) -> tuple[memoryview, ...]:
-        """The memory to read into, in the order of the stored bytes."""
+    def misfits(self, stored: Sizes, placed: Sizes) -> npt.NDArray[np.bool_]:
+        """Which samples cannot be such a field, by their sizes alone."""
 
-    def finish(self, spec: FieldSpec, placement: Placement) -> None:
-        """Check, or convert into the place; called only where `finishes`.
+    def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
+        """Check, or convert into the place.
 
         Raises:
             ValueError: the bytes are not what the field's kind says.
@@ -60,17 +56,15 @@ class BytesCodec:
 
     finishes = False
 
-    def put(self, spec: FieldSpec, place: memoryview, stored_bytes: int) -> Placement:
-        """See `Codec.put`."""
-        if place.nbytes != stored_bytes:
-            raise ValueError(f"it has {stored_bytes} bytes where field {spec.name} takes {place.nbytes}")
-        return Placement(place, Placement.NO_SCRATCH)
+    def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
+        """See `Codec.scratch_bytes`."""
+        return np.zeros_like(stored)
 
-    def targets(self, placement: Placement) -> tuple[memoryview, ...]:
-        """See `Codec.targets`."""
-        return (placement.place,)
+    def misfits(self, stored: Sizes, placed: Sizes) -> npt.NDArray[np.bool_]:
+        """See `Codec.misfits`."""
+        return np.asarray(stored != placed)
 
-    def finish(self, spec: FieldSpec, placement: Placement) -> None:
+    def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`: nothing to do."""
 
 
@@ -79,9 +73,9 @@ class TextCodec(BytesCodec):
 
     finishes = True
 
-    def finish(self, spec: FieldSpec, placement: Placement) -> None:
+    def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
-        str(placement.place, "utf-8")
+        str(place, "utf-8")
 
 
 class JsonCodec(BytesCodec):
@@ -89,10 +83,10 @@ class JsonCodec(BytesCodec):
 
     finishes = True
 
-    def finish(self, spec: FieldSpec, placement: Placement) -> None:
+    def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
         try:
-            json.loads(bytes(placement.place))
+            json.loads(bytes(place))
         except RecursionError as error:
             raise ValueError("the JSON is nested too deeply") from error
 
@@ -102,22 +96,20 @@ class IntegerCodec:
 
     finishes = True
 
-    def put(self, spec: FieldSpec, place: memoryview, stored_bytes: int) -> Placement:
-        """See `Codec.put`."""
-        if not 1 <= stored_bytes <= _MAX_INTEGER_CHARS:
-            raise ValueError(f"{stored_bytes} bytes are no decimal number")
-        return Placement(place, memoryview(bytearray(stored_bytes)))
+    def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
+        """See `Codec.scratch_bytes`."""
+        return stored
 
-    def targets(self, placement: Placement) -> tuple[memoryview, ...]:
-        """See `Codec.targets`."""
-        return (placement.scratch,)
+    def misfits(self, stored: Sizes, placed: Sizes) -> npt.NDArray[np.bool_]:
+        """See `Codec.misfits`."""
+        return np.asarray((stored < 1) | (stored > _MAX_INTEGER_CHARS))
 
-    def finish(self, spec: FieldSpec, placement: Placement) -> None:
+    def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
-        value = int(bytes(placement.scratch))
+        value = int(bytes(scratch))
         if not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"{value} does not fit into int64")
-        np.frombuffer(placement.place, np.int64)[0] = value
+        np.frombuffer(place, np.int64)[0] = value
 
 
 class NpyCodec:
@@ -125,30 +117,23 @@ class NpyCodec:
 
     finishes = True
 
-    def put(self, spec: FieldSpec, place: memoryview, stored_bytes: int) -> Placement:
-        """See `Codec.put`."""
-        header_bytes = stored_bytes - place.nbytes
-        if not 0 < header_bytes <= 1 << 16:
-            raise ValueError(f"its {stored_bytes} bytes cannot hold an array of shape {list(spec.shape)} and type {spec.dtype}")
-        return Placement(place, memoryview(bytearray(header_bytes)))
+    def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
+        """See `Codec.scratch_bytes`."""
+        return stored - placed
 
-    def targets(self, placement: Placement) -> tuple[memoryview, ...]:
-        """See `Codec.targets`."""
-        return (placement.scratch, placement.place)
+    def misfits(self, stored: Sizes, placed: Sizes) -> npt.NDArray[np.bool_]:
+        """See `Codec.misfits`."""
+        return np.asarray((stored <= placed) | (stored > placed + _MAX_HEADER_BYTES))
 
-    def finish(self, spec: FieldSpec, placement: Placement) -> None:
+    def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
-        header = parse_npy_header(placement.scratch)
-        if (
-            header.shape != spec.shape
-            or header.dtype.newbyteorder("<") != spec.dtype
-            or header.num_bytes != placement.scratch.nbytes
-        ):
+        header = parse_npy_header(scratch)
+        if header.shape != spec.shape or header.dtype.newbyteorder("<") != spec.dtype or header.num_bytes != scratch.nbytes:
             raise ValueError(
                 f"it has shape {list(header.shape)} and type {header.dtype}, the dataset {list(spec.shape)} and {spec.dtype}"
             )
         if header.dtype != spec.dtype:
-            np.frombuffer(placement.place, spec.dtype).byteswap(inplace=True)
+            np.frombuffer(place, spec.dtype).byteswap(inplace=True)
 
 
 CODECS: Mapping[str, Codec] = {

@@ -43,12 +43,13 @@ class Window:
         """The next step to be sent is sealed."""
         return self.next_to_send in self._ready
 
-    def may_begin(self) -> bool:
-        """Whether the window has room for another step, and there is one."""
-        return self.next_to_begin - self.next_to_send < self.size and self.next_to_begin != self.end_step
+    def room(self) -> int:
+        """How many steps more may be begun."""
+        room = self.size - (self.next_to_begin - self.next_to_send)
+        return room if self.end_step is None else min(room, self.end_step - self.next_to_begin)
 
     def begin(self) -> int:
-        """The step to fetch next; call only after `may_begin`."""
+        """The step to fetch next; call only where there is room."""
         step = self.next_to_begin
         self.next_to_begin += 1
         return step

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.batch import Batch
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
+from gyre_daemon.fetch import Batch
 from gyre_daemon.service import convert
 from gyre_daemon.session import Session
 
@@ -67,11 +67,11 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
 
 
 def _batches(session: Session, first: Batch) -> pb.StreamResponse:
-    """One message with all batches that can be sent now; one that fails is left for the next call."""
-    batches = [convert.from_batch(first, session.cursor_at(first.plan.step + 1))]
+    """One message with all batches that can be sent now; one that failed is left for the next call."""
+    batches = [first]
     while len(batches) < _MAX_BATCHES_PER_MESSAGE and session.head_is_whole:
         batch = session.ready_batch()
         if batch is None:
             break
-        batches.append(convert.from_batch(batch, session.cursor_at(batch.plan.step + 1)))
-    return pb.StreamResponse(batches=pb.Batches(batches=batches))
+        batches.append(batch)
+    return convert.from_batches(batches, session)

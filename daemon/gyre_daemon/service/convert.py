@@ -4,10 +4,11 @@ import tomllib
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.batch import Batch
+from gyre_daemon.batch import BatchLayout
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.fetch import Batch
 from gyre_daemon.formats import FieldSpec
 from gyre_daemon.plan import Order, Tail
 from gyre_daemon.session import Reader, Session
@@ -77,19 +78,29 @@ def from_dataset(dataset: Dataset) -> pb.DatasetDescription:
     )
 
 
-def from_batch(batch: Batch, cursor: bytes) -> pb.Batch:
-    """A batch whose payload is inline."""
-    tensors = [
+def from_batches(batches: list[Batch], session: Session) -> pb.StreamResponse:
+    """One message for several batches; a layout that all of them have is written once."""
+    first = batches[0].layout
+    shared = all(batch.layout is first for batch in batches)
+    message = pb.Batches(tensors=_from_layout(first) if shared else [])
+    for batch in batches:
+        step, num_bytes = batch.plan.step, batch.layout.num_bytes
+        entry = message.batches.add(step=step, epoch=batch.plan.epoch, cursor=session.cursor_at(step + 1))
+        if not shared:
+            entry.tensors.extend(_from_layout(batch.layout))
+        if session.shares_arena:
+            entry.arena.offset_bytes = batch.slot.offset_bytes
+            entry.arena.num_bytes = num_bytes
+        else:
+            entry.inline.num_bytes = num_bytes
+    return pb.StreamResponse(batches=message)
+
+
+def _from_layout(layout: BatchLayout) -> list[pb.Tensor]:
+    return [
         pb.Tensor(name=spec.name, dtype=spec.dtype.name, shape=spec.shape, offset_bytes=spec.offset_bytes)
-        for spec in batch.layout.tensors
+        for spec in layout.tensors
     ]
-    return pb.Batch(
-        step=batch.plan.step,
-        epoch=batch.plan.epoch,
-        tensors=tensors,
-        cursor=cursor,
-        inline=pb.InlinePayload(num_bytes=batch.layout.num_bytes),
-    )
 
 
 def from_session(session: Session) -> pb.SessionState:
@@ -106,12 +117,13 @@ def from_session(session: Session) -> pb.SessionState:
         num_in_flight=window.num_in_flight,
         num_held=window.num_held,
         prefetch_batches=window.size,
-        memory_bytes=session.arena.memory_bytes,
-        memory_limit_bytes=session.arena.limit_bytes,
+        memory_bytes=session.memory_bytes,
+        memory_limit_bytes=session.share.num_bytes,
         credits=window.credits,
         wait_storage_s=counts.wait_storage_s,
         wait_trainer_s=counts.wait_trainer_s,
         attached=session.attached,
+        transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -18,9 +18,11 @@ from gyre_daemon.service import control, convert
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.session import Session, SessionRequest
 from gyre_daemon.sessions import SessionTable
+from gyre_daemon.sidechannel import Peer, SideChannel
 from gyre_daemon.storage import parse_location
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
+_SIDE_TOKEN = "gyre-side-token"
 _CHUNK_BYTES = (1 << 20) - 16  # with its frame, a message of at most 1 MiB
 _STREAM_ENDED = GyreError("the client ended its stream")
 
@@ -28,9 +30,10 @@ _STREAM_ENDED = GyreError("the client ended its stream")
 class LoaderService(pb_grpc.LoaderServicer):
     """One daemon's answers."""
 
-    def __init__(self, catalog: Catalog, sessions: SessionTable, prefetch_batches: int) -> None:
+    def __init__(self, catalog: Catalog, sessions: SessionTable, sides: Sequence[SideChannel], prefetch_batches: int) -> None:
         self._catalog = catalog
         self._sessions = sessions
+        self._sides = sides
         self._prefetch_batches = prefetch_batches
         self._started = time.monotonic()
 
@@ -85,9 +88,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         order, reader = convert.to_order(request.order), convert.to_reader(request.reader)
         dataset = await self._catalog.open(*self._resolve(request.dataset))
         prefetch_batches = request.prefetch_batches or self._prefetch_batches
-        session = self._sessions.open(
+        session = await self._sessions.open(
             SessionRequest(dataset, order, reader, request.num_epochs, request.cursor, prefetch_batches)
         )
+        peer = self._peer(context)
+        session.shares_arena = peer is not None and peer.hand_over(session.session_id, session.arena.descriptor)
         return pb.SessionOpened(
             session_id=session.session_id,
             first_step=session.first_step,
@@ -96,7 +101,9 @@ class LoaderService(pb_grpc.LoaderServicer):
             fingerprint=dataset.fingerprint,
             cursor=session.cursor_at(session.first_step),
             lease_s=self._sessions.environment.lease_s,
-            prefetch_batches=prefetch_batches,
+            prefetch_batches=session.share.num_queued,
+            arena_bytes=session.arena.num_bytes if session.shares_arena else 0,
+            max_kept_batches=session.share.num_kept,
             fields=convert.from_fields(list(dataset.fields)),
         )
 
@@ -173,6 +180,12 @@ class LoaderService(pb_grpc.LoaderServicer):
             case "ad_hoc":
                 return self._catalog.resolve_ad_hoc(convert.to_ad_hoc(ref.ad_hoc))
         raise InvalidRequest("the request names no dataset")
+
+    def _peer(self, context: Context) -> Peer | None:
+        """The client's end of the side channel, if it has one."""
+        metadata = dict(context.invocation_metadata() or ())
+        token = str(metadata.get(_SIDE_TOKEN, ""))
+        return next((peer for side in self._sides if (peer := side.peer(token))), None)
 
     async def _listen(self, session: Session, requests: AsyncIterator[pb.StreamRequest]) -> None:
         """Take in what the client says until it hangs up."""

@@ -1,28 +1,46 @@
-"""Local files: no task per sample. The reads of a batch are grouped by file into a few thread jobs of `preadv`."""
+"""Local files: no task and no object per sample. A batch's reads are copied out of mapped files in a few thread jobs."""
 
 import asyncio
+import mmap
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiofiles
+import numpy as np
 
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
-from gyre_daemon.storage.base import Read, Shard
+from gyre_daemon.storage.base import Reads, Shard
+from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 
 _STREAM_CHUNK_BYTES = 8 << 20
-_MAX_OPEN_FILES = 1024
-_MIN_JOB_READS = 16  # a thread hop costs about as much as so many small reads
+_MIN_JOB_BYTES = 4 << 20  # less is not worth a second thread
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    """A shard that is open and mapped, for as long as its storage lives.
+
+    A file that is replaced or deleted underneath goes on to be read as it was indexed; one that is written to or truncated no
+    longer has the version it was listed with.
+    """
+
+    descriptor: int
+    mapping: mmap.mmap
+    address: int
+
+    def __del__(self) -> None:
+        """Close the file; the mapping goes with its last reference."""
+        os.close(self.descriptor)
 
 
 class LocalStorage:
-    """Shards in the local file system.
+    """Shards in the local file system."""
 
-    Files stay open from their first read on, up to a limit, so a file that is replaced or deleted underneath goes on to be
-    read as it was indexed.
-    """
+    reads_in_bulk = True
 
     def __init__(
         self, paths: Sequence[Path], shards: Sequence[Shard], executor: Executor, num_threads: int, metrics: Metrics
@@ -32,13 +50,19 @@ class LocalStorage:
         self._executor = executor
         self._num_threads = num_threads
         self._metrics = metrics
-        self._descriptors: dict[int, int] = {}
+        self._open_shards: dict[int, _OpenShard] = {}
+        self._copies = is_allowed()
 
-    async def read(self, reads: Sequence[Read], arrived: Callable[[Sequence[int]], None]) -> None:
-        """See `Storage.read`; the reads of one file stay in one job, in the order of their offsets."""
+    async def read(self, reads: Reads) -> None:
+        """See `Storage.read`."""
+        num_jobs = min(self._num_threads, 1 + int(reads.size.sum()) // _MIN_JOB_BYTES)
+        if num_jobs == 1:
+            await self._run(reads)
+            return
+        length = -(-len(reads) // num_jobs)
         async with asyncio.TaskGroup() as group:
-            for job in _jobs(reads, self._num_threads):
-                group.create_task(self._run(reads, job, arrived))
+            for begin in range(0, len(reads), length):
+                group.create_task(self._run(reads.part(slice(begin, begin + length))))
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -53,55 +77,71 @@ class LocalStorage:
         """See `Storage.local_path`."""
         return self._paths[shard]
 
-    async def close(self) -> None:
-        """Close the files; no read may be under way."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
-
-    async def _run(self, reads: Sequence[Read], job: Sequence[int], arrived: Callable[[Sequence[int]], None]) -> None:
-        num_bytes = sum(reads[index].num_bytes for index in job)
+    async def _run(self, reads: Reads) -> None:
         outcome: Outcome = "error"
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._read_all, [reads[index] for index in job])
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._read_all, reads)
             outcome = "ok"
         finally:
-            self._metrics.count_requests(RequestLabels("file", "read", outcome), len(job), num_bytes)
-        arrived(job)
+            self._metrics.count_requests(RequestLabels("file", "read", outcome), len(reads), int(reads.size.sum()))
 
-    def _read_all(self, reads: Iterable[Read]) -> None:
-        for read in reads:
-            shard = self.shards[read.shard]
-            try:
-                num_bytes = self._read_one(read)
-            except OSError as error:
-                raise file_error(shard.name, error) from error
-            if num_bytes != read.num_bytes:
-                raise truncated(shard.name, read, num_bytes)
+    def _read_all(self, reads: Reads) -> None:
+        """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
+        touched = np.unique(reads.shard).tolist()
+        for shard in touched:
+            if shard not in self._open_shards:
+                self._open_shards.setdefault(shard, self._open(shard))
+        failed = self._copy(reads, touched)
+        for shard in touched:
+            self._check_unchanged(shard, os.fstat(self._open_shards[shard].descriptor))
+        if failed is not None:
+            raise changed(self.shards[int(reads.shard[failed])].name)
 
-    def _read_one(self, read: Read) -> int:
-        descriptor = self._descriptors.get(read.shard)
-        if descriptor is not None:
-            return _preadv(descriptor, read)
-        descriptor = self._open(read.shard)
-        if len(self._descriptors) < _MAX_OPEN_FILES:
-            kept = self._descriptors.setdefault(read.shard, descriptor)  # atomic: another thread may have opened it too
-            if kept == descriptor:
-                return _preadv(descriptor, read)
+    def _copy(self, reads: Reads, touched: Sequence[int]) -> int | None:
+        if not self._copies:
+            return self._copy_one_by_one(reads)
+        base = np.zeros(touched[-1] + 1, np.uint64)
+        base[touched] = [self._open_shards[shard].address for shard in touched]
+        return gather(base[reads.shard] + reads.start.astype(np.uint64), reads.size, reads.target)
+
+    def _copy_one_by_one(self, reads: Reads) -> int | None:
+        """The same by one `preadv` a sample, where `gather` is not allowed."""
+        for index, (shard, start, size, target) in enumerate(
+            zip(reads.shard.tolist(), reads.start.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
+        ):
+            memory = memory_at(target, size)
+            done = 0
+            while done < size and (count := os.preadv(self._open_shards[shard].descriptor, [memory[done:]], start + done)):
+                done += count
+            if done < size:
+                return index
+        return None
+
+    def _open(self, shard: int) -> _OpenShard:
         try:
-            return _preadv(descriptor, read)
-        finally:
+            descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise file_error(self.shards[shard].name, error) from error
+        try:
+            self._check_unchanged(shard, os.fstat(descriptor))
+            mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except BaseException:
             os.close(descriptor)
+            raise
+        return _OpenShard(descriptor, mapping, np.frombuffer(mapping, np.uint8).ctypes.data)
 
-    def _open(self, index: int) -> int:
-        descriptor = os.open(self._paths[index], os.O_RDONLY | os.O_CLOEXEC)
-        shard, stat = self.shards[index], os.fstat(descriptor)
-        if (stat.st_size, str(stat.st_mtime_ns)) == (shard.size_bytes, shard.version):
-            return descriptor
-        os.close(descriptor)
-        raise CorruptSample(
-            f"shard {shard.name} has changed since the dataset was opened; restore it, or open the dataset anew",
-            {"shard": shard.name},
-        )
+    def _check_unchanged(self, shard: int, stat: os.stat_result) -> None:
+        listed = self.shards[shard]
+        if (stat.st_size, str(stat.st_mtime_ns)) != (listed.size_bytes, listed.version):
+            raise changed(listed.name)
+
+
+def changed(name: str) -> CorruptSample:
+    """The error for a shard that is no longer what was indexed."""
+    return CorruptSample(
+        f"shard {name} has changed since the dataset was opened; restore it, or index the dataset again",
+        {"shard": name, "reason": "changed"},
+    )
 
 
 def list_files(path: Path, pattern: str) -> list[Path]:
@@ -151,35 +191,3 @@ def file_error(name: str, error: OSError) -> GyreError:
     if isinstance(error, PermissionError):
         return NotAllowed(f"the daemon may not read shard {name}; grant its user read access", facts)
     return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)
-
-
-def truncated(name: str, read: Read, num_bytes: int) -> CorruptSample:
-    """The error for a read that ran past the end of a shard."""
-    wanted = f"[{read.start}, {read.start + read.num_bytes})"
-    return CorruptSample(
-        f"shard {name} is shorter than its index says: bytes {wanted} were asked for and {num_bytes} came; restore the shard, "
-        "or index the dataset again",
-        {"shard": name, "offset": read.start, "reason": "truncated"},
-    )
-
-
-def _preadv(descriptor: int, read: Read) -> int:
-    """Fill the targets; the number of bytes read, less than wanted only at the end of the file."""
-    targets, done = list(read.targets), 0
-    while targets:
-        count = os.preadv(descriptor, targets, read.start + done)
-        if count == 0:
-            break
-        done += count
-        while targets and count >= targets[0].nbytes:
-            count -= targets.pop(0).nbytes
-        if count:
-            targets[0] = targets[0][count:]
-    return done
-
-
-def _jobs(reads: Sequence[Read], max_jobs: int) -> list[list[int]]:
-    """Indices of the reads sorted by shard and offset, cut into at most `max_jobs` runs of similar length."""
-    order = sorted(range(len(reads)), key=lambda index: (reads[index].shard, reads[index].start))
-    length = max(_MIN_JOB_READS, -(-len(order) // max_jobs))
-    return [order[begin : begin + length] for begin in range(0, len(order), length)]

@@ -81,6 +81,27 @@ TAIL_PAD: Tail.ValueType  # 3
 """the last batch is filled up; the tensor `mask` tells which samples count"""
 Global___Tail: _TypeAlias = Tail  # noqa: Y015
 
+class _Transport:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSPORT_UNSPECIFIED: _Transport.ValueType  # 0
+    TRANSPORT_ARENA: _Transport.ValueType  # 1
+    """shared memory"""
+    TRANSPORT_INLINE: _Transport.ValueType  # 2
+    """through gRPC"""
+
+class Transport(_Transport, metaclass=_TransportEnumTypeWrapper): ...
+
+TRANSPORT_UNSPECIFIED: Transport.ValueType  # 0
+TRANSPORT_ARENA: Transport.ValueType  # 1
+"""shared memory"""
+TRANSPORT_INLINE: Transport.ValueType  # 2
+"""through gRPC"""
+Global___Transport: _TypeAlias = Transport  # noqa: Y015
+
 @_typing.final
 class DatasetRef(_message.Message):
     """---- datasets ------------------------------------------------------------------------------------------------------
@@ -561,6 +582,8 @@ class SessionOpened(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     first_step: _builtins.int
     num_steps: _builtins.int
@@ -574,6 +597,10 @@ class SessionOpened(_message.Message):
     """a client silent for longer loses the session"""
     prefetch_batches: _builtins.int
     """granted"""
+    arena_bytes: _builtins.int
+    """Not 0: the session's batches lie in an arena of this size, whose descriptor came over the side channel (see SideChannel)."""
+    max_kept_batches: _builtins.int
+    """batches whose slots a client may keep after it took the next; it copies further ones"""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
     def __init__(
@@ -588,10 +615,12 @@ class SessionOpened(_message.Message):
         lease_s: _builtins.float = ...,
         prefetch_batches: _builtins.int = ...,
         fields: _abc.Iterable[Global___Field] | None = ...,
+        arena_bytes: _builtins.int = ...,
+        max_kept_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "num_samples", b"num_samples", "num_steps", b"num_steps", "prefetch_batches", b"prefetch_batches", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "num_samples", b"num_samples", "num_steps", b"num_steps", "prefetch_batches", b"prefetch_batches", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -654,7 +683,14 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """So many batches more may be sent."""
+    """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, for clients that can share memory with it:
+    1. on connecting, the client receives a token of 32 ASCII letters; it passes it with OpenSession as the metadata `gyre-side-token`
+       and keeps the connection;
+    2. for each session so opened it receives a message: the session's id, with the descriptor of a sealed memory file (SCM_RIGHTS).
+    A client without a token gets its payload inline.
+
+    So many batches more may be sent.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -751,16 +787,22 @@ class Batches(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCHES_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Batch]: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
+        """of every batch that names none itself"""
+
     def __init__(
         self,
         *,
         batches: _abc.Iterable[Global___Batch] | None = ...,
+        tensors: _abc.Iterable[Global___Tensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,6 +817,7 @@ class Batch(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    ARENA_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     epoch: _builtins.int
     """of the global batch's first position"""
@@ -784,6 +827,8 @@ class Batch(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
     @_builtins.property
     def inline(self) -> Global___InlinePayload: ...
+    @_builtins.property
+    def arena(self) -> Global___ArenaSlot: ...
     def __init__(
         self,
         *,
@@ -792,12 +837,13 @@ class Batch(_message.Message):
         tensors: _abc.Iterable[Global___Tensor] | None = ...,
         cursor: _builtins.bytes = ...,
         inline: Global___InlinePayload | None = ...,
+        arena: Global___ArenaSlot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline", "payload", b"payload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "inline", b"inline", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "epoch", b"epoch", "inline", b"inline", "payload", b"payload", "step", b"step", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "cursor", b"cursor", "epoch", b"epoch", "inline", b"inline", "payload", b"payload", "step", b"step", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["inline"]  # noqa: Y015
+    _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["inline", "arena"]  # noqa: Y015
     _WhichOneofArgType_payload: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_payload) -> _WhichOneofReturnType_payload | None: ...
 
@@ -833,6 +879,31 @@ class Tensor(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
+
+@_typing.final
+class ArenaSlot(_message.Message):
+    """The payload lies in the session's arena. It stays as it is until the step is released."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    offset_bytes: _builtins.int
+    """a multiple of the page size"""
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        offset_bytes: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArenaSlot: _TypeAlias = ArenaSlot  # noqa: Y015
 
 @_typing.final
 class InlinePayload(_message.Message):
@@ -977,6 +1048,7 @@ class SessionState(_message.Message):
     WAIT_STORAGE_S_FIELD_NUMBER: _builtins.int
     WAIT_TRAINER_S_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     dataset: _builtins.str
     next_step: _builtins.int
@@ -999,6 +1071,7 @@ class SessionState(_message.Message):
     wait_trainer_s: _builtins.float
     """a batch was ready, no credit"""
     attached: _builtins.bool
+    transport: Global___Transport.ValueType
     @_builtins.property
     def reader(self) -> Global___Reader: ...
     def __init__(
@@ -1020,10 +1093,11 @@ class SessionState(_message.Message):
         wait_storage_s: _builtins.float = ...,
         wait_trainer_s: _builtins.float = ...,
         attached: _builtins.bool = ...,
+        transport: Global___Transport.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "session_id", b"session_id", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "session_id", b"session_id", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

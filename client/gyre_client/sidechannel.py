@@ -1,0 +1,55 @@
+"""The side channel: where a client that runs beside its daemon gets the descriptor of a session's arena."""
+
+import os
+import socket
+
+from gyre_client.address import Address
+
+TOKEN_KEY = "gyre-side-token"
+TOKEN_BYTES = 32
+TIMEOUT_S = 10.0
+
+
+class SideChannel:
+    """A connection to the daemon's side channel.
+
+    Attributes:
+        token: Tells the daemon which connection an OpenSession belongs to.
+    """
+
+    def __init__(self, connection: socket.socket, token: str) -> None:
+        self._connection = connection
+        self.token = token
+
+    @classmethod
+    def connect(cls, address: Address) -> "SideChannel | None":
+        """Returns a connection, or None where the daemon is not beside this process or shares no memory."""
+        if address.side_path is None:
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(address.side_path)
+            token = connection.recv(TOKEN_BYTES + 1).decode()
+        except (OSError, UnicodeDecodeError):
+            token = ""
+        if len(token) == TOKEN_BYTES:
+            return cls(connection, token)
+        connection.close()
+        return None
+
+    def receive(self, session_id: str) -> int | None:
+        """Returns the descriptor of a session's arena, which the caller owns; None if it did not come."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._connection, 256, 1)
+        except OSError:
+            return None
+        if message == session_id.encode() and descriptors:
+            return descriptors[0]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+    def close(self) -> None:
+        """The daemon forgets the token."""
+        self._connection.close()
