@@ -60,6 +60,7 @@ class Attachment:
         self._heard_at_s = time.monotonic()
         self.outbox = Outbox(opened.session_id, num_credits)
         self._payload: grpc.CallIterator[bytes] | None = None
+        self._is_closed = False
         self._stream = connection.stream(self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch))
 
     def batches(self) -> Iterator[Batch]:
@@ -87,6 +88,7 @@ class Attachment:
 
     def close(self) -> None:
         """Ends both streams, and with them the session."""
+        self._is_closed = True
         self.outbox.close()
         self._cancel()
 
@@ -120,6 +122,8 @@ class Attachment:
     def _next_chunk(self) -> memoryview:
         if self._payload is None:
             self._payload = self._connection.read_payload(self._session_id)
+            if self._is_closed:  # by another thread, which did not see this call
+                self._cancel()
         frame = next(iter(self._payload), None)
         self._heard_at_s = time.monotonic()
         if frame is None:

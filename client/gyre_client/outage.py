@@ -1,7 +1,8 @@
 """How long a daemon may be away, and when to knock again.
 
-Time counts only while the daemon says nothing: one that is up and waits for slow storage uses up nobody's patience. It adds up
-until a batch arrives, so a daemon that comes back only to die again does not get the limit anew each time.
+Time counts only while the daemon says nothing: one that is up and waits for slow storage uses up nobody's patience, until that
+storage has failed. It adds up until a batch arrives, so a daemon that comes back only to die again does not get the limit anew
+each time.
 """
 
 import logging
@@ -37,6 +38,7 @@ class Outage:
         self._spent_s = 0.0
         self._since: float | None = None
         self._num_failures = 0
+        self._storage_failed = False
 
     def patiently(self, attempt: Callable[[float], _Result], wait: Callable[[float], bool]) -> _Result:
         """Returns what `attempt` returns, as soon as it succeeds.
@@ -74,15 +76,17 @@ class Outage:
             raise failure
 
     def heard(self) -> None:
-        """The daemon speaks: the clock stands still."""
-        self._spent_s = self._waited_s()
-        self._since = None
+        """The daemon speaks: the clock stands still, unless it is the storage that is away."""
+        if not self._storage_failed:
+            self._spent_s = self._waited_s()
+            self._since = None
 
     def batch_received(self) -> None:
         """The outage, if there was one, is over."""
         self._spent_s = 0.0
         self._since = None
         self._num_failures = 0
+        self._storage_failed = False
 
     def next_pause_s(self, failure: GyreError) -> float:
         """Returns how long to wait before the next attempt: full jitter under an exponential, capped ceiling.
@@ -97,6 +101,7 @@ class Outage:
             raise failure
         self._since = self._clock() if self._since is None else self._since
         self._num_failures += 1
+        self._storage_failed = isinstance(failure, StorageUnavailable)
         if self._waited_s() >= self._limit_s:
             account = f"gave up after {self._waited_s():.1f} s and {self._num_failures} attempts"
             raise type(failure)(f"{failure} ({account})", failure.facts)

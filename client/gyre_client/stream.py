@@ -48,7 +48,7 @@ class BatchStream:
         self._outage = Outage(reattach_timeout_s)
         self._inbox: queue.SimpleQueue[Batch | GyreError | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # over the three below
+        self._lock = threading.RLock()  # over the three below; a garbage collection may close while its thread holds it
         self._attachment: Attachment | None = None
         self._session_id = ""
         self._num_unread = 0
@@ -93,7 +93,7 @@ class BatchStream:
             with contextlib.suppress(GyreError):  # a daemon that is gone has forgotten the session anyway
                 self._connection.close_session(session_id)
         self._connection.close()
-        if threading.current_thread() is not self._thread:  # a garbage collection may close from any thread
+        if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _taken(self, batch: Batch) -> Batch:

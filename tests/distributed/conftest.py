@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks]:
     started: dict[int, Ranks] = {}
 
     def start(num_ranks: int) -> Ranks:
-        if num_ranks not in started or started[num_ranks].broken:
+        if num_ranks not in started or started[num_ranks].ended:
             started[num_ranks] = Ranks(num_ranks, tmp_path_factory.mktemp(f"ranks-{num_ranks}"))
         return started[num_ranks]
 

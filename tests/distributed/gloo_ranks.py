@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -32,7 +32,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        self.broken = False
+        self.ended = False
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
         for rank in range(num_ranks):
@@ -45,46 +45,52 @@ class Ranks:
 
     def run(self, program: Program, *args: Any) -> list[Any]:
         """What ``program(*args)`` returns on each rank."""
-        for pipe in self._pipes:
+        results: dict[int, Any] = {}
+        for rank, succeeded, value in self._answers(program, args):
+            if not succeeded:
+                self.end()
+                raise RankFailed(f"rank {rank} of {len(self._processes)}: {value}")
+            results[rank] = value
+        return [results[rank] for rank in sorted(results)]
+
+    def run_to_the_end(self, program: Program, *args: Any) -> list[Any]:
+        """As `run`, with None for a rank that raised or ended; the ranks cannot be used again."""
+        answers = {rank: value if succeeded else None for rank, succeeded, value in self._answers(program, args)}
+        self.end()
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _answers(self, program: Program, args: tuple[Any, ...]) -> Iterator[tuple[int, bool, Any]]:
+        """(rank, whether it succeeded, its result or traceback), as they come."""
+        waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        for pipe in waiting:
             pipe.send((program, args))
-        results: dict[Connection, Any] = {}
         deadline = time.monotonic() + RUN_DEADLINE_S
-        while len(results) < len(self._pipes):
-            ready = wait([pipe for pipe in self._pipes if pipe not in results], timeout=deadline - time.monotonic())
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._fail(f"no answer within {RUN_DEADLINE_S} s", stacks=True)
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                results[pipe] = self._receive(pipe)
-        return [results[pipe] for pipe in self._pipes]
+                self._show_stacks()
+                self.end()
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not answer within {RUN_DEADLINE_S} s")
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
+                try:
+                    yield waiting.pop(pipe), *pipe.recv()
+                except EOFError:
+                    yield self._pipes.index(pipe), False, "its process ended"
 
     def end(self) -> None:
         """All processes are gone afterwards."""
+        self.ended = True
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
             pipe.close()
 
-    def _receive(self, pipe: Connection) -> Any:
-        try:
-            succeeded, value = pipe.recv()
-        except EOFError:
-            self._fail("its process ended")
-        if not succeeded:
-            self._fail(value)
-        return value
-
-    def _fail(self, why: str, *, stacks: bool = False) -> None:
-        self.broken = True
-        if stacks:
-            for process in self._processes:
-                assert process.pid is not None
-                os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.5)
+    def _show_stacks(self) -> None:
         for process in self._processes:
-            process.kill()
-        raise RankFailed(f"one of {len(self._processes)} ranks: {why}")
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
@@ -103,4 +109,4 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
         try:
             pipe.send((True, program(*args)))
         except Exception:
-            pipe.send((False, f"rank {rank} of {num_ranks}:\n{traceback.format_exc()}"))
+            pipe.send((False, traceback.format_exc()))

@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import EVEN, Variant, batch, build, default_dtype, distance, rotated_gpt, whole, whole_parameters
+from tests.distributed.training import (
+    EVEN,
+    Variant,
+    batch,
+    build,
+    default_dtype,
+    distance,
+    rotated_gpt,
+    whole,
+    whole_parameters,
+)
 
 VARIANT = Variant(replace(EVEN, norm="layer", bias=True))
 NUM_RANKS = 3
@@ -127,7 +137,7 @@ def gradients_around_other_forwards(case: str) -> float:
         backward(alone.loss(*data))
     else:
         for block in model.blocks:
-            block.forward = checkpointed(block)  # type: ignore[method-assign]
+            block.forward = checkpointed(block)
         for _ in range(2):
             backward(model.loss(*mine(data)))
         backward(2 * alone.loss(*data))

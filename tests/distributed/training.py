@@ -140,4 +140,4 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, tokens: Tensor, tar
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest relative distance between two parameters of the same name."""
     assert one.keys() == other.keys()
-    return max(((one[n] - other[n]).norm() / other[n].norm().clamp_min(1e-9)).item() for n in one)
+    return max(float((one[n] - other[n]).norm() / other[n].norm().clamp_min(1e-9)) for n in one)

@@ -18,7 +18,7 @@ import webdataset
 from gyre_client import Loader, objects, texts
 from gyre_client.address import parse_address
 from gyre_client.connection import Connection
-from gyre_client.errors import CursorRejected, Fenced, ForkedProcess, InvalidRequest, Overloaded, UnknownDataset
+from gyre_client.errors import CorruptSample, CursorRejected, Fenced, ForkedProcess, InvalidRequest, Overloaded, UnknownDataset
 from gyre_protos.v1 import loader_pb2 as pb
 from torch.utils.data import DataLoader
 
@@ -136,11 +136,19 @@ def test_iteration_goes_on_where_it_was_left(address: str) -> None:
 
 
 def test_a_state_of_something_else_is_refused_and_changes_nothing(address: str) -> None:
-    with Loader("half", batch_size=10, address=address) as other:
-        strange = other.state_dict()
+    others = (
+        Loader("half", batch_size=10, address=address),
+        Loader("numbers", batch_size=20, address=address),
+        Loader("numbers", batch_size=10, seed=1, address=address),
+        Loader("numbers", batch_size=10, tail="drop", address=address),
+    )
+    strange = []
+    for other in others:
+        with other:
+            strange.append(other.state_dict())
     with Loader("numbers", batch_size=10, address=address) as loader:
         expected = loader.state_dict()
-        for state in (strange, {"cursor": b"GYRE"}, {"cursor": "text"}, {"step": 3}, {}):
+        for state in (*strange, {"cursor": b"GYRE"}, {"cursor": "text"}, {"step": 3}, {}):
             with pytest.raises(CursorRejected):
                 loader.load_state_dict(state)
             assert loader.state_dict() == expected
@@ -209,6 +217,23 @@ def test_refusals_of_the_daemon_arrive_as_what_they_are(address: str) -> None:
         pytest.raises(InvalidRequest, match="1000"),
     ):
         next(loader)
+
+
+def test_a_corrupt_sample_is_an_error_after_all_batches_before_it(gyred: Any, tmp_path: Path) -> None:
+    with webdataset.TarWriter(str(tmp_path / "shard-000.tar")) as writer:
+        for n in range(30):
+            writer.write({"__key__": f"{n:03d}", "json": b"{" if n == 17 else b"{}"})
+    dataset = {"uri": str(tmp_path / "shard-000.tar"), "format": "webdataset", "fields": ["json"]}
+    daemon = gyred({"datasets": {"texts": dataset}})
+    with Loader("texts", batch_size=1, seed=1, address=daemon.address, prefetch_batches=30) as loader:
+        seen: list[int] = []
+        with pytest.raises(CorruptSample, match=r"shard-000\.tar"):
+            seen.extend(loader.step for _ in loader)
+        assert loader.step == len(seen)
+    with Connection(parse_address(daemon.address)) as connection:
+        order = pb.OrderSpec(seed=1, global_batch_size=30)
+        planned = connection.plan_step(pb.PlanStepRequest(dataset=pb.DatasetRef(name="texts"), order=order, world_size=1))
+    assert list(planned.sample_ids).index(17) == len(seen) > 3
 
 
 def test_no_room_is_waited_for_and_then_an_error(gyred: Any, tokens: Path) -> None:

@@ -1,7 +1,15 @@
 import logging
 
 import pytest
-from gyre_client.errors import CursorRejected, DaemonUnavailable, Fenced, GyreError, LeaseExpired, Overloaded
+from gyre_client.errors import (
+    CursorRejected,
+    DaemonUnavailable,
+    Fenced,
+    GyreError,
+    LeaseExpired,
+    Overloaded,
+    StorageUnavailable,
+)
 from gyre_client.outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage
 
 
@@ -68,6 +76,17 @@ def test_only_silence_counts_and_adds_up_until_a_batch() -> None:
     clock.wait(1.0)
     with pytest.raises(LeaseExpired, match="gave up"):
         outage.next_pause_s(LeaseExpired("late"))
+
+
+def test_a_daemon_that_speaks_does_not_excuse_a_storage_that_stays_away() -> None:
+    clock = Clock()
+    outage = Outage(10.0, clock, longest)
+    for _ in range(2):
+        outage.next_pause_s(StorageUnavailable("no answer"))
+        outage.heard()
+        clock.wait(6.0)
+    with pytest.raises(StorageUnavailable, match=r"gave up after 12\.0 s and 3 attempts"):
+        outage.next_pause_s(StorageUnavailable("no answer"))
 
 
 def test_attempts_are_repeated_logged_once_and_bounded_by_what_is_left(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,20 +41,24 @@ class Home:
                 part.copy_(source.detach().narrow(cut.dim, start, stop - start))
             self.parameters.append(as_parameter(part, mesh, Shard(cut.dim), source))
 
-    def locals(self) -> list[Tensor]:
-        """The local tensors of the parameters; a gradient that reaches them reaches the parameters.
+    @property
+    def version(self) -> int:
+        """Grows with every write to a parameter."""
+        return sum(parameter._version for parameter in self.parameters)
+
+    def local(self, parameter: Tensor, name: str) -> Tensor:
+        """The local tensor of one of the parameters; a gradient that reaches it reaches the parameter.
 
         Raises:
-            RotationError: something replaced a parameter's memory; the parameter is named.
+            RotationError: the parameter no longer lies here.
         """
-        found = [local_of(parameter) for parameter in self.parameters]
-        for cut, local in zip(self.layout.cuts, found, strict=True):
-            if not same_storage(local, self.flat):
-                raise RotationError(
-                    f"parameter {cut.name} no longer lies in its rotated slice; "
-                    "move or convert a model before it is rotated, and load states by copying (load_state_dict without assign)"
-                )
-        return found
+        local = local_of(parameter)
+        if not same_storage(local, self.flat):
+            raise RotationError(
+                f"parameter {name} no longer lies in its rotated slice; "
+                "move or convert a model before it is rotated, and load states by copying (load_state_dict without assign)"
+            )
+        return local
 
 
 def local_of(parameter: Tensor) -> Tensor:

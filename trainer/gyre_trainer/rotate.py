@@ -91,7 +91,7 @@ def _rule_of(module: nn.Module) -> Rule | None:
         case nn.Linear():
             return LinearRule()
         case nn.Embedding():
-            return EmbeddingRule()
+            return EmbeddingRule(module.num_embeddings)
         case GatedMLP():
             return MLPRule(ups=("gate", "up"))
         case MLP():

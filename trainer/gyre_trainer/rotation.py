@@ -88,7 +88,7 @@ class Departure(ExitStack):
         super().__init__()
         self.own = self.enter_context(rotation.own_slice())
         self.visitors = self.enter_context(closing(Visitors(rotation.home.ring, self.own, rotation.layout, direction)))
-        self.version = rotation.home.flat._version
+        self.version = rotation.home.version
 
 
 class Prefetch:
@@ -115,7 +115,7 @@ class Prefetch:
         if self._ready is not None:
             guess, departure = self._ready
             self._ready = None
-            if guess is rotation and departure.version == rotation.home.flat._version:
+            if guess is rotation and departure.version == rotation.home.version:
                 return departure
             departure.close()
         return Departure(rotation, Direction.COUNTER_CLOCKWISE)

@@ -63,7 +63,7 @@ def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _begin(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple["Turn", list[Tensor]]:
     """A turn, and its tensors: the home's parts, the passengers, those among the arguments."""
     leaves, spec = tree_flatten((args, kwargs))
-    homes = rotation.home.locals()
+    homes = [rotation.home.local(rotation.module.get_parameter(cut.name), cut.name) for cut in rotation.layout.cuts]
     passengers = [local_of(rotation.module.get_parameter(name)) for name in rotation.passengers]
     tensors = [*homes, *passengers, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
     recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -114,7 +114,7 @@ class Turn:
         self._spent = False
         self._keeps_graphs = recorded and not (rotation.policy.recompute and rotation.rule.backward_reads_weights)
         self._graphs: dict[int, _Graph] = {}
-        self._version = rotation.home.flat._version
+        self._version = rotation.home.version
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """The slices' outputs, joined."""
@@ -149,7 +149,7 @@ class Turn:
         return [next(own) if trainable else None for trainable in self._trainable] + [total.total for total in sums]
 
     def _require_fresh(self) -> None:
-        if self._rotation.home.flat._version != self._version:
+        if self._rotation.home.version != self._version:
             raise RotationError(f"parameters of {self._rotation.name} changed between forward and backward")
         if self._spent:
             raise RotationError(f"backward through {self._rotation.name} ran before; it can run once after each forward")

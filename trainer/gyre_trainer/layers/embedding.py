@@ -1,6 +1,7 @@
 """An embedding by rows of its vocabulary: each slice looks up the tokens that it has, and gives zero for the others."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +13,15 @@ from gyre_trainer.layout import Cut
 from gyre_trainer.rule import Part, Rule
 
 
+@dataclass(frozen=True)
 class EmbeddingRule(Rule):
-    """For `nn.Embedding`. Where its gradient goes depends on the tokens alone, so its weights travel only in forward."""
+    """For `nn.Embedding`. Where its gradient goes depends on the tokens alone, so its weights travel only in forward.
+
+    Attributes:
+        num_embeddings: the vocabulary's size.
+    """
+
+    num_embeddings: int
 
     backward_reads_weights: ClassVar[bool] = False
 
@@ -21,7 +29,7 @@ class EmbeddingRule(Rule):
         """The weight, along the vocabulary."""
         assert isinstance(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse", "padding_idx"):
-            if getattr(module, option) not in (None, False):
+            if getattr(module, option) is not None and getattr(module, option) is not False:
                 raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
         return [Cut("weight", tuple(module.weight.shape), 0)]
 
@@ -32,6 +40,10 @@ class EmbeddingRule(Rule):
         start, stop = part.bounds["weight"]
         if start == stop:
             return weight.new_zeros(*tokens.shape, weight.shape[1])
-        outside = (tokens < start) | (tokens >= stop)
+        outside = torch.zeros_like(tokens, dtype=torch.bool)
+        if start > 0:  # ids that no slice has are left to the first and the last one, for torch to refuse
+            outside |= tokens < start
+        if stop < self.num_embeddings:
+            outside |= tokens >= stop
         rows = F.embedding(torch.where(outside, 0, tokens - start), weight)
         return rows.masked_fill(outside.unsqueeze(-1), 0)

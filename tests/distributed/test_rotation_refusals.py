@@ -1,0 +1,221 @@
+"""What cannot be rotated, or went wrong on the way: an error that names module, parameter or rank, on every rank."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.errors import MeshError, RingError, RotationError
+from gyre_trainer.flyweight import materialize
+from gyre_trainer.layers.attention import Attention, Heads
+from gyre_trainer.layers.mlp import MLP, MLPRule
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.rotate import rotate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import EVEN, Variant, build, rotated_gpt
+
+
+class Residual(nn.Module):
+    """An MLP with its residual inside: slices' outputs do not add up."""
+
+    def __init__(self, ends_in: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down, self.ends_in = nn.Linear(4, 8), nn.Linear(8, 4), ends_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.ends_in(self.down(self.up(x)))
+        return output
+
+
+class AddsItsInput(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x
+
+
+def two_axes() -> None:
+    rotate(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "rotate")))
+
+
+def heads_that_do_not_divide() -> None:
+    rotate(Attention(12, Heads(6, 3)), mesh=make_mesh("cpu"))
+
+
+def more_ranks_than_kv_heads() -> None:
+    rotate(Attention(12, Heads(6, 1)), mesh=make_mesh("cpu"))
+
+
+def rotate_twice() -> None:
+    layer = rotate(nn.Linear(4, 4), mesh=make_mesh("cpu"))
+    rotate(layer, mesh=make_mesh("cpu"))
+
+
+def rotate_model_twice() -> None:
+    rotate(rotated_gpt(Variant()), mesh=make_mesh("cpu"))
+
+
+def rotate_inside_and_around() -> None:
+    mlp = MLP(4, 8)
+    rotate(mlp.up, mesh=make_mesh("cpu"))
+    rotate(mlp, mesh=make_mesh("cpu"))
+
+
+def missing_layer() -> None:
+    rotate(MLP(4, 8), mesh=make_mesh("cpu"), rule=MLPRule(ups=("gate",)))
+
+
+def dropout_inside() -> None:
+    rotate(Residual(nn.Dropout(0.1)), mesh=make_mesh("cpu"), rule=MLPRule())
+
+
+def first_call_of(module: nn.Module) -> None:
+    rotate(module, mesh=make_mesh("cpu"), rule=MLPRule())
+    module(torch.randn(3, 4))
+
+
+def tied_and_cut_in_another_way() -> None:
+    embedding, mlp = nn.Embedding(8, 4), MLP(4, 8)
+    mlp.up.weight = embedding.weight
+    rotate(embedding, mesh=make_mesh("cpu"))
+    rotate(mlp, mesh=make_mesh("cpu"))
+
+
+def tied_and_not_rotated() -> None:
+    model = build(replace(EVEN, tie_embeddings=True))
+    rotate(model.embedding, mesh=make_mesh("cpu"))
+    rotate(model, mesh=make_mesh("cpu"))
+
+
+def mixed_dtypes() -> None:
+    mlp = MLP(4, 8)
+    mlp.down.to(torch.float64)
+    rotate(mlp, mesh=make_mesh("cpu"))
+
+
+def embedding_with_padding() -> None:
+    rotate(nn.Embedding(8, 4, padding_idx=0), mesh=make_mesh("cpu"))
+
+
+def token_outside_of_the_vocabulary() -> None:
+    embedding = rotate(nn.Embedding(8, 4), mesh=make_mesh("cpu"))
+    embedding(torch.tensor([8]))
+
+
+def two_outputs() -> None:
+    rotate(TwoOutputs(4, 4), mesh=make_mesh("cpu"))(torch.randn(2, 4))
+
+
+def loaded_by_assignment() -> None:
+    mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
+    mlp.load_state_dict({name: value.clone() for name, value in mlp.state_dict().items()}, assign=True)
+    mlp(torch.randn(2, 4))
+
+
+def backward_twice() -> None:
+    loss = rotate(MLP(4, 8), mesh=make_mesh("cpu"))(torch.randn(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def step_before_backward() -> None:
+    mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
+    loss = mlp(torch.randn(2, 4)).sum()
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.mul_(2)
+    loss.backward()
+
+
+def buffer_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(4)
+    materialize(model, seed=0)
+
+
+def unknown_parameter() -> None:
+    model = nn.Module()
+    model.gain = nn.Parameter(torch.empty(3, device="meta"))
+    materialize(model, seed=0)
+
+
+REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
+    (two_axes, MeshError, ["one axis", "2", "mesh['rotate']"]),
+    (heads_that_do_not_divide, RotationError, ["Attention", "3 key/value heads", "2 ranks", "q, k, v, o"]),
+    (more_ranks_than_kv_heads, RotationError, ["Attention", "1 key/value heads", "2 ranks"]),
+    (rotate_twice, RotationError, ["Linear", "rotated already"]),
+    (rotate_model_twice, RotationError, ["GPT", "rotated already"]),
+    (rotate_inside_and_around, RotationError, ["MLP.up", "rotated already"]),
+    (missing_layer, RotationError, ["MLP.gate"]),
+    (dropout_inside, RotationError, ["Residual.ends_in", "p=0.1"]),
+    (partial(first_call_of, AddsItsInput(nn.Identity())), RotationError, ["AddsItsInput", "down.weight", "not linear"]),
+    (partial(first_call_of, Residual(nn.LayerNorm(4))), RotationError, ["Residual", "not linear"]),
+    (partial(first_call_of, Residual(nn.ReLU())), RotationError, ["Residual", "not linear"]),
+    (tied_and_cut_in_another_way, RotationError, ["MLP", "up.weight", "tied"]),
+    (tied_and_not_rotated, RotationError, ["head.weight", "tied"]),
+    (mixed_dtypes, RotationError, ["MLP.down.weight", "float64", "float32"]),
+    (embedding_with_padding, RotationError, ["Embedding", "padding_idx"]),
+    (token_outside_of_the_vocabulary, IndexError, ["index out of range"]),
+    (two_outputs, RotationError, ["TwoOutputs", "tuple"]),
+    (loaded_by_assignment, RotationError, ["up.weight", "before it is rotated"]),
+    (backward_twice, RotationError, ["MLP", "ran before"]),
+    (step_before_backward, RotationError, ["MLP", "changed between forward and backward"]),
+    (buffer_on_meta, RotationError, ["running_mean", "meta"]),
+    (unknown_parameter, RotationError, ["gain"]),
+]
+
+
+def refusal(program: Callable[[], None]) -> tuple[type[Exception], str] | None:
+    try:
+        program()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+@pytest.mark.parametrize(("program", "error", "words"), REFUSED)
+def test_refused(ranks: StartRanks, program: Callable[[], None], error: type[Exception], words: list[str]) -> None:
+    for found in ranks(2).run(refusal, program):
+        assert found is not None, "nothing was refused"
+        assert found[0] is error, found
+        assert all(word in found[1] for word in words), found[1]
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(MeshError, match="init_process_group"):
+        make_mesh("cpu")
+
+
+def told_when_a_neighbour(does: str) -> str | None:
+    """What rank 0 is told when its neighbour does not take part in a step."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu", mesh_dim_names=("rotate",))
+    mlp = rotate(MLP(4, 8), mesh=mesh)
+    if dist.get_rank() == 1:
+        if does == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3)
+        return None
+    try:
+        mlp(torch.randn(2, 4))
+    except RingError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("does", ["dies", "stalls"])
+def test_a_neighbour_that_is_gone_is_named_within_the_timeout(ranks: StartRanks, does: str) -> None:
+    told, _ = ranks(2).run_to_the_end(told_when_a_neighbour, does)
+    assert told is not None
+    assert "rank 0: receiving weights from rank 1 failed" in told
