@@ -91,10 +91,12 @@ class Attachment:
         self._is_closed = True
         self.outbox.close()
         self._cancel()
+        self._arena = None  # it stays mapped for the batches that are in use
 
     def must_copy(self, num_unread: int) -> bool:
         """Whether so many slots are in use, beside those of unread batches, that the daemon may soon have none to fill."""
-        return self._arena is not None and self._arena.num_lent - num_unread > self._max_kept
+        arena = self._arena
+        return arena is not None and arena.num_lent - num_unread > self._max_kept
 
     def _receive(self, batch: pb.Batch, layout: list[TensorPlace]) -> Batch:
         memory = self._memory(batch)
@@ -102,10 +104,10 @@ class Attachment:
 
     def _memory(self, batch: pb.Batch) -> npt.NDArray[np.uint8]:
         match batch.WhichOneof("payload"):
-            case "arena" if self._arena:
+            case "arena" if arena := self._arena:
                 slot = batch.arena
                 try:
-                    return self._arena.lend(slot.offset_bytes, slot.num_bytes, partial(self.outbox.release, batch.step))
+                    return arena.lend(slot.offset_bytes, slot.num_bytes, partial(self.outbox.release, batch.step))
                 except ValueError:
                     raise DaemonFault(f"step {batch.step} lies outside the session's arena") from None
             case "inline":

@@ -53,13 +53,13 @@ class BatchStream:
         self._session_id = ""
         self._num_unread = 0
         try:
-            self._session = self._open_session()
+            session = self._open_session()
         except BaseException:
             self._connection.close()
             raise
-        self.opened = self._session.opened
+        self.opened = session.opened
         self._request.cursor = self.opened.cursor
-        self._thread = threading.Thread(target=self._run, name="gyre-receiver", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(session,), name="gyre-receiver", daemon=True)
         self._thread.start()
 
     def take(self) -> Batch | None:
@@ -95,6 +95,9 @@ class BatchStream:
         self._connection.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_TIMEOUT_S)
+        with contextlib.suppress(queue.Empty):
+            while True:  # what nobody took lets go of its memory
+                self._inbox.get_nowait()
 
     def _taken(self, batch: Batch) -> Batch:
         """The daemon may send one more; a batch is copied where its consumer holds on to too many."""
@@ -105,20 +108,21 @@ class BatchStream:
             self._attachment.outbox.credit(1)
             return batch.copied() if self._attachment.must_copy(self._num_unread) else batch
 
-    def _run(self) -> None:
+    def _run(self, session: Session) -> None:
         end: GyreError | None = None
         try:
-            self._receive_all()
+            self._receive_all(session)
         except GyreError as failure:
             end = failure
         except BaseException as defect:
             end = DaemonFault(f"the receiver failed: {defect!r}")
             end.__cause__ = defect
-        if not self._closing.is_set():  # what fails while closing is the closing
+        if not self._closing.is_set():
             self._inbox.put(end)
+        elif end is not None:  # what fails while closing is the closing
+            end.__traceback__ = None  # its frames would keep the arena until a garbage collection
 
-    def _receive_all(self) -> None:
-        session = self._session
+    def _receive_all(self, session: Session) -> None:
         while True:
             try:
                 return self._receive(session)
@@ -135,6 +139,7 @@ class BatchStream:
                 with self._lock:
                     self._num_unread += 1
                 self._inbox.put(batch)
+                del batch  # its slot is the consumer's now, and must not wait for the next batch to be released
         finally:
             with self._lock:
                 self._attachment = None

@@ -1,0 +1,209 @@
+"""Batches without a copy: what a trainer may do with them, and what nobody can do to them."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+
+TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
+    """A daemon on a Unix socket and on TCP, with a short lease."""
+    config = {"lease_s": 2.0, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}}
+    return gyred(config | {"listen": [f"unix:{token_files.parent}/daemon-0/run/gyre.sock", "tcp:127.0.0.1:0"]})
+
+
+def tcp_address(daemon: Daemon) -> str:
+    return next(str(event["listen"][1]) for event in daemon.events() if event["event"] == "ready")
+
+
+def read(address: str, num_batches: int) -> list[dict[str, torch.Tensor]]:
+    with Loader("tokens", batch_size=20, seed=3, address=address) as loader:
+        return [{name: tensor.clone() for name, tensor in next(iter(loader)).items()} for _ in range(num_batches)]
+
+
+def same(batch: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return list(batch) == list(other) and all(torch.equal(batch[name], other[name]) for name in batch)
+
+
+def status(daemon: Daemon) -> pb.DaemonStatus:
+    with grpc.insecure_channel(daemon.address) as channel:
+        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+
+
+def test_transport_is_chosen_by_itself_and_changes_nothing(daemon: Daemon) -> None:
+    transports = []
+    batches = []
+    for address in (daemon.address, tcp_address(daemon)):
+        with Loader("tokens", batch_size=20, seed=3, address=address) as loader:
+            batches.append([{name: tensor.clone() for name, tensor in next(iter(loader)).items()} for _ in range(40)])
+            transports += [session.transport for session in status(daemon).sessions]
+    assert transports == [pb.TRANSPORT_ARENA, pb.TRANSPORT_INLINE]
+    assert all(same(first, second) for first, second in zip(*batches, strict=True))
+
+
+def test_kept_tensors_stay_as_they_are_however_many(daemon: Daemon) -> None:
+    wanted = read(daemon.address, 300)
+    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=4, address=daemon.address) as loader:
+        kept = [next(iter(loader)) for _ in range(300)]  # many times the slots there are
+        held = status(daemon).sessions[0].num_held
+    assert held <= 20
+    assert all(same(batch, other) for batch, other in zip(kept, wanted, strict=True))
+    daemon.kill()
+    assert all(same(batch, other) for batch, other in zip(kept, wanted, strict=True))
+
+
+def test_one_view_of_one_tensor_keeps_its_batch(daemon: Daemon) -> None:
+    wanted = read(daemon.address, 100)
+    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=4, address=daemon.address) as loader:
+        rows = [next(iter(loader))["tokens"][7, 2:5] for _ in range(100)]
+    assert all(torch.equal(row, batch["tokens"][7, 2:5]) for row, batch in zip(rows, wanted, strict=True))
+
+
+def test_writing_into_a_batch_harms_neither_it_nor_a_later_one(daemon: Daemon) -> None:
+    wanted = read(daemon.address, 200)
+    writer, bystander = (Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, address=daemon.address) for _ in range(2))
+    with writer, bystander:
+        for expected in wanted:
+            batch, other = next(iter(writer)), next(iter(bystander))
+            assert same(batch, expected)
+            for tensor in batch.values():
+                tensor.fill_(99)
+            assert all((tensor == 99).all() for tensor in batch.values())
+            assert same(other, expected)
+
+
+def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Channel]:
+    """Descriptor and size of a session's arena, by the bare contract."""
+    channel = grpc.insecure_channel(daemon.address)
+    stub = pb_grpc.LoaderStub(channel)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side:
+        side.settimeout(10)
+        side.connect(daemon.address.removeprefix("unix:") + ".side")
+        token = side.recv(100).decode()
+        request = pb.OpenSessionRequest(
+            dataset=pb.DatasetRef(name="tokens"),
+            order=pb.OrderSpec(global_batch_size=20),
+            reader=pb.Reader(job="hand", world_size=1),
+        )
+        opened = stub.OpenSession(request, metadata=(("gyre-side-token", token),), timeout=10)
+        message, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)
+    assert message.decode() == opened.session_id
+    assert os.fstat(descriptor).st_size == opened.arena_bytes
+    return descriptor, opened.arena_bytes, stub, channel
+
+
+def test_arena_can_be_neither_written_nor_resized(daemon: Daemon) -> None:
+    descriptor, size, _, channel = receive_arena(daemon)
+    with channel:
+        for attempt in (
+            lambda: os.pwrite(descriptor, b"x", 0),
+            lambda: os.ftruncate(descriptor, 0),
+            lambda: os.ftruncate(descriptor, size * 2),
+            lambda: mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE),
+            lambda: fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+        ):
+            with pytest.raises(PermissionError):
+                attempt()
+        again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        with pytest.raises(PermissionError):
+            os.pwrite(again, b"x", 0)
+        os.close(again)
+        mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)[0] = 1
+    os.close(descriptor)
+    assert len(read(daemon.address, 5)) == 5
+
+
+def test_nonsense_on_the_side_channel_ends_that_connection_only(daemon: Daemon) -> None:
+    before = read(daemon.address, 3)
+    path = daemon.address.removeprefix("unix:") + ".side"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side, Path(os.devnull).open() as null:
+        side.settimeout(10)
+        side.connect(path)
+        assert len(side.recv(100)) == 32
+        socket.send_fds(side, [b"what is this"], [null.fileno()] * 8)
+        with contextlib.suppress(ConnectionResetError):
+            assert side.recv(100) == b""
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(50)]
+    for connection in silent:
+        connection.connect(path)
+    assert all(same(batch, other) for batch, other in zip(read(daemon.address, 3), before, strict=True))
+    for connection in silent:
+        connection.close()
+
+
+FROZEN = """
+import sys
+from gyre_client import Loader
+loader = Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, reattach_timeout_s=5, job="frozen", address=sys.argv[1])
+batch = next(iter(loader))
+print(batch["sample_id"].tolist(), flush=True)
+sys.stdin.readline()
+print(batch["sample_id"].tolist(), batch["tokens"].sum(dim=1).tolist(), flush=True)
+print([next(iter(loader))["sample_id"].tolist() for _ in range(10)][-1], flush=True)
+"""
+
+
+@pytest.fixture
+def frozen(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
+    """A client that has one batch and waits for a line before it goes on."""
+    command = [sys.executable, "-c", FROZEN, daemon.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def test_frozen_client_loses_its_lease_and_wakes_to_intact_bytes(daemon: Daemon, frozen: "subprocess.Popen[str]") -> None:
+    assert frozen.stdin
+    assert frozen.stdout
+    first = frozen.stdout.readline()
+    expected = read(daemon.address, 11)
+    frozen.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while status(daemon).sessions:
+        assert time.monotonic() < deadline, "the session of a frozen client must end with its lease"
+        time.sleep(0.05)
+    assert status(daemon).memory_reserved_bytes == 0
+    read(daemon.address, 200)  # others use memory; the frozen one's is not among it
+    frozen.send_signal(signal.SIGCONT)
+    frozen.stdin.write("go on\n")
+    frozen.stdin.flush()
+    ids, sums = expected[0]["sample_id"].tolist(), expected[0]["tokens"].to(torch.int64).sum(dim=1).tolist()
+    assert first.strip() == str(ids)
+    assert frozen.stdout.readline().strip() == f"{ids} {sums}"
+    assert frozen.stdout.readline().strip() == str(expected[10]["sample_id"].tolist())  # it attached again at its cursor
+    assert frozen.wait(20) == 0
+
+
+def num_arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("gyre-arena")
+
+
+def test_memory_of_a_session_is_its_share(daemon: Daemon) -> None:
+    before = num_arenas()
+    with Loader("tokens", batch_size=20, prefetch_batches=4, address=daemon.address) as loader:
+        next(iter(loader))
+        (session,) = status(daemon).sessions
+        assert session.memory_bytes <= session.memory_limit_bytes == status(daemon).memory_reserved_bytes
+        assert num_arenas() == before + 1
+    del loader
+    assert num_arenas() == before
