@@ -1,3 +1,5 @@
+import typing
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,15 @@ def test_the_global_batch_must_divide_among_ranks_and_accumulation_steps(config_
     config.require_divisible(4)
     with pytest.raises(ConfigError, match="multiple of 6"):
         config.require_divisible(3)
+
+
+def test_the_manual_has_every_key_and_no_other() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    documented = {line.split("`")[1] for line in manual.splitlines() if line.startswith("| `") and "." in line.split("`")[1]}
+    sections = typing.get_type_hints(TrainConfig)
+    assert documented == {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
+
+
+def test_the_examples_are_configurations() -> None:
+    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+    assert [loaded(path).run.device for path in examples] == ["cpu"] * 2
