@@ -51,7 +51,7 @@ class Budget:
         self.reserved_bytes -= num_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Slot:
     """The memory of one batch.
 

@@ -63,7 +63,7 @@ def decode_cursor(data: bytes) -> Cursor:
         raise CursorRejected("the cursor is damaged or is none of this loader's; pass the bytes as state_dict() gave them")
     try:
         position, (version, fields) = _POSITION.unpack(body[:8])[0], json.loads(body[8:])
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CursorRejected("the cursor cannot be read; pass the bytes as state_dict() gave them") from error
     if version != _FORMAT_VERSION:
         raise CursorRejected(
@@ -71,11 +71,12 @@ def decode_cursor(data: bytes) -> Cursor:
         )
     try:
         cursor = Cursor(**{**fields, "order": Order(**fields["order"]), "position": position})
-        fits = 0 <= cursor.position < _MAX_POSITION and cursor.position % cursor.order.global_batch_size == 0
-    except (TypeError, KeyError, ZeroDivisionError) as error:
+    except (TypeError, KeyError) as error:
         raise CursorRejected("the cursor lacks what its version promises; pass the bytes as state_dict() gave them") from error
-    if not fits:
-        raise CursorRejected(f"the cursor's position {cursor.position} is no beginning of a global batch")
+    if not _is_possible(cursor):
+        raise CursorRejected(
+            "the cursor's position is no beginning of a global batch; pass the bytes as state_dict() gave them"
+        )
     return cursor
 
 
@@ -101,3 +102,11 @@ def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Ord
     for what, theirs, ours in pairs:
         if theirs != ours:
             raise CursorRejected(f"the cursor does not fit: {what} is {theirs} there and {ours} here", {"differs": what})
+
+
+def _is_possible(cursor: Cursor) -> bool:
+    """Whether a job can have come there; a checksum proves no more than that the bytes travelled well."""
+    size, position, num_substitutes = cursor.order.global_batch_size, cursor.position, cursor.num_substitutes
+    if not all(type(number) is int for number in (cursor.algorithm, cursor.order.seed, size, position, num_substitutes)):
+        return False
+    return size > 0 and 0 <= num_substitutes <= position < _MAX_POSITION and position % size == 0

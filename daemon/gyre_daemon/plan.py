@@ -18,6 +18,8 @@ from gyre_daemon.permutation import MAX_SAMPLES, Int64Array, Permutation, epoch_
 OrderMode = Literal["full"]
 Tail = Literal["wrap", "drop", "pad"]
 
+_MAX_EPOCHS_PER_BATCH = 4096  # each takes some 10 us, while all other sessions wait
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -60,12 +62,18 @@ class Plan:
         """Check that the order can go through so many samples.
 
         Raises:
-            InvalidRequest: the dataset is empty, G is not positive, or `drop` would leave no step.
+            InvalidRequest: the dataset is empty, G is not positive or thousands of times the dataset, or `drop` would leave no
+                step.
         """
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise InvalidRequest(f"a dataset must have 1 to 2**62 samples to be read, but has {num_samples}")
         if not 1 <= order.global_batch_size <= 1 << 32:
             raise InvalidRequest(f"the global batch size must be 1 to 2**32, but is {order.global_batch_size}")
+        if order.tail == "wrap" and order.global_batch_size > _MAX_EPOCHS_PER_BATCH * num_samples:
+            raise InvalidRequest(
+                f"a global batch of {order.global_batch_size} goes through the {num_samples} samples of the dataset more than "
+                f"{_MAX_EPOCHS_PER_BATCH} times; lower the batch size"
+            )
         self.order = order
         self.num_samples = num_samples
         self.epoch_length = _epoch_length(order, num_samples)

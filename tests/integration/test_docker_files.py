@@ -25,6 +25,7 @@ from gyre_trainer.config import load as load_training
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+IMAGE_ADDRESS = "unix:/run/gyre/gyre.sock"
 DEADLINE_S = 60.0
 
 PR_SET_NO_NEW_PRIVS, PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN = 38, 65, 1  # linux/prctl.h
@@ -136,7 +137,7 @@ def test_the_daemon_image_serves_reports_its_health_and_ends_on_its_stop_signal(
 def test_the_trainer_image_asks_its_daemon_for_a_status(node: Node) -> None:
     command = node.here(last_json("Dockerfile.trainer", "HEALTHCHECK"))
     environment = {**os.environ, "GYRE_ADDRESS": node.address}
-    assert f"GYRE_ADDRESS={COMPOSE_ADDRESS}" in dict(instructions("Dockerfile.trainer"))["ENV"].split()
+    assert f"GYRE_ADDRESS={IMAGE_ADDRESS}" in dict(instructions("Dockerfile.trainer"))["ENV"].split()
     with running(node, shlex.split(unit("ExecStart")[0])) as service:
         assert service.told() == "READY=1"
         assert subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode == 0
@@ -205,9 +206,6 @@ def allowed_calls() -> set[str]:
         names = set[str]().union(*(expand(name) for name in entry.lstrip("~").split()))
         allowed = allowed - names if entry.startswith("~") else allowed | names
     return allowed
-
-
-COMPOSE_ADDRESS = "unix:/run/gyre/gyre.sock"
 
 
 def volumes(service: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 LAUNCHER_VARIABLE = "GYRE_TRAIN_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
-_MAX_TEXT = 12_000  # characters: JSON of it stays below the 64 KiB that a pipe holds without a reader
+_MAX_TEXT = 10_000  # characters, of at most 6 bytes each in JSON: fewer than the 64 KiB that a pipe holds without a reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Launcher:
         """Hand over the last words; a launcher that is gone needs none."""
         words = LastWords(time.monotonic(), status, text[-_MAX_TEXT:])
         try:
-            os.write(self._pipe_fd, json.dumps(asdict(words)).encode())
+            os.write(self._pipe_fd, json.dumps(asdict(words), ensure_ascii=False).encode(errors="replace"))
         except BrokenPipeError:
             return
 

@@ -49,7 +49,7 @@ class Recorder:
         self._facts = facts
         self._out = Path(config.run.out)
         self._out.mkdir(parents=True, exist_ok=True)
-        if first_step == 0 and self._history_path.exists():
+        if first_step == 0 and self._history_path.exists() and self._history_path.stat().st_size:
             raise ConfigError(f"{self._out} already holds a run; go on with --resume, or choose another `run.out`")
         self._history = History(self._history_path)
         if first_step:

@@ -1,0 +1,193 @@
+"""The launcher with ranks that are small scripts: who failed is told, and nothing is left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+LAUNCHER = "import sys; from gyre_trainer.launch import Launch; sys.exit(Launch(sys.argv[2:], int(sys.argv[1])).run())"
+PREAMBLE = """
+import os, sys, time
+from pathlib import Path
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+from gyre_trainer.last_words import Launcher
+launcher = Launcher.of(os.environ)
+launcher.die_with()
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+"""
+DEADLINE_S = 60.0
+
+
+class Job:
+    """A launcher process and the ranks it started."""
+
+    def __init__(self, folder: Path, script: str, num_ranks: int) -> None:
+        self._folder = folder
+        self._num_ranks = num_ranks
+        path = folder / "rank.py"
+        path.write_text(PREAMBLE + textwrap.dedent(script))
+        command = [sys.executable, "-c", LAUNCHER, str(num_ranks), sys.executable, str(path), str(folder)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of all ranks, once all have begun."""
+        paths = [self._folder / f"pid-{rank}" for rank in range(self._num_ranks)]
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not all(path.exists() and path.read_text() for path in paths):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        return [psutil.Process(int(path.read_text())) for path in paths]
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and standard error, when the launcher has ended."""
+        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, errors
+
+    def clean_up(self) -> None:
+        """Leave nothing behind, even after a failure."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate(timeout=DEADLINE_S)
+
+
+StartJob = Callable[[str, int], Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartJob]:
+    jobs: list[Job] = []
+
+    def start(script: str, num_ranks: int) -> Job:
+        jobs.append(Job(tmp_path, script, num_ranks))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.clean_up()
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def test_every_rank_knows_its_place_and_meets_the_others_at_one_store(tmp_path: Path, start: StartJob) -> None:
+    script = """
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dist.get_rank(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]))
+    (folder / f"seen-{rank}").write_text(repr(everyone))
+    dist.destroy_process_group()
+    """
+    assert start(script, 3).end() == (0, "")
+    expected = repr([(rank, str(rank), "3") for rank in range(3)])
+    assert [(tmp_path / f"seen-{rank}").read_text() for rank in range(3)] == [expected] * 3
+
+
+def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_end_before_it(start: StartJob) -> None:
+    script = """
+    if rank == 1:
+        launcher.tell(1, "Traceback: the cause")
+        time.sleep(0.5)  # a slow teardown
+        sys.exit(1)
+    time.sleep(0.2)
+    launcher.tell(1, "Traceback: only an echo")
+    sys.exit(1)
+    """
+    status, errors = start(script, 2).end()
+    assert status == 1
+    assert "rank 1 failed:\n\nTraceback: the cause" in errors
+    assert "echo" not in errors
+
+
+def test_what_the_user_can_mend_is_one_sentence_and_status_2(start: StartJob) -> None:
+    status, errors = start("launcher.tell(2, 'no dataset of that name'); sys.exit(2)", 2).end()
+    assert (status, errors) == (2, "gyre-train: error: no dataset of that name\n")
+
+
+def test_a_traceback_longer_than_a_pipe_is_cut_at_its_beginning(start: StartJob) -> None:
+    script = """launcher.tell(1, chr(1) * 100_000 + chr(0xD800) * 100_000 + "the end"); sys.exit(1)"""
+    status, errors = start(script, 1).end()
+    assert status == 1
+    assert errors.endswith("the end\n")
+    assert len(errors) < 20_000
+
+
+def test_a_killed_rank_ends_the_others_though_they_ignore_sigterm(tmp_path: Path, start: StartJob) -> None:
+    script = """
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"deaf-{rank}").touch()
+    time.sleep(600)
+    """
+    job = start(script, 2)
+    ranks = job.ranks()
+    while not (tmp_path / "deaf-0").exists():
+        time.sleep(0.02)
+    ranks[1].kill()
+    status, errors = job.end()
+    assert status == 1
+    assert "rank 1 was ended by SIGKILL" in errors
+    assert_gone(ranks)
+
+
+def test_a_rank_that_just_exits_is_named(tmp_path: Path, start: StartJob) -> None:
+    script = """
+    while rank == 0 or not (folder / "go").exists():
+        time.sleep(0.02)
+    os._exit(7)
+    """
+    job = start(script, 2)
+    ranks = job.ranks()
+    (tmp_path / "go").touch()
+    status, errors = job.end()
+    assert status == 1
+    assert "rank 1 ended with exit status 7" in errors
+    assert_gone(ranks)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_pass_through_to_the_ranks(tmp_path: Path, start: StartJob, signum: int) -> None:
+    script = f"""
+    import signal
+    def leave(signum, frame):
+        (folder / f"signal-{{rank}}").write_text(str(int(signum)))
+        sys.exit(0)
+    signal.signal({int(signum)}, leave)
+    (folder / f"ready-{{rank}}").touch()
+    time.sleep(600)
+    """
+    job = start(script, 2)
+    ranks = job.ranks()
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+        time.sleep(0.02)
+    job.process.send_signal(signum)
+    status, errors = job.end()
+    assert (status, errors) == (128 + signum, "")
+    assert [(tmp_path / f"signal-{rank}").read_text() for rank in range(2)] == [str(int(signum))] * 2
+    assert_gone(ranks)
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(start: StartJob) -> None:
+    job = start("time.sleep(600)", 2)
+    ranks = job.ranks()
+    job.process.kill()
+    job.end()
+    assert_gone(ranks)
+
+
+def test_a_kill_of_the_group_reaches_every_rank(start: StartJob) -> None:
+    job = start("time.sleep(600)", 2)
+    ranks = job.ranks()
+    os.killpg(job.process.pid, signal.SIGKILL)
+    job.end()
+    assert_gone(ranks)

@@ -1,0 +1,44 @@
+import io
+
+from gyre_trainer.history import StepRecord
+from gyre_trainer.progress import Progress, describe
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 0, 2.0, 1e-3, 1000, 0.5, 0.05, "")
+
+
+def test_the_line_says_where_the_run_is() -> None:
+    line = describe([record(8), record(9)], num_steps=250)
+    for part in ("step  10/250", "loss 2.0000", "lr 1.00e-03", "2,000 tokens/s", "data wait 10.0%", "left 2:00"):
+        assert part in line
+    assert "left 5:00:00" in describe([record(0)], num_steps=36_001)
+
+
+def test_a_log_gets_a_line_now_and_then_and_the_last_one() -> None:
+    now_s = 0.0
+    log = io.StringIO()
+    progress = Progress(100, log, clock_s=lambda: now_s)
+    for step in range(100):
+        progress.show([record(step)])
+        now_s += 0.5
+    lines = log.getvalue().splitlines()
+    assert 8 <= len(lines) <= 12
+    assert lines[-1].startswith("step 100/100")
+    assert "\r" not in log.getvalue()
+
+
+def test_a_terminal_is_rewritten_in_place() -> None:
+    terminal = Terminal()
+    progress = Progress(2, terminal)
+    progress.show([record(0)])
+    progress.say("a checkpoint")
+    progress.show([record(1)])
+    assert terminal.getvalue().count("\r") == 2
+    assert "\na checkpoint\n" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\n")
