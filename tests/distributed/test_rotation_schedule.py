@@ -1,0 +1,151 @@
+"""When slices travel, who computes with what, and what stays behind in memory."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.ring import Direction, Hop, Ring, Stream
+from gyre_trainer.rotate import RotationPolicy, rotate
+from torch import Tensor, nn
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.test_rotation_parity import UNEVEN
+from tests.distributed.training import Variant, batch, rotated_gpt, train_step
+
+
+class Numbered(MLP):
+    """An MLP that says when it computes, and with whose slice: the entries of rank r's are all r."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 6)
+        self.number = number
+        self.seen: Callable[[str], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.seen is not None
+        self.seen(f"compute {self.number} with {int(self.up.weight[0, 0])}")
+        return super().forward(x)
+
+
+@contextmanager
+def hops_told_to(seen: Callable[[str], None]) -> Iterator[None]:
+    shift = Ring.shift
+
+    def told(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
+        seen(f"hop {stream.name.lower()} {direction.name.lower()}")
+        return shift(ring, outgoing, incoming, direction, stream)
+
+    with patch.object(Ring, "shift", told):
+        yield
+
+
+def events_of_two_modules() -> tuple[list[str], list[list[str]]]:
+    """Hops and computations of one forward, and of two backwards, of two modules, where backward computes slices again."""
+    events: list[str] = []
+    mesh = make_mesh("cpu")
+    modules = [Numbered(0), Numbered(1)]
+    for module in modules:
+        module.seen = events.append
+        rotate(module, mesh=mesh, policy=RotationPolicy(recompute=True))
+    for parameter in nn.ModuleList(modules).parameters():
+        nn.init.constant_(parameter.to_local(), mesh.get_local_rank())  # type: ignore[attr-defined]
+    model = nn.Sequential(*modules)
+    backwards = []
+    with hops_told_to(events.append):
+        for _ in range(2):
+            output = model(torch.ones(1, 4)).sum()
+            forward = events[:]
+            events.clear()
+            output.backward()
+            backwards.append(events[:])
+            events.clear()
+    return forward, backwards
+
+
+FORWARD = "hop weights clockwise"
+BACKWARD = "hop weights counter_clockwise"
+GRADIENTS = "hop gradients counter_clockwise"
+
+
+def test_the_next_slice_is_under_way_while_one_computes(ranks: StartRanks) -> None:
+    for rank, (forward, _) in enumerate(ranks(3).run(events_of_two_modules)):
+        own, first, second = rank, (rank - 1) % 3, (rank - 2) % 3
+        assert forward == [
+            event
+            for number in (0, 1)
+            for event in (
+                FORWARD,
+                f"compute {number} with {own}",
+                FORWARD,
+                f"compute {number} with {first}",
+                f"compute {number} with {second}",
+            )
+        ]
+
+
+def test_backward_sends_the_next_module_off_before_the_own_slice_computes(ranks: StartRanks) -> None:
+    """From the second backward on; in the first one nobody knows yet what follows."""
+    for rank, (_, backwards) in enumerate(ranks(3).run(events_of_two_modules)):
+        own, first, second = rank, (rank + 1) % 3, (rank + 2) % 3
+
+        def rest(number: int, own: int = own, first: int = first, second: int = second) -> list[str]:
+            return [
+                BACKWARD,
+                f"compute {number} with {first}",
+                GRADIENTS,
+                f"compute {number} with {second}",
+                GRADIENTS,
+                f"compute {number} with {own}",
+            ]
+
+        assert backwards[0] == [BACKWARD, *rest(1), BACKWARD, *rest(0)]
+        assert backwards[1] == [BACKWARD, *rest(1)[:-1], BACKWARD, rest(1)[-1], *rest(0)]
+
+
+def live_bytes_after_each_step(policy: RotationPolicy) -> list[int]:
+    """Bytes of all tensors of this rank."""
+    variant = Variant(UNEVEN, policy)
+    model = rotated_gpt(variant)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for step in range(4):
+        tokens, targets = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(step, 37))
+        loss = train_step(model, optimizer, tokens, targets, variant)
+        with torch.no_grad():
+            model.loss(tokens, targets)
+        del loss, tokens, targets
+        gc.collect()
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is Tensor}
+        found.append(sum(storages.values()))
+    return found
+
+
+def test_nothing_grows_from_step_to_step(ranks: StartRanks) -> None:
+    for policy in (RotationPolicy(), RotationPolicy(compute_dtype=torch.bfloat16), RotationPolicy(recompute=True)):
+        for found in ranks(3).run(live_bytes_after_each_step, policy):
+            assert found[0] > 0
+            assert found[1] == found[2] == found[3]
+
+
+def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:
+    """Whether the module's input is still in memory: before the loss's backward, and after."""
+    mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"), policy=policy)
+    x = torch.ones(2, 4) * 2
+    memory = weakref.ref(x.untyped_storage())
+    loss = mlp(x).sum()
+    del x
+    kept = [memory() is not None]
+    loss.backward()
+    assert loss.grad_fn is not None
+    return [*kept, memory() is not None]
+
+
+def test_a_spent_loss_keeps_no_activation(ranks: StartRanks) -> None:
+    for policy in (RotationPolicy(), RotationPolicy(recompute=True)):
+        assert ranks(3).run(what_a_spent_loss_keeps, policy) == [[True, False]] * 3
