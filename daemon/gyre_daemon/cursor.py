@@ -1,7 +1,6 @@
 """The cursor: where a job stands. Tiny, versioned, equal on every rank, opaque to clients, refused where it does not fit."""
 
 import json
-import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,9 +11,7 @@ from gyre_daemon.plan import Order
 
 _MAGIC = b"GYRE"
 _FORMAT_VERSION = 1
-_CHECKSUM = struct.Struct("<I")
-_POSITION = struct.Struct("<q")
-_MIN_BYTES, _MAX_BYTES = 16, 4096
+_MAX_BYTES = 4096
 _MAX_POSITION = 1 << 63
 
 
@@ -37,17 +34,18 @@ class Cursor:
     algorithm: int = ALGORITHM_VERSION
 
     def encode(self) -> bytes:
-        """As bytes: magic, CRC-32 of the rest, position, and everything else as JSON."""
+        """As bytes: magic, CRC-32 of the rest, format version and fields as JSON."""
         return self.encoder()(self.position)
 
     def encoder(self) -> Callable[[int], bytes]:
         """Encodes this cursor at any position; what does not change is encoded once."""
-        fields = {key: value for key, value in asdict(self).items() if key != "position"}
-        constant = json.dumps([_FORMAT_VERSION, fields], separators=(",", ":"), sort_keys=True).encode()
+        fields = {**asdict(self), "position": 0}
+        text = json.dumps([_FORMAT_VERSION, fields], separators=(",", ":"), sort_keys=True)
+        before, after = (part.encode() for part in text.rsplit("0", 1))  # `position` sorts last
 
         def encode(position: int) -> bytes:
-            body = _POSITION.pack(position) + constant
-            return _MAGIC + _CHECKSUM.pack(zlib.crc32(body)) + body
+            body = b"%b%d%b" % (before, position, after)
+            return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
         return encode
 
@@ -59,10 +57,10 @@ def decode_cursor(data: bytes) -> Cursor:
         CursorRejected: damaged, no cursor, or of a version that this daemon does not know.
     """
     body = data[8:]
-    if not _MIN_BYTES <= len(data) <= _MAX_BYTES or data[:4] != _MAGIC or _CHECKSUM.pack(zlib.crc32(body)) != data[4:8]:
+    if len(data) > _MAX_BYTES or data[:4] != _MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[4:8]:
         raise CursorRejected("the cursor is damaged or is none of this loader's; pass the bytes as state_dict() gave them")
     try:
-        position, (version, fields) = _POSITION.unpack(body[:8])[0], json.loads(body[8:])
+        version, fields = json.loads(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise CursorRejected("the cursor cannot be read; pass the bytes as state_dict() gave them") from error
     if version != _FORMAT_VERSION:
@@ -70,7 +68,7 @@ def decode_cursor(data: bytes) -> Cursor:
             f"the cursor has format version {version}, but this daemon reads version {_FORMAT_VERSION}; upgrade the daemon"
         )
     try:
-        cursor = Cursor(**{**fields, "order": Order(**fields["order"]), "position": position})
+        cursor = Cursor(**{**fields, "order": Order(**fields["order"])})
     except (TypeError, KeyError) as error:
         raise CursorRejected("the cursor lacks what its version promises; pass the bytes as state_dict() gave them") from error
     if not _is_possible(cursor):

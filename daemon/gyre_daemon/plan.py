@@ -92,16 +92,18 @@ class Plan:
         """What a rank reads in successive steps: one evaluation of the permutation for all of them."""
         global_size = self.order.global_batch_size
         size = global_size // world_size
-        starts = (first_step + np.arange(num_steps)) * global_size + rank * size
-        positions = (starts[:, None] + np.arange(size)).reshape(-1)
-        epochs, places = np.divmod(positions, self.epoch_length)
+        first_epoch, first_place = divmod(first_step * global_size + rank * size, self.epoch_length)
+        ahead = (np.arange(num_steps)[:, None] * global_size + np.arange(size)).reshape(
+            -1
+        )  # small numbers, however far the step
+        epochs, places = np.divmod(first_place + ahead, self.epoch_length)
         mask = places < self.num_samples if self.order.tail == "pad" else None
         if mask is not None:
             places %= self.num_samples
-        sample_ids = np.empty(len(positions), np.int64)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+        sample_ids = np.empty(len(places), np.int64)
+        for epoch in range(int(epochs[-1]) + 1):
             of_epoch = slice(*np.searchsorted(epochs, (epoch, epoch + 1)).tolist())
-            sample_ids[of_epoch] = self._permutation(epoch)(places[of_epoch])
+            sample_ids[of_epoch] = self._permutation(first_epoch + epoch)(places[of_epoch])
         return [
             BatchPlan(
                 first_step + index,

@@ -36,7 +36,14 @@ def private(path: Path) -> Loader:
 
 
 def daemons() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "gyre_daemon" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if is_daemon(child)]
+
+
+def is_daemon(process: psutil.Process) -> bool:
+    try:
+        return "gyre_daemon" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
 
 
 def directory_of(daemon: psutil.Process) -> Path:

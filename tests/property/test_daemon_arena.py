@@ -1,8 +1,8 @@
-"""Budget and arenas against a model: limits hold, no memory is handed out twice, and everything comes back."""
+"""Budget, shares and arenas against models: limits hold, no memory is handed out twice, and everything comes back."""
 
 import numpy as np
 import pytest
-from gyre_daemon.arena import Arena, Budget, Slot, share_bytes
+from gyre_daemon.arena import Arena, Budget, Slot, divide
 from gyre_daemon.errors import Overloaded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,116 +11,96 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 PAGE = 4096
 
 
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
 class ArenaModel(RuleBasedStateMachine):
-    arenas = Bundle("arenas")
+    """An arena beside a list of what is held, each slot filled with a stamp of its own."""
+
     slots = Bundle("slots")
 
-    @initialize(pages=st.integers(0, 40), odd=st.integers(0, PAGE - 1))
-    def start(self, pages: int, odd: int) -> None:
-        self.budget = Budget(pages * PAGE + odd)
-        self.open: dict[Arena, int] = {}
-        self.held: list[tuple[Arena, Slot, int]] = []
+    @initialize(num_bytes=st.integers(1, 40 * PAGE))
+    def start(self, num_bytes: int) -> None:
+        self.arena = Arena(num_bytes)
+        self.held: list[tuple[Slot, int]] = []
         self.stamp = 0
 
-    @rule(target=arenas, num_bytes=st.integers(0, 25 * PAGE))
-    def open_arena(self, num_bytes: int) -> object:
-        free = self.budget.free_bytes
-        if num_bytes > free:
-            with pytest.raises(Overloaded, match=f"`wiki` needs {num_bytes} bytes, .* only {free} are free"):
-                Arena(self.budget, num_bytes, "a session on `wiki`")
-            return multiple()
-        arena = Arena(self.budget, num_bytes, "a session on `wiki`")
-        self.open[arena] = num_bytes
-        return arena
-
-    @rule(target=slots, arena=arenas, num_bytes=st.integers(1, 8 * PAGE))
-    def take(self, arena: Arena, num_bytes: int) -> object:
-        slot = arena.take(num_bytes)
+    @rule(target=slots, num_bytes=st.integers(1, 12 * PAGE))
+    def take(self, num_bytes: int) -> object:
+        slot = self.arena.take(num_bytes)
         if slot is None:
-            held = sum(its.num_bytes for owner, its, _ in self.held if owner is arena)
-            assert held + -(-num_bytes // PAGE) * PAGE > self.open.get(arena, 0), "there was room"
+            assert self.longest_gap() < whole_pages(num_bytes), "there was room"
             return multiple()
-        assert arena in self.open, "a closed arena gives nothing"
-        assert num_bytes <= slot.num_bytes
+        assert slot.num_bytes == whole_pages(num_bytes)
         self.stamp = (self.stamp + 1) % 256
         np.frombuffer(slot.memory, np.uint8)[:] = self.stamp
-        entry = (arena, slot, self.stamp)
-        self.held.append(entry)
-        return entry
+        self.held.append((slot, self.stamp))
+        return (slot, self.stamp)
 
     @rule(entry=consumes(slots))
-    def put_back(self, entry: tuple[Arena, Slot, int]) -> None:
-        if entry in self.held:
-            self.held.remove(entry)
-            entry[0].put_back(entry[1])
+    def put_back(self, entry: tuple[Slot, int]) -> None:
+        self.held.remove(entry)
+        self.arena.put_back(entry[0])
 
-    @rule(arena=consumes(arenas))
-    def close(self, arena: Arena) -> None:
-        """Its sessions' slots live on with their holders."""
-        arena.close()
-        arena.close()
-        del self.open[arena]
-        self.held = [entry for entry in self.held if entry[0] is not arena]
+    def longest_gap(self) -> int:
+        """Of the memory that nobody holds."""
+        edges = sorted((slot.offset_bytes, slot.offset_bytes + slot.num_bytes) for slot, _ in self.held)
+        begins, ends = [0, *(end for _, end in edges)], [*(begin for begin, _ in edges), self.arena.num_bytes]
+        return max(end - begin for begin, end in zip(begins, ends, strict=True))
 
     @invariant()
     def limits_hold(self) -> None:
-        assert self.budget.reserved_bytes == sum(self.open.values()) <= self.budget.limit_bytes
-        for arena, limit in self.open.items():
-            held = sum(slot.num_bytes for owner, slot, _ in self.held if owner is arena)
-            assert arena.held_bytes == held <= arena.memory_bytes <= limit
+        held = sum(slot.num_bytes for slot, _ in self.held)
+        assert self.arena.held_bytes == held <= self.arena.num_bytes
 
     @invariant()
     def held_memory_is_nobody_elses(self) -> None:
-        for _, slot, stamp in self.held:
+        for slot, stamp in self.held:
             assert (np.frombuffer(slot.memory, np.uint8) == stamp).all()
 
     def teardown(self) -> None:
-        for arena in list(getattr(self, "open", {})):
-            for _, slot, _ in [entry for entry in self.held if entry[0] is arena]:
-                arena.put_back(slot)
-            assert arena.held_bytes == 0
-            arena.close()
-        if hasattr(self, "budget"):
-            assert self.budget.reserved_bytes == 0
+        if not hasattr(self, "arena"):
+            return
+        for slot, _ in self.held:
+            self.arena.put_back(slot)
+        assert self.arena.held_bytes == 0
+        whole = self.arena.take(self.arena.num_bytes)
+        assert whole, "what was given back is one piece again"
+        self.arena.close()
 
 
 TestArena = ArenaModel.TestCase
 TestArena.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-@given(st.integers(0, 1 << 30), st.integers(0, 1 << 30), st.integers(1, 1 << 28), st.integers(2, 100), st.integers(1, 1 << 30))
-def test_a_share_holds_a_batch_and_takes_no_more_than_it_may(
-    limit: int, reserved: int, batch_bytes: int, num_batches: int, session_limit: int
-) -> None:
-    budget = Budget(max(limit, reserved))
-    budget.reserve(reserved, "others")
-    share = share_bytes(budget, batch_bytes, num_batches, session_limit)
-    whole_batch = -(-batch_bytes // PAGE) * PAGE
-    assert share >= whole_batch
-    assert share <= max(whole_batch, min(session_limit, budget.free_bytes, whole_batch * num_batches))
-    if share <= budget.free_bytes:
-        assert Arena(budget, share, "a session").limit_bytes == share
-    else:
-        with pytest.raises(Overloaded, match=f"needs {share} bytes, .* only {budget.free_bytes} are free"):
-            Arena(budget, share, "a session")
+@given(st.integers(1, 1 << 28), st.integers(1, 1024), st.integers(0, 1 << 30))
+def test_a_share_holds_a_batch_and_takes_no_more_than_it_may(batch_bytes: int, num_ahead: int, limit: int) -> None:
+    share = divide(batch_bytes, num_ahead, limit)
+    one = whole_pages(batch_bytes)
+    assert share.num_bytes % one == 0
+    assert one <= share.num_bytes <= max(one, limit)
+    assert 1 <= share.num_ahead <= num_ahead
+    assert 1 <= share.num_queued <= num_ahead
+    num_slots = share.num_bytes // one
+    if num_slots > 1:
+        assert share.num_ahead + share.num_queued + share.num_kept == num_slots
+    if limit >= one * (2 * num_ahead + max(2, num_ahead // 4)):
+        assert (share.num_ahead, share.num_queued) == (num_ahead, num_ahead)
 
 
-def test_free_slots_make_room_for_a_larger_one() -> None:
-    arena = Arena(Budget(10 * PAGE), 10 * PAGE, "a session")
-    for slot in [arena.take(PAGE) for _ in range(10)]:
-        assert slot
-        arena.put_back(slot)
-    assert arena.memory_bytes == 10 * PAGE
-    large = arena.take(10 * PAGE)
-    assert large
-    assert (large.num_bytes, arena.memory_bytes, arena.held_bytes) == (10 * PAGE, 10 * PAGE, 10 * PAGE)
-    assert arena.take(1) is None
-
-
-def test_slots_are_reused() -> None:
-    arena = Arena(Budget(4 * PAGE), 4 * PAGE, "a session")
-    first = arena.take(2 * PAGE)
-    assert first
-    arena.put_back(first)
-    again = arena.take(PAGE)
-    assert again is first, "a page that was touched is cheaper than a fresh one"
+@given(st.lists(st.integers(0, 100)), st.integers(0, 300))
+def test_a_budget_is_never_exceeded(wishes: list[int], limit: int) -> None:
+    budget = Budget(limit)
+    granted: list[int] = []
+    for wish in wishes:
+        if wish > limit - sum(granted):
+            with pytest.raises(Overloaded, match=f"`wiki` needs {wish} bytes, .* only {limit - sum(granted)} are free"):
+                budget.reserve(wish, "a session on `wiki`")
+        else:
+            budget.reserve(wish, "a session on `wiki`")
+            granted.append(wish)
+        assert budget.reserved_bytes == sum(granted) <= limit
+    for share in granted:
+        budget.give_back(share)
+    assert budget.reserved_bytes == 0

@@ -23,9 +23,9 @@ class WindowModel(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         ahead = len(self.states) - len(self.sent)
-        allowed = ahead < self.size and len(self.states) != self.length
-        assert self.window.may_begin() == allowed
-        if allowed:
+        room = self.size - ahead if self.length is None else min(self.size - ahead, self.length - len(self.states))
+        assert self.window.room() == room
+        if room:
             assert self.window.begin() == self.first + len(self.states)
             self.states.append("in flight")
 
