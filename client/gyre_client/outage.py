@@ -104,7 +104,7 @@ class Outage:
         self._storage_failed = isinstance(failure, StorageUnavailable)
         if self._waited_s() >= self._limit_s:
             account = f"gave up after {self._waited_s():.1f} s and {self._num_failures} attempts"
-            raise type(failure)(f"{failure} ({account})", failure.facts)
+            raise type(failure)(f"{failure} ({account})", failure.facts) from None
         ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
         pause_s = max(self._uniform(0.0, ceiling_s), float(failure.facts.get(RETRY_AFTER, 0.0)))
         return min(pause_s, self._limit_s - self._waited_s())
