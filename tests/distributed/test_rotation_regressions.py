@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.model import GPT
-from gyre_trainer.rotate import RotatedModule
+from gyre_trainer.ring import ring_of
+from gyre_trainer.rotate import RotatedModule, rotate
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -162,6 +164,40 @@ def test_forwards_between_a_forward_and_its_backward_change_nothing(ranks: Start
     assert max(ranks(NUM_RANKS).run(gradients_around_other_forwards, case)) <= 1e-12
 
 
+def gradients_after_backwards_of_another_order() -> list[float]:
+    """How far they are, step by step, when the first backward led from one loss's modules to another's."""
+    model = rotated_gpt(VARIANT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    distances = []
+    for num_losses in (2, 1, 1, 2):
+        alone = reference(model)
+        data = [batch(step, VARIANT.config.vocab_size) for step in range(num_losses)]
+        backward(torch.stack([model.loss(*mine(each)) for each in data]).sum())
+        backward(torch.stack([alone.loss(*each) for each in data]).sum())
+        distances.append(distance(gradients(model), gradients(alone)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return distances
+
+
+def test_weights_sent_ahead_are_never_those_of_the_step_before(ranks: StartRanks) -> None:
+    for distances in ranks(NUM_RANKS).run(gradients_after_backwards_of_another_order):
+        assert max(distances) <= 1e-12
+
+
+def gradients_after_inference() -> bool:
+    """Whether there are any where the first forward ever, which makes the transient buffers, was in inference mode."""
+    mlp = rotate(MLP(64, 256), mesh=make_mesh("cpu"))
+    with torch.inference_mode():
+        mlp(torch.ones(1, 64))
+    backward(mlp(torch.ones(1, 64)).sum())
+    return all(parameter.grad is not None for parameter in mlp.parameters())
+
+
+def test_inference_mode_leaves_buffers_that_training_can_use(ranks: StartRanks) -> None:
+    assert all(ranks(NUM_RANKS).run(gradients_after_inference))
+
+
 def accumulated_gradients() -> float:
     """How far the gradients of three backwards are from one process's."""
     model = rotated_gpt(VARIANT)
@@ -178,8 +214,6 @@ def test_accumulation_adds_to_gradients(ranks: StartRanks) -> None:
 
 
 def evaluation_bytes() -> list[int]:
-    from gyre_trainer.ring import ring_of
-
     model = rotated_gpt(VARIANT)
     ring = ring_of(make_mesh("cpu"))
     sent = []

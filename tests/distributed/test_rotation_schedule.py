@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.mesh import make_mesh
-from gyre_trainer.ring import Direction, Hop, Ring, Stream
+from gyre_trainer.ring import Direction, Hop, Ring, Stream, ring_of
 from gyre_trainer.rotate import RotationPolicy, rotate
 from torch import Tensor, nn
 
@@ -108,29 +108,34 @@ def test_backward_sends_the_next_module_off_before_the_own_slice_computes(ranks:
         assert backwards[1] == [BACKWARD, *rest(1)[:-1], BACKWARD, rest(1)[-1], *rest(0)]
 
 
-def live_bytes_after_each_step(policy: RotationPolicy) -> list[int]:
-    """Bytes of all tensors of this rank."""
+def memory_after_each_step(policy: RotationPolicy) -> list[tuple[int, set[int]]]:
+    """Bytes of all tensors of this rank, and the addresses of the transient buffers."""
     variant = Variant(UNEVEN, policy)
     model = rotated_gpt(variant)
     optimizer = torch.optim.AdamW(model.parameters())
+    pool = ring_of(make_mesh("cpu")).pool
     found = []
     for step in range(4):
         tokens, targets = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(step, 37))
-        loss = train_step(model, optimizer, tokens, targets, variant)
+        train_step(model, optimizer, tokens, targets, variant)
         with torch.no_grad():
             model.loss(tokens, targets)
-        del loss, tokens, targets
+        del tokens, targets
         gc.collect()
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is Tensor}
-        found.append(sum(storages.values()))
+        buffers = {buffer.data_ptr() for free in pool._free.values() for buffer in free}
+        found.append((sum(storages.values()), buffers))
     return found
 
 
-def test_nothing_grows_from_step_to_step(ranks: StartRanks) -> None:
+def test_nothing_grows_and_no_buffer_is_made_after_the_first_steps(ranks: StartRanks) -> None:
+    """The second step is the first one that sends ahead."""
     for policy in (RotationPolicy(), RotationPolicy(compute_dtype=torch.bfloat16), RotationPolicy(recompute=True)):
-        for found in ranks(3).run(live_bytes_after_each_step, policy):
-            assert found[0] > 0
-            assert found[1] == found[2] == found[3]
+        for found in ranks(3).run(memory_after_each_step, policy):
+            (num_bytes, buffers), *later = found[1:]
+            assert num_bytes > 0
+            assert len(buffers) >= 4  # two of weights and two of gradients
+            assert later == [(num_bytes, buffers)] * 2
 
 
 def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:

@@ -685,7 +685,7 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 class Credit(_message.Message):
     """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, for clients that can share memory with it:
     1. on connecting, the client receives a token of 32 ASCII letters; it passes it with OpenSession as the metadata `gyre-side-token`
-       and keeps the connection;
+       and keeps the connection until that is answered;
     2. for each session so opened it receives a message: the session's id, with the descriptor of a sealed memory file (SCM_RIGHTS).
     A client without a token gets its payload inline.
 
