@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-BIN = Path(sys.executable).parent
+BIN = Path(sysconfig.get_path("scripts"))
 TRAIN_CONFIG = Path(__file__).with_name("stdlib.toml")
 KILL_AT_STEP = 80  # some steps after a checkpoint: their work is lost, and done again
 MAX_FINAL_LOSS = 2.4  # nats per byte; a byte drawn at random costs 5.5
@@ -35,15 +35,20 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, default=Path(".demo"))
     workdir = parser.parse_args().workdir.resolve()
     run = workdir / "run"
-    settings = tomllib.loads(TRAIN_CONFIG.read_text())
     shutil.rmtree(run, ignore_errors=True)
+    settings = tomllib.loads(TRAIN_CONFIG.read_text())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("FAILED: the demo was told to end"))
+    began_s = time.monotonic()
 
     data = make_dataset(workdir / "data")
     with daemon(workdir, data) as address:
         say(f"training on 2 ranks; at step {KILL_AT_STEP} the job is killed with SIGKILL")
-        train_and_kill(run, address)
+        with training(run, address) as job:
+            wait_until(lambda: num_lines(run / "history.jsonl") >= KILL_AT_STEP, job, "the job trains")
+            kill(job)
         say(f"resuming from the last checkpoint, {(run / 'checkpoints/latest').read_text().strip()}")
-        check(train(run, address, "--resume").wait() == 0, "the resumed job reached its end")
+        with training(run, address, "--resume") as job:
+            check(job.wait() == 0, "the resumed job reached its end")
         say("looking at what was consumed")
         check_history(run / "history.jsonl", settings, address)
         report = json.loads((run / "report.json").read_text())
@@ -56,7 +61,8 @@ def main() -> int:
         check(loss < MAX_FINAL_LOSS, f"final loss {loss:.3f} nats per byte, below {MAX_FINAL_LOSS}")
         say("the daemon's statistics")
         print(command("gyre", "status", "--address", address))
-    print(f"\nloss curve   {run}/loss.png\nreport       {run}/report.json\ntensorboard  --logdir {run}/tensorboard")
+    print(f"\nall of it true, in {time.monotonic() - began_s:.0f} s")
+    print(f"loss curve   {run}/loss.png\nreport       {run}/report.json\ntensorboard  --logdir {run}/tensorboard")
     return 0
 
 
@@ -95,7 +101,7 @@ stride = 256
     with (workdir / "gyred.log").open("wb") as log:
         process = subprocess.Popen([BIN / "gyred", "serve", "--config", workdir / "gyre.toml"], stderr=log)
     try:
-        wait_until(lambda: '"ready"' in (workdir / "gyred.log").read_text(), process, "gyred starts")
+        wait_until(lambda: '"ready"' in (workdir / "gyred.log").read_text(), process, f"gyred starts; see {workdir}/gyred.log")
         say(f"gyred serves {data} at unix:{socket}")
         yield f"unix:{socket}"
     finally:
@@ -104,22 +110,23 @@ stride = 256
     check(status == 0, "gyred drained and ended with status 0")
 
 
-def train(run: Path, address: str, *flags: str) -> "subprocess.Popen[bytes]":
-    """Start the training job, as the leader of a process group of its own."""
+@contextmanager
+def training(run: Path, address: str, *flags: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """The training job, a process group of its own: a launcher and its ranks. It is killed if the demo ends before it."""
     overrides = [f"--set=run.out={run}", f"--set=data.address={address}"]
-    return subprocess.Popen(
-        [BIN / "gyre-train", "run", TRAIN_CONFIG, "--nproc", "2", *overrides, *flags], start_new_session=True
-    )
-
-
-def train_and_kill(run: Path, address: str) -> None:
-    """Train until the history has the step to be killed at, then kill launcher and ranks at once."""
-    job = train(run, address)
+    command = [BIN / "gyre-train", "run", TRAIN_CONFIG, "--nproc", "2"]
+    job = subprocess.Popen([*command, *overrides, *flags], start_new_session=True)
     try:
-        wait_until(lambda: num_lines(run / "history.jsonl") >= KILL_AT_STEP, job, "the job trains")
+        yield job
     finally:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+        if job.poll() is None:
+            kill(job)
+
+
+def kill(job: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL to all processes of the job at once."""
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
 
 
 def check_history(path: Path, settings: dict[str, Any], address: str) -> None:
