@@ -114,7 +114,7 @@ stride = 256
 def training(run: Path, address: str, *flags: str) -> Iterator["subprocess.Popen[bytes]"]:
     """The training job, a process group of its own: a launcher and its ranks. It is killed if the demo ends before it."""
     overrides = [f"--set=run.out={run}", f"--set=data.address={address}"]
-    command = [BIN / "gyre-train", "run", TRAIN_CONFIG, "--nproc", "2"]
+    command = [str(BIN / "gyre-train"), "run", str(TRAIN_CONFIG), "--nproc", "2"]
     job = subprocess.Popen([*command, *overrides, *flags], start_new_session=True)
     try:
         yield job

@@ -31,7 +31,7 @@ def main() -> int:
         write_shards(shards)
     shutil.rmtree(run, ignore_errors=True)
     overrides = [f"--set=data.dataset={shards}", f"--set=eval.dataset={shards}", f"--set=run.out={run}"]
-    command = [Path(sys.executable).with_name("gyre-train"), "run", str(TRAIN_CONFIG), "--nproc", "2", *overrides]
+    command = [sysconfig.get_path("scripts") + "/gyre-train", "run", str(TRAIN_CONFIG), "--nproc", "2", *overrides]
     return subprocess.run(command, check=False).returncode
 
 

@@ -219,12 +219,13 @@ def test_padding_evaluation_and_bfloat16_in_one_run(tmp_path: Path, trainer: Tra
     assert not (out / "checkpoints").exists()
 
 
-def test_what_does_not_fit_the_data_ends_with_status_2_and_one_sentence(tmp_path: Path, trainer: Trainer) -> None:
+def test_what_cannot_be_trained_ends_with_status_2_and_one_sentence(tmp_path: Path, trainer: Trainer) -> None:
     for flag, words in (
         ("data.dataset=words", "words"),
         ("data.sequence_length=15", "needs samples of 16 tokens"),
+        ("optimizer.lr=1e30", "the loss is nan"),
     ):
-        status, errors = trainer.run(tmp_path / "run", f"--set={flag}")
+        status, errors = trainer.run(tmp_path / flag, f"--set={flag}")
         assert (status, errors.count("gyre-train: error:")) == (2, 1), errors
         assert words in errors
         assert "Traceback" not in errors

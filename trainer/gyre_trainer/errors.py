@@ -4,6 +4,7 @@ TrainError
 ├── ConfigError (ValueError)   a file, a flag, or a combination that cannot be trained with; `gyre-train` exits with 2
 ├── CheckpointRejected         a checkpoint that is absent, torn, or of another model
 ├── DataRejected               batches that are not what the configuration says
+├── Diverged                   the loss is no number any more
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on
 ├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was used in a way that breaks it
 └── RingError (RuntimeError)   a neighbour on the ring died or missed the deadline
@@ -26,6 +27,10 @@ class CheckpointRejected(TrainError):
 
 class DataRejected(TrainError):
     """The dataset does not deliver what the configuration promises."""
+
+
+class Diverged(TrainError):
+    """The loss is infinite or no number; nothing was saved since."""
 
 
 class MeshError(TrainError, ValueError):

@@ -1,6 +1,7 @@
 """A training run from its configuration to its report: what one rank does, step by step."""
 
 import hashlib
+import math
 import socket
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.optim import AdamW
 from gyre_trainer.checkpoint import Checkpoints, TrainState
 from gyre_trainer.collate import Collator, Examples
 from gyre_trainer.config import TrainConfig
+from gyre_trainer.errors import Diverged
 from gyre_trainer.flyweight import materialize
 from gyre_trainer.ledger import Ledger, Times
 from gyre_trainer.model import GPT, rotate_gpt
@@ -149,8 +151,12 @@ class Training:
 
     def _record(self) -> None:
         steps = self._ledger.gather()
+        first_step = self.step - len(steps)
         if self._recorder:
-            self._recorder.add(self.step - len(steps), steps)
+            self._recorder.add(first_step, steps)
+        for step, seen in enumerate(steps, first_step):
+            if not math.isfinite(seen.loss):
+                raise Diverged(f"the loss is {seen.loss} at step {step}; resume from a checkpoint with a lower `optimizer.lr`")
 
     @torch.no_grad()
     def _evaluate(self) -> None:
