@@ -20,7 +20,7 @@ from gyre_client import Loader, objects, texts
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from tests.conftest import StartDaemon
+from tests.conftest import S3Server, StartDaemon
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
 
@@ -139,10 +139,11 @@ def test_index_is_kept_and_reused(gyred: StartDaemon, tmp_path: Path) -> None:
 
 
 def test_object_storage_gives_the_same_batches_by_one_range_request_a_sample(
-    gyred: StartDaemon, tmp_path: Path, s3_server: Any
+    gyred: StartDaemon, tmp_path: Path, s3_server: S3Server
 ) -> None:
     samples = write_text_shards(tmp_path / "shards")
-    bucket = s3_server.make_bucket()
+    bucket = "batches"
+    s3_server.make_bucket(bucket)
     for path in (tmp_path / "shards").iterdir():
         s3_server.put(bucket, f"data/{path.name}", path.read_bytes())
     daemon = gyred(
@@ -165,6 +166,7 @@ def test_object_storage_gives_the_same_batches_by_one_range_request_a_sample(
         assert equal(batches, list(local))
     for batch in batches:
         check_text_batch(batch, samples)
+    assert daemon.stop() == 0
 
 
 class SlowFiles(http.server.BaseHTTPRequestHandler):

@@ -184,9 +184,11 @@ class Visitors:
             self._ring.pool.put(arrival.buffer)
 
     def close(self) -> None:
-        """Returns when nothing is under way any more, whatever went wrong in between."""
+        """Returns when nothing is under way any more, also where visitors were never asked for or one of them failed."""
         if self._next is not None:
             self._next.hop.wait()
+            self._ring.pool.put(self._next.buffer)
+            self._next = None
 
 
 class Relay:

@@ -119,14 +119,14 @@ def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shar
 
 async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> list[tuple[str, dict[str, Any]]]:
     """Path and info of every file that one path, folder or glob stands for, sorted by path."""
-    scheme = path.partition("://")[0]
+    scheme, _, bare = path.partition("://")  # globbing matches names, which have no scheme
     if any(letter in path for letter in "*?["):
-        found = await filesystem._glob(path, detail=True)
+        found = await filesystem._glob(bare, detail=True)
     else:
         info = await filesystem._info(path)
         if info["type"] != "directory":
             return [(path, info)]
-        found = await filesystem._glob(path.rstrip("/") + "/" + pattern, detail=True)
+        found = await filesystem._glob(bare.rstrip("/") + "/" + pattern, detail=True)
     return [
         (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
         for name, info in sorted(found.items())
