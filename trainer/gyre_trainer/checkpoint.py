@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.model import GPTConfig
 
 FORMAT = 1
@@ -46,44 +47,53 @@ class TrainState:
 class Checkpoints:
     """The checkpoints of one run directory. Every method is collective: all ranks call it, with the same arguments."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, model_config: GPTConfig) -> None:
         self._folder = folder
         self._keep = keep
+        self._model_config = model_config
 
-    def save(self, state: TrainState, step: int, model_config: GPTConfig) -> None:
+    def save(self, state: TrainState, step: int) -> None:
         """After return a checkpoint that goes on at `step` is durable and `latest`; the oldest beyond `keep` are gone.
 
         Raises:
-            OSError: the disk is full or the folder cannot be written; `latest` still names the checkpoint before.
+            CheckpointFailed: the disk is full or cannot be written; `latest` names the checkpoint that it named before.
         """
         name = f"step-{step:08}"
         unfinished = self._folder / f".writing-{name}"
-        _on_first_rank(lambda: _clear(unfinished))
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
-        save({"model": model, "optimizer": optimizer}, checkpoint_id=unfinished)
         manifest = {
             "format": FORMAT,
             "step": step,
             "world_size": dist.get_world_size(),
-            "model": asdict(model_config),
+            "model": asdict(self._model_config),
             "loader": {name: b64encode(value).decode() for name, value in state.loader.state_dict().items()},
         }
-        _on_first_rank(lambda: self._publish(unfinished, name, manifest))
+        try:
+            _on_first_rank(lambda: _clear(unfinished))
+            save({"model": model, "optimizer": optimizer}, checkpoint_id=unfinished)
+            _on_first_rank(lambda: self._publish(unfinished, name, manifest))
+        except (OSError, CheckpointException) as error:
+            raise CheckpointFailed(f"checkpoint {self._folder / name} cannot be written: {_cause(error)}") from error
 
-    def load(self, state: TrainState, path: Path, model_config: GPTConfig) -> int:
-        """Restore `state` in place from the checkpoint directory `path`.
+    def load(self, state: TrainState, path: Path) -> int:
+        """Restore `state` in place from the checkpoint directory `path`; if it is of this run, it is `latest` again.
 
         Returns:
             The step to go on with.
 
         Raises:
-            CheckpointRejected: it is no checkpoint, or one of another format or model; says what differs.
+            CheckpointRejected: it is no checkpoint, torn, or one of another format or model; says what differs.
         """
-        manifest = read_manifest(path, model_config)
+        manifest = read_manifest(path, self._model_config)
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
-        load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        try:
+            load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        except CheckpointException as error:
+            raise CheckpointRejected(f"checkpoint {path} cannot be read: {_cause(error)}") from error
         set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
         state.loader.load_state_dict({name: b64decode(value) for name, value in manifest["loader"].items()})
+        if path.absolute().parent == self._folder.absolute():
+            _on_first_rank(lambda: _point(self._folder / _LATEST, path.name))
         return int(manifest["step"])
 
     def _publish(self, unfinished: Path, name: str, manifest: Mapping[str, Any]) -> None:
@@ -148,6 +158,13 @@ def _on_first_rank(act: Callable[[], None]) -> None:
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise failure[0]
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the first rank that something went wrong on, on one line."""
+    if isinstance(error, CheckpointException):
+        _, (error, _) = min(error.failures.items())
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _clear(folder: Path) -> None:

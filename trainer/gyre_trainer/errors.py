@@ -3,6 +3,7 @@
 TrainError
 ├── ConfigError (ValueError)   a file, a flag, or a combination that cannot be trained with; `gyre-train` exits with 2
 ├── CheckpointRejected         a checkpoint that is absent, torn, or of another model
+├── CheckpointFailed           a checkpoint that could not be written; the one before stays the latest
 ├── DataRejected               batches that are not what the configuration says
 ├── Diverged                   the loss is no number any more
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on
@@ -23,6 +24,10 @@ class ConfigError(TrainError, ValueError):
 
 class CheckpointRejected(TrainError):
     """The checkpoint does not fit this run."""
+
+
+class CheckpointFailed(TrainError):
+    """The checkpoint is not there; the message says why."""
 
 
 class DataRejected(TrainError):

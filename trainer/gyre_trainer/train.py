@@ -61,7 +61,7 @@ class Training:
         self._model = build_model(config, place)
         self._optimizer = build_optimizer(self._model, config)
         self._collator = Collator(config.data, config.model.vocab_size)
-        self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep)
+        self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
         self._ledger = Ledger()
         self._recorder: Recorder | None = None
         self._began_s = 0.0  # the step under way
@@ -69,7 +69,7 @@ class Training:
     def begin(self, resume: Path | None) -> None:
         """Take the state of a checkpoint, if there is one to go on from."""
         if resume:
-            self.step = self._checkpoints.load(self._state(), resume, self._config.model)
+            self.step = self._checkpoints.load(self._state(), resume)
         if self._place.rank == 0:
             num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
             facts = Facts(self._loader.num_samples, self._loader.steps_per_epoch, self._place.world_size, num_parameters)
@@ -145,7 +145,7 @@ class Training:
         if saves:
             if self._recorder:
                 self._recorder.sync()
-            self._checkpoints.save(self._state(), self.step, config.model)
+            self._checkpoints.save(self._state(), self.step)
         if evaluates or saves:
             self._began_s = time.monotonic()
 

@@ -1,0 +1,129 @@
+"""Checkpoints of one rank, through torch.distributed's own one-rank group."""
+
+import json
+import resource
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.checkpoint import Checkpoints, TrainState, latest
+from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
+from gyre_trainer.model import GPT, GPTConfig
+
+CONFIG = GPTConfig(vocab_size=32, num_layers=1, dim=16, num_heads=2, num_kv_heads=2, hidden_dim=32, max_seq_len=8)
+
+
+class Position:
+    """What a loader is to a checkpoint."""
+
+    def __init__(self, cursor: bytes) -> None:
+        self.cursor = cursor
+
+    def state_dict(self) -> dict[str, bytes]:
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state_dict: Mapping[str, bytes]) -> None:
+        self.cursor = state_dict["cursor"]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path, keep=2, model_config=CONFIG)
+
+
+def trained(seed: int, cursor: bytes = b"\x00\xff") -> TrainState:
+    """A model after one step, so that its optimizer has moments."""
+    torch.manual_seed(seed)
+    model = GPT(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(32, (2, 9))
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return TrainState(model, optimizer, Position(cursor))
+
+
+def tensors(state: TrainState) -> list[torch.Tensor]:
+    moments = [value for entry in state.optimizer.state.values() for value in entry.values()]
+    return [*state.model.parameters(), *moments]
+
+
+def test_everything_comes_back_to_the_bit(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    saved, restored = trained(1, b"\x00 some place \xff"), trained(2)
+    checkpoints.save(saved, 7)
+    assert latest(tmp_path) == tmp_path / "step-00000007"
+    assert checkpoints.load(restored, latest(tmp_path)) == 7
+    assert restored.loader.state_dict() == {"cursor": b"\x00 some place \xff"}
+    assert len(tensors(saved)) == 4 * len(list(saved.model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(tensors(saved), tensors(restored), strict=True))
+
+
+def test_the_newest_stay_and_what_a_kill_left_goes(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    torn = tmp_path / ".writing-step-00000002"
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"half of")
+    for step in range(1, 5):
+        checkpoints.save(trained(step), step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_has_that_as_its_latest(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        checkpoints.save(trained(step), step)
+    checkpoints.load(trained(9), tmp_path / "step-00000001")
+    assert latest(tmp_path).name == "step-00000001"
+    checkpoints.save(trained(3), 2)  # written anew, by other weights
+    assert latest(tmp_path).name == "step-00000002"
+    restored = trained(9)
+    checkpoints.load(restored, latest(tmp_path))
+    assert all(torch.equal(one, other) for one, other in zip(tensors(trained(3)), tensors(restored), strict=True))
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    checkpoints.save(trained(1), 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the kernel's answer to a write beyond it is an error
+    try:
+        with pytest.raises(CheckpointFailed, match=r"step-00000002 cannot be written: .*") as caught:
+            checkpoints.save(trained(2), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "\n" not in str(caught.value)
+    assert latest(tmp_path).name == "step-00000001"
+    restored = trained(9)
+    assert checkpoints.load(restored, latest(tmp_path)) == 1
+    assert all(torch.equal(one, other) for one, other in zip(tensors(trained(1)), tensors(restored), strict=True))
+    checkpoints.save(trained(2), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_a_torn_checkpoint_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    checkpoints.save(trained(1), 1)
+    (shard,) = latest(tmp_path).glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:2000])
+    with pytest.raises(CheckpointRejected, match="cannot be read") as caught:
+        checkpoints.load(trained(2), latest(tmp_path))
+    assert "\n" not in str(caught.value)
+    shard.unlink()
+    with pytest.raises(CheckpointRejected, match=r"cannot be read: FileNotFoundError"):
+        checkpoints.load(trained(2), latest(tmp_path))
+
+
+def test_a_checkpoint_says_of_what_it_is(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    checkpoints.save(trained(1), 1)
+    manifest = json.loads((latest(tmp_path) / "checkpoint.json").read_text())
+    assert manifest["model"] == asdict(CONFIG)
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (1, 1, 1)
