@@ -18,6 +18,7 @@ from gyre_client.outbox import Outbox
 from gyre_client.wire import chunk_data
 
 HEARTBEATS_PER_LEASE = 4
+TOGETHER_PER_GRANT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Attachment:
         self._on_word = on_word
         self._silent_for_s: float | None = None
         self._heard_at_s = time.monotonic()
-        self.outbox = Outbox(opened.session_id, num_credits)
+        self.outbox = Outbox(opened.session_id, num_credits, max(1, opened.prefetch_batches // TOGETHER_PER_GRANT))
         self._payload: grpc.CallIterator[bytes] | None = None
         self._is_closed = False
         self._stream = connection.stream(self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch))

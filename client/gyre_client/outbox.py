@@ -14,9 +14,19 @@ MAX_RELEASES = 4096  # in one message: three bytes a step or so, well below the 
 class Outbox:
     """Filled by the consumer and the receiver, drained by gRPC's sending thread."""
 
-    def __init__(self, session_id: str, num_credits: int) -> None:
+    def __init__(self, session_id: str, num_credits: int, num_together: int = 1) -> None:
+        """Has the first credits to give.
+
+        Args:
+            session_id: Of the session to attach to.
+            num_credits: The first credits; they wait for nothing.
+            num_together: So many later credits, or releases, are worth a message: a quarter of what the daemon granted leaves
+                it the rest to go on with.
+        """
         self._session_id = session_id
         self._num_credits = num_credits
+        self._num_together = num_together
+        self._is_due = num_credits > 0
         self._released: list[int] = []
         self._closed = False
         self._changed = threading.Condition()
@@ -25,13 +35,13 @@ class Outbox:
         """So many batches more may be sent."""
         with self._changed:
             self._num_credits += num_batches
-            self._changed.notify()
+            self._notify_if_due(self._num_credits)
 
     def release(self, step: int) -> None:
         """The payload of `step` has been copied."""
         with self._changed:
             self._released.append(step)
-            self._changed.notify()
+            self._notify_if_due(len(self._released))
 
     def close(self) -> None:
         """Nothing more is to be said; the client half-closes its stream."""
@@ -49,9 +59,10 @@ class Outbox:
         yield pb.StreamRequest(attach=pb.Attach(session_id=self._session_id))
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._num_credits or self._released or self._closed, heartbeat_s)
+                self._changed.wait_for(lambda: self._is_due or self._closed, heartbeat_s)
                 num_credits, self._num_credits = self._num_credits, 0
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
+                self._is_due = bool(self._released)
             on_wake()
             if released:
                 yield pb.StreamRequest(release=pb.Release(steps=released))
@@ -59,3 +70,8 @@ class Outbox:
                 yield pb.StreamRequest(credit=pb.Credit(num_batches=num_credits))
             if not released and not num_credits:
                 yield pb.StreamRequest(heartbeat=pb.Heartbeat())
+
+    def _notify_if_due(self, num_waiting: int) -> None:
+        if num_waiting >= self._num_together:
+            self._is_due = True
+            self._changed.notify()
