@@ -242,10 +242,9 @@ async def _probe(storage: Storage) -> Sequence[bytes]:
     """The bytes that the fingerprint looks at."""
     ranges = [wanted for wanted in probe_ranges(storage.shards) if wanted[2] > wanted[1]]
     probes = [np.empty(stop - start, np.uint8) for _, start, stop in ranges]
-    reads = [Reads.into(probe, shard, start) for probe, (shard, start, _) in zip(probes, ranges, strict=True)]
     try:
-        if reads:
-            await storage.read(Reads.concatenate(reads))
+        if probes:
+            await storage.read(Reads.into(probes, [shard for shard, _, _ in ranges], [start for _, start, _ in ranges]))
     except ExceptionGroup as errors:
         raise first_error(errors) from errors
     return [probe.tobytes() for probe in probes]

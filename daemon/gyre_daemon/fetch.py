@@ -62,16 +62,51 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class _Bulk:
+    """Batches that are filled together, seen as one long batch of n samples.
+
+    Attributes:
+        fetches: the batches, each with its slot.
+        shard: int64 [n].
+        start: int64 [n, F], of the stored bytes.
+        stored: int64 [n, F], their sizes.
+        place: int64 [n, F], addresses of the samples' places.
+        placed: int64 [n, F], the sizes of the places.
+    """
+
+    fetches: Sequence[tuple[Fetch, Slot]]
+    shard: _Integers
+    start: _Integers
+    stored: _Integers
+    place: _Integers
+    placed: _Integers
+
+    @classmethod
+    def of(cls, fetches: Sequence[tuple[Fetch, Slot]]) -> "_Bulk":
+        addresses = np.repeat([slot.address for _, slot in fetches], [len(fetch.plan.sample_ids) for fetch, _ in fetches])
+        places = np.concatenate([fetch.layout.places for fetch, _ in fetches])
+        extents = [fetch.extents for fetch, _ in fetches]
+        return cls(
+            fetches,
+            np.concatenate([each.shard for each in extents]),
+            np.concatenate([each.start for each in extents]),
+            np.concatenate([each.size for each in extents]),
+            places[:, :, 0] + addresses[:, None],
+            places[:, :, 1] - places[:, :, 0],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Scratch:
     """Memory for the stored bytes of one field that are no part of its tensor.
 
     Attributes:
         memory: uint8.
-        ends: int64 [B + 1], sample i has `[ends[i], ends[i + 1])` of it.
+        ends: int64 [n + 1], sample i has `[ends[i], ends[i + 1])` of it.
     """
 
     memory: npt.NDArray[np.uint8]
-    ends: npt.NDArray[np.int64]
+    ends: _Integers
 
 
 class Fetcher:
@@ -105,61 +140,59 @@ class Fetcher:
             CorruptSample: names shard, sample, offset and reason.
             ShardMissing, NotAllowed, StorageUnavailable: from the storage, maybe as the first member of an exception group.
         """
-        reads: list[Reads] = []
-        scratches: list[list[_Scratch]] = []
         for fetch, slot in fetches:
             write_own_tensors(fetch.plan, fetch.layout, slot.memory)
-            placed, scratch = self._place(fetch, slot)
-            reads.append(placed)
-            scratches.append(scratch)
-        await self._dataset.storage.read(reads[0] if len(reads) == 1 else Reads.concatenate(reads))
+        bulk = _Bulk.of(fetches)
+        reads, scratches = self._place(bulk)
+        await self._dataset.storage.read(reads)
         if self._finishes:
-            loop = asyncio.get_running_loop()
-            for (fetch, slot), scratch in zip(fetches, scratches, strict=True):
-                await loop.run_in_executor(self._executor, self._finish, fetch, slot, scratch)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._finish, bulk, scratches)
         return [Batch(fetch.plan, fetch.layout, slot) for fetch, slot in fetches]
 
-    def _place(self, fetch: Fetch, slot: Slot) -> tuple[Reads, list[_Scratch]]:
-        """The reads of a batch: of each field, first what goes to scratch memory, then what goes to its place."""
-        places, stored = fetch.layout.places, fetch.extents.size
+    def _place(self, bulk: _Bulk) -> tuple[Reads, list[_Scratch]]:
+        """The reads: of each field, first what goes to scratch memory, then what goes to its place."""
         pieces: list[_Columns] = []
         scratches: list[_Scratch] = []
-        everyone = np.arange(len(stored))
+        everyone = np.arange(len(bulk.shard))
         for column, codec in enumerate(self._codecs):
-            placed = places[:, column, 1] - places[:, column, 0]
-            misfits = codec.misfits(stored[:, column], placed)
+            start, stored, placed = bulk.start[:, column], bulk.stored[:, column], bulk.placed[:, column]
+            misfits = codec.misfits(stored, placed)
             if misfits.any():
                 first = int(np.argmax(misfits))
-                reason = f"{stored[first, column]} bytes are no {self._dataset.fields[column].codec} of this dataset"
-                raise self._corrupt(fetch, first, column, reason)
-            before = codec.scratch_bytes(stored[:, column], placed)
+                raise self._corrupt(
+                    bulk, first, column, f"{stored[first]} bytes are no {self._dataset.fields[column].codec} here"
+                )
+            before = codec.scratch_bytes(stored, placed)
             ends = np.concatenate(([0], np.cumsum(before)))
             scratch = _Scratch(np.empty(int(ends[-1]), np.uint8), ends)
             scratches.append(scratch)
-            start, after = fetch.extents.start[:, column], stored[:, column] - before
+            after = stored - before
             if ends[-1]:
                 pieces.append((start, before, ends[:-1] + scratch.memory.ctypes.data, everyone))
             if after.any():
-                pieces.append((start + before, after, places[:, column, 0] + slot.address, everyone))
+                pieces.append((start + before, after, bulk.place[:, column], everyone))
         start, size, target, sample = _in_order(pieces)
-        memory = (slot.memory, *(scratch.memory for scratch in scratches))
-        return Reads(fetch.extents.shard[sample], start, size, target.astype(np.uint64), sample, memory), scratches
+        memory = (*(slot.memory for _, slot in bulk.fetches), *(scratch.memory for scratch in scratches))
+        return Reads(bulk.shard[sample], start, size, target.astype(np.uint64), sample, memory), scratches
 
-    def _finish(self, fetch: Fetch, slot: Slot, scratches: Sequence[_Scratch]) -> None:
+    def _finish(self, bulk: _Bulk, scratches: Sequence[_Scratch]) -> None:
         for column, codec in enumerate(self._codecs):
             if not codec.finishes:
                 continue
             spec, scratch = self._dataset.fields[column], scratches[column]
             memory, ends = scratch.memory.data, scratch.ends.tolist()
-            for sample, (begin, end) in enumerate(fetch.layout.places[:, column].tolist()):
-                try:
-                    codec.finish(spec, memory[ends[sample] : ends[sample + 1]], slot.memory[begin:end])
-                except ValueError as error:
-                    raise self._corrupt(fetch, sample, column, str(error)) from error
+            sample = 0
+            for fetch, slot in bulk.fetches:
+                for begin, end in fetch.layout.places[:, column].tolist():
+                    try:
+                        codec.finish(spec, memory[ends[sample] : ends[sample + 1]], slot.memory[begin:end])
+                    except ValueError as error:
+                        raise self._corrupt(bulk, sample, column, str(error)) from error
+                    sample += 1
 
-    def _corrupt(self, fetch: Fetch, sample: int, column: int, reason: str) -> CorruptSample:
-        shard = self._dataset.storage.shards[int(fetch.extents.shard[sample])].name
-        sample_id, offset = int(fetch.plan.sample_ids[sample]), int(fetch.extents.start[sample, column])
+    def _corrupt(self, bulk: _Bulk, sample: int, column: int, reason: str) -> CorruptSample:
+        sample_id = int(np.concatenate([fetch.plan.sample_ids for fetch, _ in bulk.fetches])[sample])
+        shard, offset = self._dataset.storage.shards[int(bulk.shard[sample])].name, int(bulk.start[sample, column])
         return CorruptSample(
             f"sample {sample_id} of dataset `{self._dataset.name}` (shard {shard}, byte {offset}) is corrupt: field "
             f"{self._dataset.fields[column].name}: {reason}",

@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.errors import CorruptSample
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -59,31 +61,15 @@ class Reads:
         )
 
     @classmethod
-    def into(cls, memory: npt.NDArray[np.uint8], shard: int, start: int) -> "Reads":
-        """One read that fills `memory` from a shard; the caller keeps the memory."""
+    def into(cls, memories: Sequence[npt.NDArray[np.uint8]], shards: Sequence[int], starts: Sequence[int]) -> "Reads":
+        """Reads that fill each of several memories from one place each."""
         return cls(
-            np.array([shard], np.int64),
-            np.array([start], np.int64),
-            np.array([memory.nbytes], np.int64),
-            np.array([memory.ctypes.data], np.uint64),
-            np.zeros(1, np.int64),
-            (memory,),
-        )
-
-    @classmethod
-    def concatenate(cls, parts: "Sequence[Reads]") -> "Reads":
-        """All reads of several, in their order; samples stay apart."""
-        base, samples = 0, []
-        for part in parts:
-            samples.append(part.sample + base)
-            base += int(part.sample[-1]) + 1 if len(part) else 0
-        return cls(
-            np.concatenate([part.shard for part in parts]),
-            np.concatenate([part.start for part in parts]),
-            np.concatenate([part.size for part in parts]),
-            np.concatenate([part.target for part in parts]),
-            np.concatenate(samples),
-            tuple(owner for part in parts for owner in part.memory),
+            np.array(shards, np.int64),
+            np.array(starts, np.int64),
+            np.array([memory.nbytes for memory in memories], np.int64),
+            np.array([memory.ctypes.data for memory in memories], np.uint64),
+            np.arange(len(memories)),
+            tuple(memories),
         )
 
 
@@ -91,8 +77,8 @@ class Storage(Protocol):
     """The shards of one dataset. Used from one event loop.
 
     Every method raises ShardMissing, NotAllowed or StorageUnavailable after its own retries, and CorruptSample where a shard
-    is shorter than the read or has changed since it was listed; each names the shard. An error may come as the first member of
-    an exception group.
+    is shorter than the read, or has changed since it was listed and its storage can tell; each names the shard. An error may
+    come as the first member of an exception group.
     """
 
     shards: Sequence[Shard]
@@ -109,3 +95,41 @@ class Storage(Protocol):
 
     def local_path(self, shard: int) -> Path | None:
         """Where the shard lies on this machine's disk, if it does."""
+
+
+class Bounds:
+    """Where the shards of a storage end: an address beyond a mapped file is another's memory."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._sizes = np.array([shard.size_bytes for shard in shards], np.int64)
+
+    def check(self, reads: Reads) -> None:
+        """Refuse reads that leave their shards.
+
+        Raises:
+            CorruptSample: names the first shard that is too short.
+        """
+        sizes = self._sizes[reads.shard]
+        outside = (reads.start < 0) | (reads.size < 0) | (reads.start > sizes - reads.size)
+        if outside.any():
+            first = int(np.argmax(outside))
+            start, size = int(reads.start[first]), int(reads.size[first])
+            raise truncated(self._shards[int(reads.shard[first])].name, start, start + size, max(0, int(sizes[first]) - start))
+
+
+def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample:
+    """The error for a read that ran past the end of a shard."""
+    return CorruptSample(
+        f"shard {name} is shorter than its index says: bytes [{start}, {stop}) were asked for and {num_bytes} came; restore "
+        "the shard, or index the dataset again",
+        {"shard": name, "offset": start, "reason": "truncated"},
+    )
+
+
+def changed(name: str) -> CorruptSample:
+    """The error for a shard that is no longer what was listed."""
+    return CorruptSample(
+        f"shard {name} has changed since the dataset was opened; restore it, or index the dataset again",
+        {"shard": name, "reason": "changed"},
+    )

@@ -11,9 +11,9 @@ from pathlib import Path
 import aiofiles
 import numpy as np
 
-from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
-from gyre_daemon.storage.base import Reads, Shard
+from gyre_daemon.storage.base import Bounds, Reads, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 
 _STREAM_CHUNK_BYTES = 8 << 20
@@ -47,6 +47,7 @@ class LocalStorage:
     ) -> None:
         self.shards = shards
         self._paths = paths
+        self._bounds = Bounds(shards)
         self._executor = executor
         self._num_threads = num_threads
         self._metrics = metrics
@@ -55,6 +56,7 @@ class LocalStorage:
 
     async def read(self, reads: Reads) -> None:
         """See `Storage.read`."""
+        self._bounds.check(reads)
         num_jobs = min(self._num_threads, 1 + int(reads.size.sum()) // _MIN_JOB_BYTES)
         if num_jobs == 1:
             await self._run(reads)
@@ -134,14 +136,6 @@ class LocalStorage:
         listed = self.shards[shard]
         if (stat.st_size, str(stat.st_mtime_ns)) != (listed.size_bytes, listed.version):
             raise changed(listed.name)
-
-
-def changed(name: str) -> CorruptSample:
-    """The error for a shard that is no longer what was indexed."""
-    return CorruptSample(
-        f"shard {name} has changed since the dataset was opened; restore it, or index the dataset again",
-        {"shard": name, "reason": "changed"},
-    )
 
 
 def list_files(path: Path, pattern: str) -> list[Path]:

@@ -2,19 +2,24 @@
 
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-import braceexpand
 from fsspec.registry import available_protocols
 
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.storage.braces import expand
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CREDENTIALS = re.compile(r"//[^/@]*@")
+_LAYERS = (
+    "async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "data", "dir", "filecache", "generic", "libarchive",
+    "reference", "simplecache", "tar", "zip",
+)  # fmt: skip
+_PASSWORD = re.compile(r"[^/]*:[^/]*@")
+_CREDENTIALS = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"\?\S+")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _MAX_CHARS = 4096
 _MAX_SHARDS = 1_000_000
+_MAX_EXPANDED_CHARS = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +27,9 @@ class Location:
     """A place of shards.
 
     Attributes:
-        scheme: `file`, `s3`, ... paths: with scheme, except for local files; several where the URI was a brace list. One of
-        them may be a glob or a folder. text: as written, credentials redacted.
+        scheme: `file`, `s3`, ... in lower case.
+        paths: with scheme, except for local files; several where the URI was a brace list. Each may be a glob or a folder.
+        text: as written, credentials redacted.
     """
 
     scheme: str
@@ -35,21 +41,39 @@ def parse_location(uri: str) -> Location:
     """Check a URI and expand its brace list.
 
     Raises:
-        InvalidRequest: it is empty, too long, has control characters, is chained with `::`, or its scheme is unknown.
+        InvalidRequest: it is empty, too long or unprintable, is chained or piped, has an unknown scheme or a password, leaves
+            its root, or names too many shards. The sentence never repeats a password.
     """
     if not uri or len(uri) > _MAX_CHARS:
         raise InvalidRequest(f"a dataset's URI must have 1 to {_MAX_CHARS} characters, but has {len(uri)}")
-    if _CONTROL.search(uri):
-        raise InvalidRequest("a dataset's URI must not contain control characters")
-    if "::" in uri:
-        raise InvalidRequest("chained URLs (`::`) are not served; name the location of the shards themselves")
+    if _UNPRINTABLE.search(uri):
+        raise InvalidRequest("a dataset's URI must not contain control characters or broken Unicode")
+    if "::" in uri or uri.startswith("pipe:"):
+        raise InvalidRequest("chained URLs (`::`) and pipes are not served; name the location of the shards themselves")
     match = _SCHEME.match(uri)
-    scheme = match[1].lower() if match else "file"
-    if scheme not in available_protocols():
+    if not match:
+        return Location("file", _expand(uri), uri)
+    scheme, rest = match[1].lower(), uri[match.end() :]
+    _check_url(scheme, rest)
+    if scheme in ("file", "local"):
+        return Location("file", _expand(rest), uri)
+    return Location(scheme, _expand(f"{scheme}://{rest}"), redact(uri))
+
+
+def _check_url(scheme: str, rest: str) -> None:
+    """Refuse what no driver, or the wrong one, would make something of."""
+    if scheme not in available_protocols() or scheme in _LAYERS:
         raise InvalidRequest(f"unknown scheme `{scheme}://` in a dataset's URI", {"scheme": scheme})
     if scheme in ("file", "local"):
-        scheme, uri = "file", uri.removeprefix("file://").removeprefix("local://")
-    return Location(scheme, _expand(uri), redact(uri))
+        if not rest.startswith("/"):
+            raise InvalidRequest(f"a {scheme}:// URI needs an absolute path, such as {scheme}:///data/shards")
+        return
+    if _PASSWORD.match(rest):
+        raise InvalidRequest("a dataset's URI must not contain a password; put credentials into the dataset's `storage` table")
+    if ".." in rest.split("/"):
+        raise InvalidRequest("a dataset's URI must not leave its root with `..`")
+    if scheme in ("http", "https") and any(letter in rest for letter in "?#"):
+        raise InvalidRequest("an http dataset's URI must not have a query or a fragment; signed URLs are not served")
 
 
 def redact(text: str) -> str:
@@ -59,7 +83,7 @@ def redact(text: str) -> str:
 
 def relative_names(paths: list[str]) -> list[str]:
     """The paths below the deepest folder that holds all of them."""
-    split = [(urlsplit(path).path if "://" in path else path).split("/") for path in paths]
+    split = [path.partition("://")[2].split("/") if "://" in path else path.split("/") for path in paths]
     depth = 0
     while all(len(parts) > depth + 1 and parts[depth] == split[0][depth] for parts in split):
         depth += 1
@@ -69,11 +93,6 @@ def relative_names(paths: list[str]) -> list[str]:
 def _expand(uri: str) -> tuple[str, ...]:
     """All texts of a brace list such as `shard-{000..127}.tar`, in its order."""
     try:
-        expanded = []
-        for path in braceexpand.braceexpand(uri):
-            expanded.append(path)
-            if len(expanded) > _MAX_SHARDS:
-                raise InvalidRequest(f"a dataset's URI names more than {_MAX_SHARDS} shards")
+        return tuple(expand(uri, min(_MAX_SHARDS, _MAX_EXPANDED_CHARS // len(uri))))
     except ValueError as error:
-        raise InvalidRequest(f"unbalanced braces in the URI {redact(uri)}") from error
-    return tuple(expanded)
+        raise InvalidRequest(f"the URI {redact(uri)} cannot be expanded: {error}") from error

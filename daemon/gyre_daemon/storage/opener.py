@@ -1,6 +1,7 @@
 """Which driver serves which scheme, and the listing of a location's shards."""
 
 import asyncio
+import functools
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -10,7 +11,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from gyre_daemon.errors import ConfigError, ShardMissing, first_error
+from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing, first_error
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Shard, Storage
 from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
@@ -18,8 +19,9 @@ from gyre_daemon.storage.location import Location, relative_names
 from gyre_daemon.storage.remote import RemoteStorage, driver_error
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
-_RETRY_CONFIG = {"max_retries": 4}
 _LISTING_DEADLINE_S = 60.0
+
+_Entries = list[tuple[str, dict[str, Any]]]
 
 
 class StorageOpener:
@@ -46,27 +48,61 @@ class StorageOpener:
         if location.scheme == "file":
             loop = asyncio.get_running_loop()
             paths, shards = await loop.run_in_executor(self._executor, _list_local, location, pattern)
-            self._count_listing("file", "ok")
+            self._count_listing("file", len(location.paths), "ok")
             return LocalStorage(paths, shards, self._executor, self._num_threads, self._metrics)
-        filesystem = _make_filesystem(location.scheme, settings)
+        filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(filesystem, location, pattern)
         return RemoteStorage(location.scheme, filesystem, names, shards, self._max_requests, self._metrics)
+
+    async def _make_filesystem(self, location: Location, settings: Mapping[str, Any]) -> AsyncFileSystem:
+        """A file system of its own for one dataset: an instance shared between datasets would share credentials."""
+        scheme = location.scheme
+        try:
+            if scheme in _OBJECT_SCHEMES:
+                from gyre_daemon.storage.objects import open_objects  # noqa: PLC0415  an extra, which local files do without
+
+                return open_objects(scheme, settings, location.paths[0])
+            driver = fsspec.get_filesystem_class(scheme)
+            if driver.async_impl:
+                return driver(**settings, asynchronous=True, skip_instance_cache=True)
+            connect = functools.partial(driver, **settings, skip_instance_cache=True)  # some wait for their server
+            async with asyncio.timeout(_LISTING_DEADLINE_S):
+                return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
+        except ImportError as error:
+            raise ConfigError(f"no driver for {scheme}:// is installed: {error}") from error
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the storage settings of a {scheme}:// dataset cannot be used: {error}") from error
+        except Exception as error:
+            raise driver_error(location.text, error) from error
 
     async def _list_remote(
         self, filesystem: AsyncFileSystem, location: Location, pattern: str
     ) -> tuple[list[str], list[Shard]]:
         outcome: Outcome = "error"
+        found: list[_Entries] = [[] for _ in location.paths]
+        waiting = iter(enumerate(location.paths))
+
+        async def list_next() -> None:
+            for index, path in waiting:
+                found[index] = await _entries(filesystem, path, pattern)
+
         try:
             async with asyncio.timeout(_LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_entries(filesystem, path, pattern)) for path in location.paths]
+                for _ in range(min(self._max_requests, len(location.paths))):
+                    group.create_task(list_next())
             outcome = "ok"
         except ExceptionGroup as errors:
-            raise driver_error(location.text, first_error(errors)) from errors
+            error = first_error(errors)
+            if isinstance(error, ValueError | NotImplementedError):
+                raise InvalidRequest(f"the storage cannot list {location.text}: {error}") from errors
+            raise driver_error(location.text, error) from errors
         except TimeoutError as error:
             raise driver_error(location.text, error) from error
         finally:
-            self._count_listing(location.scheme, outcome)
-        entries = [entry for task in tasks for entry in task.result()]
+            self._count_listing(location.scheme, len(location.paths), outcome)
+        entries = [entry for of_path in found for entry in of_path]
         if not entries:
             raise ShardMissing(f"no shard at {location.text}: check the dataset's URI and that it matches {pattern}")
         paths = [path for path, _ in entries]
@@ -76,39 +112,8 @@ class StorageOpener:
         ]
         return paths, shards
 
-    def _count_listing(self, scheme: str, outcome: Outcome) -> None:
-        self._metrics.count_requests(RequestLabels(scheme, "list", outcome), 1, 0)
-
-
-def _make_filesystem(scheme: str, settings: Mapping[str, Any]) -> AsyncFileSystem:
-    """A file system of its own for one dataset: an instance shared between datasets would share credentials."""
-    try:
-        if scheme in _OBJECT_SCHEMES:
-            return _object_store(scheme, settings)
-        driver = fsspec.get_filesystem_class(scheme)
-        if driver.async_impl:
-            return driver(**settings, asynchronous=True, skip_instance_cache=True)
-        return AsyncFileSystemWrapper(driver(**settings, skip_instance_cache=True), asynchronous=True)
-    except ImportError as error:
-        raise ConfigError(f"no driver for {scheme}:// is installed: {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the storage settings of a {scheme}:// dataset cannot be used: {error}") from error
-
-
-def _object_store(scheme: str, settings: Mapping[str, Any]) -> AsyncFileSystem:
-    from obstore.fsspec import FsspecStore  # noqa: PLC0415  an extra: a daemon for local files does without
-
-    plain_http = str(settings.get("endpoint", "")).startswith("http://") or scheme == "http"
-    store: Any = FsspecStore  # its overloads leave out what fsspec adds
-    filesystem: AsyncFileSystem = store(
-        scheme,
-        config=dict(settings) or None,
-        client_options={"allow_http": plain_http},
-        retry_config=_RETRY_CONFIG,
-        asynchronous=True,
-        skip_instance_cache=True,
-    )
-    return filesystem
+    def _count_listing(self, scheme: str, num_requests: int, outcome: Outcome) -> None:
+        self._metrics.count_requests(RequestLabels(scheme, "list", outcome), num_requests, 0)
 
 
 def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:
@@ -117,16 +122,16 @@ def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shar
     return paths, [stat_shard(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> list[tuple[str, dict[str, Any]]]:
+async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Entries:
     """Path and info of every file that one path, folder or glob stands for, sorted by path."""
-    scheme, _, bare = path.partition("://")  # globbing matches names, which have no scheme
+    scheme = path.partition("://")[0]
     if any(letter in path for letter in "*?["):
-        found = await filesystem._glob(bare, detail=True)
+        found = await filesystem._glob(path, detail=True)
     else:
         info = await filesystem._info(path)
         if info["type"] != "directory":
             return [(path, info)]
-        found = await filesystem._glob(bare.rstrip("/") + "/" + pattern, detail=True)
+        found = await filesystem._glob(path.rstrip("/") + "/" + pattern, detail=True)
     return [
         (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
         for name, info in sorted(found.items())

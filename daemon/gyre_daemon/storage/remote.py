@@ -2,18 +2,20 @@
 
 import asyncio
 import ctypes
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 from fsspec.asyn import AsyncFileSystem
 
-from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.metrics import Metrics, Outcome, RequestKind, RequestLabels
-from gyre_daemon.storage.base import Reads, Shard
+from gyre_daemon.storage.base import Bounds, Reads, Shard, changed, truncated
 from gyre_daemon.storage.location import redact
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _READ_DEADLINE_S = 60.0
+_STATUS = re.compile(r"status code: (\d{3})")
 _MAX_GAP_BYTES = 4096  # between two fields of a sample: reading over it is cheaper than another request
 
 
@@ -35,11 +37,13 @@ class RemoteStorage:
         self._scheme = scheme
         self._filesystem = filesystem
         self._paths = paths
+        self._bounds = Bounds(shards)
         self._slots = asyncio.Semaphore(max_requests)
         self._metrics = metrics
 
     async def read(self, reads: Reads) -> None:
         """See `Storage.read`; each request brings the fields of one sample that lie close together."""
+        self._bounds.check(reads)
         async with asyncio.TaskGroup() as group:
             for request in _requests(reads):
                 group.create_task(self._read_one(reads, request))
@@ -47,21 +51,18 @@ class RemoteStorage:
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`; the next chunk is requested while this one is used."""
         size = self.shards[shard].size_bytes
-        starts = range(0, size, _STREAM_CHUNK_BYTES)
         ahead: asyncio.Task[bytes] | None = None
         try:
-            for start in starts:
-                chunk = await (ahead or self._get(shard, start, min(start + _STREAM_CHUNK_BYTES, size), "stream"))
-                following = start + _STREAM_CHUNK_BYTES
-                ahead = None
-                if following < size:
-                    ahead = asyncio.create_task(
-                        self._get(shard, following, min(following + _STREAM_CHUNK_BYTES, size), "stream")
-                    )
+            for start in range(0, size, _STREAM_CHUNK_BYTES):
+                stop = min(start + _STREAM_CHUNK_BYTES, size)
+                chunk = await (ahead or self._get(shard, start, stop, "stream"))
+                following = min(stop + _STREAM_CHUNK_BYTES, size)
+                ahead = asyncio.create_task(self._get(shard, stop, following, "stream")) if following > stop else None
                 yield chunk
         finally:
             if ahead:
                 ahead.cancel()
+                await asyncio.wait([ahead])
 
     def local_path(self, shard: int) -> Path | None:
         """See `Storage.local_path`: nowhere."""
@@ -71,8 +72,6 @@ class RemoteStorage:
         first, last = request[0], request[-1]
         shard, start, stop = int(reads.shard[first]), int(reads.start[first]), int(reads.start[last] + reads.size[last])
         data = await self._get(shard, start, stop, "read")
-        if len(data) != stop - start:
-            raise truncated(self.shards[shard].name, start, stop, len(data))
         source = memoryview(data)
         for index in request:
             begin, size = int(reads.start[index]) - start, int(reads.size[index])
@@ -82,40 +81,53 @@ class RemoteStorage:
         """The bytes `[start, stop)` of a shard."""
         outcome: Outcome = "error"
         data = b""
+        name = self.shards[shard].name
         try:
             async with self._slots, asyncio.timeout(_READ_DEADLINE_S):
-                data = bytes(await self._filesystem._cat_file(self._paths[shard], start=start, end=stop))
+                data = await self._request(shard, start, stop)
+            if len(data) != stop - start:
+                raise truncated(name, start, stop, len(data))
             outcome = "ok"
+        except GyreError:
+            raise
         except Exception as error:
-            raise driver_error(self.shards[shard].name, error) from error
+            raise driver_error(name, error) from error
         finally:
             self._metrics.count_requests(RequestLabels(self._scheme, kind, outcome), 1, len(data))
         return data
+
+    async def _request(self, shard: int, start: int, stop: int) -> bytes:
+        path, version = self._paths[shard], self.shards[shard].version
+        if version.startswith('"') and hasattr(self._filesystem, "read_version"):  # a strong etag
+            data: bytes = await self._filesystem.read_version(path, start, stop, version)
+            return data
+        return bytes(await self._filesystem._cat_file(path, start=start, end=stop))
 
 
 def driver_error(name: str, error: Exception) -> GyreError:
     """What a driver's exception about a shard or a location means.
 
-    Drivers raise what they like; builtin meanings are kept, all else is the storage's fault.
+    Drivers raise what they like: builtin meanings and HTTP statuses are kept, all else is the storage's fault.
     """
     facts = {"shard": name}
-    if isinstance(error, FileNotFoundError):
+    status = _status(error)
+    if isinstance(error, FileNotFoundError) or status == 404:
         return ShardMissing(f"{name} does not exist; restore it or correct the dataset's URI", facts)
-    if isinstance(error, PermissionError) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+    if isinstance(error, PermissionError) or status in (401, 403):
         return NotAllowed(f"the storage refused access to {name}; check the daemon's credentials", facts)
+    if status in (412, 416):
+        return changed(name)
     if isinstance(error, TimeoutError):
         return StorageUnavailable(f"the storage did not answer for {name} within {_READ_DEADLINE_S:g} s", facts)
     first_line = redact(str(error)).partition("\n")[0][:300]
     return StorageUnavailable(f"the storage failed for {name}: {type(error).__name__}: {first_line}", facts)
 
 
-def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample:
-    """The error for a read that ran past the end of an object."""
-    return CorruptSample(
-        f"shard {name} is shorter than its index says: bytes [{start}, {stop}) were asked for and {num_bytes} came; restore "
-        "the shard, or index the dataset again",
-        {"shard": name, "offset": start, "reason": "truncated"},
-    )
+def _status(error: Exception) -> int:
+    """The HTTP status that the driver was answered with; 0 where there is none."""
+    found = _STATUS.search(str(error))
+    status = getattr(error, "status", int(found[1]) if found else 0)
+    return status if isinstance(status, int) else 0
 
 
 def _requests(reads: Reads) -> Iterator[range]:
