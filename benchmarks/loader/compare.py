@@ -112,23 +112,38 @@ def compare(workload: Workload, address: str, daemon_pid: int, num_rounds: int, 
 
 def table(workload: Workload, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
     """Medians, and the ratio to the best DataLoader setting with as many jobs."""
-    medians = {
+    medians: dict[str, dict[str, float]] = {
         label: {key: statistics.median(result[key] for result in results) for key in results[0]}
         for label, results in rounds.items()
     }
+    columns = (
+        "loader",
+        "samples/s per job",
+        "to the best DataLoader",
+        "first batch, s",
+        "CPU s per 1000, job",
+        "CPU s per 1000, daemon",
+        "resident, MiB per job",
+    )
     lines = [
         f"\n### {workload.name}: {workload.about}, batch {workload.batch_size}\n",
-        "| loader | samples/s per job | × best DataLoader | first batch, s | CPU s per 1000, job + daemon | resident, MiB per job |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"| {' | '.join(columns)} |",
+        f"|---|{'---:|' * (len(columns) - 1)}",
     ]
     for contender in CONTENDERS:
         rivals = [other for other in CONTENDERS if other.kind == "torch" and other.num_jobs == contender.num_jobs]
         best = max(medians[rival.label]["samples_per_s"] for rival in rivals)
         its = medians[contender.label]
-        lines.append(
-            f"| {contender.label} | {its['samples_per_s']:,.0f} | {its['samples_per_s'] / best:.2f} | {its['first_batch_s']:.2f} "
-            f"| {its['cpu_s_per_1000']:.4f} + {its['daemon_cpu_s_per_1000']:.4f} | {its['rss_bytes'] / 2**20:,.0f} |"
+        cells = (
+            contender.label,
+            f"{its['samples_per_s']:,.0f}",
+            f"{its['samples_per_s'] / best:.2f}",
+            f"{its['first_batch_s']:.2f}",
+            f"{its['cpu_s_per_1000']:.4f}",
+            f"{max(its['daemon_cpu_s_per_1000'], 0):.4f}",
+            f"{its['rss_bytes'] / 2**20:,.0f}",
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -148,10 +163,9 @@ def main() -> None:
         ]
         lines = [
             "# The loader beside the DataLoader",
-            "",
-            f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, `{' '.join(['python', '-m', 'benchmarks.loader.compare', *sys.argv[1:]])}`, "
-            f"{os.cpu_count()} cores, {platform.python_implementation()} {platform.python_version()}, page cache hot, "
-            f"medians of {num_rounds} interleaved rounds of {duration_s:g} s. Every reader touches every cache line. "
+            f"\n{datetime.date.today()}, `python -m benchmarks.loader.compare {' '.join(sys.argv[1:])}`,",
+            f"{os.cpu_count()} cores, Python {platform.python_version()}, page cache hot, medians of",
+            f"{num_rounds} interleaved rounds of {duration_s:g} s. Every reader touches every cache line.",
             f"Load average at the start: {os.getloadavg()[0]:.1f}.",
         ]
         with daemon(folder, workloads) as (address, pid):

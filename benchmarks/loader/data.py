@@ -34,7 +34,7 @@ def tokens(folder: Path, num_samples: int) -> Workload:
     path = folder / f"tokens-{num_samples}.bin"
     if not path.exists():
         np.arange(num_samples * 512, dtype=np.int32).tofile(path)
-    config = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": 512}
+    config: dict[str, object] = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": 512}
     return Workload("T", 64, num_samples, 2048, config, f"{num_samples} samples of 512 int32 tokens, one flat file")
 
 
@@ -53,7 +53,7 @@ def shards(folder: Path, name: str, num_samples: int, sample_bytes: int) -> Work
                     member.size = size
                     archive.addfile(member, BytesIO(generator.bytes(size)))
         unfinished.rename(directory)
-    config = {"uri": str(directory), "format": "webdataset"}
+    config: dict[str, object] = {"uri": str(directory), "format": "webdataset"}
     return Workload(
         name, 256, num_samples // 16 * 16, sample_bytes, config, f"{num_samples} samples of {sample_bytes} B in 16 tar shards"
     )

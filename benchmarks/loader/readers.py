@@ -6,14 +6,16 @@ A reader touches every cache line of every batch, as a copy to a device would, a
 import json
 import os
 import sys
+import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from gyre_client import Loader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 CACHE_LINE_BYTES = 64
@@ -40,8 +42,6 @@ class TarFiles(Dataset[bytes]):
     """Samples of indexed tar shards by random access, one `pread` each."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        import tarfile
-
         self._places: list[tuple[int, int, int]] = []
         self._paths = sorted(Path(config["uri"]).glob("*.tar"))
         self._files: list[int] = []
@@ -78,10 +78,11 @@ def torch_loader(task: dict[str, Any]) -> Iterator[torch.Tensor]:
     tokens = task["config"]["format"] == "tokens"
     dataset: Dataset[Any] = TokenFile(task["config"]) if tokens else TarFiles(task["config"])
     sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(task["seed"]))  # type: ignore[arg-type]
+    collate: Callable[[Any], torch.Tensor] = as_is if tokens else ragged
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=BatchSampler(sampler, task["batch_size"], drop_last=True),
-        collate_fn=as_is if tokens else ragged,
+        collate_fn=collate,
         num_workers=task["num_workers"],
         persistent_workers=task["num_workers"] > 0,
         prefetch_factor=4 if task["num_workers"] else None,
@@ -92,8 +93,6 @@ def torch_loader(task: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 def gyre(task: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Gyre's loader, on a daemon that is there."""
-    from gyre_client import Loader
-
     field = "tokens" if task["config"]["format"] == "tokens" else "bin"
     with Loader(task["name"], batch_size=task["batch_size"], seed=task["seed"], address=task["address"]) as loader:
         for batch in loader:
