@@ -109,7 +109,7 @@ class Catalog:
                 opening = await self._list(name, config)
                 async for _ in self._index(opening, must_save=False):
                     pass
-                await self._finish(opening)
+                self._open[name] = await self._finish(opening)
             return self._open[name]
 
     async def index(self, name: str, config: DatasetConfig) -> AsyncIterator[IndexProgress]:
@@ -122,7 +122,7 @@ class Catalog:
             opening = await self._list(name, config)
             async for progress in self._index(opening, must_save=True):
                 yield progress
-            await self._finish(opening)
+            self._open[name] = await self._finish(opening)
 
     def close(self) -> None:
         """Forget all datasets; sessions that still read keep theirs."""
@@ -133,6 +133,7 @@ class Catalog:
         dataset_format = make_format(name, config)
         location = parse_location(config.uri)
         storage = await self._opener.open(location, config.storage, dataset_format.pattern)
+        name = name if name in self.datasets else location.text
         return _Opening(name, config, dataset_format, location.text, storage, [None] * len(storage.shards))
 
     async def _index(self, opening: _Opening, *, must_save: bool) -> AsyncIterator[IndexProgress]:
@@ -182,7 +183,7 @@ class Catalog:
                 raise
             log_event("index not stored", {"shard": key.shard, "reason": error}, logging.WARNING)
 
-    async def _finish(self, opening: _Opening) -> None:
+    async def _finish(self, opening: _Opening) -> Dataset:
         shards = opening.storage.shards
         scans = cast("list[Arrays]", opening.scans) if opening.format.scanner else []
         index = await asyncio.get_running_loop().run_in_executor(self._scanners, opening.format.assemble, shards, scans)
@@ -192,7 +193,6 @@ class Catalog:
         dataset = Dataset(
             opening.name, opening.config.format, opening.location, opening.storage, index, fingerprint(shards, index, probes)
         )
-        self._open[opening.name] = dataset
         facts = {
             "dataset": opening.name,
             "samples": dataset.num_samples,
@@ -200,6 +200,7 @@ class Catalog:
             "fingerprint": dataset.fingerprint,
         }
         log_event("dataset open", facts)
+        return dataset
 
 
 class _StreamFile(io.RawIOBase):

@@ -76,7 +76,7 @@ class SessionTable:
             if not self._sessions:
                 self._empty.set()
             session.end(reason)
-            facts = {"session": session_id, "batches": session.counts.num_batches_sent, "reason": type(reason).__name__}
+            facts = {"session": session_id, "batches": session.counts.num_batches_sent, "reason": reason}
             log_event("session closed", facts)
 
     async def watch_leases(self) -> None:
