@@ -60,6 +60,13 @@ class Reads:
             self.shard[which], self.start[which], self.size[which], self.target[which], self.sample[which], self.memory
         )
 
+    def nonempty(self) -> "Reads":
+        """Those that bring any byte."""
+        some = self.size > 0
+        if some.all():
+            return self
+        return Reads(self.shard[some], self.start[some], self.size[some], self.target[some], self.sample[some], self.memory)
+
     @classmethod
     def into(cls, memories: Sequence[npt.NDArray[np.uint8]], shards: Sequence[int], starts: Sequence[int]) -> "Reads":
         """Reads that fill each of several memories from one place each."""

@@ -57,7 +57,10 @@ class LocalStorage:
     async def read(self, reads: Reads) -> None:
         """See `Storage.read`."""
         self._bounds.check(reads)
-        num_jobs = min(self._num_threads, 1 + int(reads.size.sum()) // _MIN_JOB_BYTES)
+        reads = reads.nonempty()
+        num_jobs = min(self._num_threads, 1 + int(reads.size.sum()) // _MIN_JOB_BYTES, len(reads))
+        if num_jobs == 0:
+            return
         if num_jobs == 1:
             await self._run(reads)
             return
@@ -68,12 +71,16 @@ class LocalStorage:
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
+        listed, num_bytes = self.shards[shard], 0
         try:
             async with aiofiles.open(self._paths[shard], "rb", executor=self._executor) as file:
                 while chunk := await file.read(_STREAM_CHUNK_BYTES):
+                    num_bytes += len(chunk)
                     yield chunk
         except OSError as error:
-            raise file_error(self.shards[shard].name, error) from error
+            raise file_error(listed.name, error) from error
+        if num_bytes != listed.size_bytes:
+            raise changed(listed.name)
 
     def local_path(self, shard: int) -> Path | None:
         """See `Storage.local_path`."""
@@ -95,7 +102,7 @@ class LocalStorage:
                 self._open_shards.setdefault(shard, self._open(shard))
         failed = self._copy(reads, touched)
         for shard in touched:
-            self._check_unchanged(shard, os.fstat(self._open_shards[shard].descriptor))
+            self._check_unchanged(shard, self._open_shards[shard].descriptor)
         if failed is not None:
             raise changed(self.shards[int(reads.shard[failed])].name)
 
@@ -120,20 +127,28 @@ class LocalStorage:
         return None
 
     def _open(self, shard: int) -> _OpenShard:
+        name = self.shards[shard].name
         try:
-            descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
         except OSError as error:
-            raise file_error(self.shards[shard].name, error) from error
+            raise file_error(name, error) from error
         try:
-            self._check_unchanged(shard, os.fstat(descriptor))
+            self._check_unchanged(shard, descriptor)
             mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except BaseException:
+        except OSError as error:
+            os.close(descriptor)
+            raise file_error(name, error) from error
+        except GyreError:
             os.close(descriptor)
             raise
         return _OpenShard(descriptor, mapping, np.frombuffer(mapping, np.uint8).ctypes.data)
 
-    def _check_unchanged(self, shard: int, stat: os.stat_result) -> None:
+    def _check_unchanged(self, shard: int, descriptor: int) -> None:
         listed = self.shards[shard]
+        try:
+            stat = os.fstat(descriptor)
+        except OSError as error:
+            raise file_error(listed.name, error) from error
         if (stat.st_size, str(stat.st_mtime_ns)) != (listed.size_bytes, listed.version):
             raise changed(listed.name)
 
@@ -147,21 +162,31 @@ def list_files(path: Path, pattern: str) -> list[Path]:
 
     Raises:
         ShardMissing: there is none.
-        NotAllowed: it is neither a regular file nor a folder.
+        NotAllowed: it is neither a regular file nor a folder, or the daemon may not look.
+        InvalidRequest: no glob can be written so.
+        StorageUnavailable: the file system fails.
     """
-    if any(letter in str(path) for letter in "*?["):
-        anchor = Path(path.anchor or ".")
-        found = sorted(anchor.glob(str(path.relative_to(path.anchor) if path.anchor else path)))
-    elif path.is_dir():
-        found = sorted(path.glob(pattern))
-    else:
-        if path.exists() and not path.is_file():
-            raise NotAllowed(f"{path} is neither a regular file nor a folder", {"path": path})
-        found = [path]
-    files = [file for file in found if file.is_file()]
-    if not files:
-        raise ShardMissing(f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path})
-    return files
+    try:
+        files = [file for file in _matches(path, pattern) if file.is_file()]
+        exists = bool(files) or path.exists()
+    except OSError as error:
+        raise file_error(str(path), error) from error
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is no glob: {error}") from error
+    if files:
+        return files
+    if exists and not path.is_dir():
+        raise NotAllowed(f"{path} is neither a regular file nor a folder", {"path": path})
+    raise ShardMissing(f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path})
+
+
+def _matches(path: Path, pattern: str) -> list[Path]:
+    """In the order in which object storages list: by the whole path as text."""
+    if path.is_dir():
+        return sorted(path.glob(pattern), key=str)
+    if path.exists() or not any(letter in str(path) for letter in "*?["):
+        return [path]
+    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))), key=str)
 
 
 def stat_shard(path: Path, name: str) -> Shard:

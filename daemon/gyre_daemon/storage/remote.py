@@ -44,6 +44,7 @@ class RemoteStorage:
     async def read(self, reads: Reads) -> None:
         """See `Storage.read`; each request brings the fields of one sample that lie close together."""
         self._bounds.check(reads)
+        reads = reads.nonempty()
         async with asyncio.TaskGroup() as group:
             for request in _requests(reads):
                 group.create_task(self._read_one(reads, request))
