@@ -9,8 +9,9 @@ import asyncio
 import logging
 import secrets
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -152,7 +153,7 @@ class Session:
             arena.close()
             raise self._ended
         self._arena = arena
-        self._prefetching = asyncio.create_task(self._prefetch(), name=f"prefetch {self.session_id}")
+        self._prefetching = asyncio.create_task(_leaving_nothing(self._prefetch()), name=f"prefetch {self.session_id}")
         self._prefetching.add_done_callback(self._prefetch_done)
 
     @property
@@ -270,8 +271,10 @@ class Session:
             self._prefetching.cancel()
         self._outcomes.clear()
         self._slots.clear()
+        self._fetches.clear()
         if self._arena:
             self._arena.close()
+            self._arena = None
         self._environment.budget.give_back(self.share.num_bytes)
         self._sendable.set()
         self._payload_ready.set()
@@ -297,7 +300,7 @@ class Session:
         async with asyncio.TaskGroup() as group:
             while not self._draining and self.window.next_to_begin != self.num_steps:
                 while begun := self._begin():
-                    group.create_task(self._fill(begun))
+                    group.create_task(_leaving_nothing(self._fill(begun)))
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._room.wait()
                 self._room.clear()
@@ -364,6 +367,18 @@ class Session:
             waited = self._environment.clock() - began
             self.counts.wait_trainer_s += waited if waits_for_trainer else 0.0
             self.counts.wait_storage_s += waited if waits_for_storage else 0.0
+
+
+async def _leaving_nothing(work: Coroutine[None, None, None]) -> None:
+    """Run a coroutine; if it is cancelled, its frames let go of the arena now and not at some garbage collection.
+
+    A task group keeps the CancelledError that ends it in its own frame, which the error's traceback keeps in turn.
+    """
+    try:
+        await work
+    except asyncio.CancelledError as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def _start_cursor(request: SessionRequest) -> Cursor:

@@ -231,6 +231,7 @@ def test_killed_client_is_noticed_and_its_memory_comes_back(tokens: Daemon, stub
         client.join()
         assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 1.0)
         assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
+        assert eventually(lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 2.0)
     assert eventually(lambda: daemon.num_fds() <= base[0] + 1, 2.0)  # one for this test's own connection
     assert daemon.num_threads() <= base[1] + 2
     assert read_some(tokens)
