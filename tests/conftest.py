@@ -1,5 +1,6 @@
 """What several folders of tests share: a real daemon process, and datasets written to a temporary folder."""
 
+import functools
 import json
 import os
 import re
@@ -140,21 +141,22 @@ class S3Server:
 
     def make_bucket(self, name: str) -> None:
         """A new bucket; name it after the test, since tests share the server."""
-        self._client().create_bucket(Bucket=name)
+        self._client.create_bucket(Bucket=name)
 
     def put(self, bucket: str, key: str, data: bytes) -> None:
         """Store an object, over one that is there."""
-        self._client().put_object(Bucket=bucket, Key=key, Body=data)
+        self._client.put_object(Bucket=bucket, Key=key, Body=data)
 
     def delete(self, bucket: str, key: str) -> None:
         """Remove an object."""
-        self._client().delete_object(Bucket=bucket, Key=key)
+        self._client.delete_object(Bucket=bucket, Key=key)
 
     def num_requests(self, method: str, substring: str) -> int:
         """How many requests of a method with the substring in their path and query the server has answered."""
         requests = re.findall(r'"(?:\x1b\[[\d;]*m)*([A-Z]+) (\S+) HTTP', self.log_path.read_text())
         return sum(verb == method and substring in target for verb, target in requests)
 
+    @functools.cached_property
     def _client(self) -> Any:
         import boto3
 
@@ -174,7 +176,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     log_path = tmp_path_factory.mktemp("s3") / "log"
     with log_path.open("wb") as log:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "50"}  # so that listings have several pages
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         deadline = time.monotonic() + START_DEADLINE_S
         while not (running := re.search(r"Running on (http://\S+)", log_path.read_text())):

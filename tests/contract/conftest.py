@@ -4,6 +4,8 @@ import pytest
 
 from tests.contract.objects import ObjectServer
 
+pytest.register_assert_rewrite("tests.contract.storage_contract", "tests.contract.places")
+
 
 @pytest.fixture
 def object_server() -> Iterator[ObjectServer]:

@@ -10,6 +10,7 @@ from obstore.store import ObjectStore
 
 from gyre_daemon.errors import ConfigError
 
+_NO_LISTING = ("http", "https")
 _RETRY_CONFIG = {"max_retries": 4}
 
 
@@ -25,10 +26,20 @@ class ObjectFileSystem(FsspecStore):
         return bucket, key
 
     async def _info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        if not self._split_path(path)[1].strip("/"):
+        bucket, key = self._split_path(path)
+        if not key.strip("/"):
             return {"name": path, "type": "directory", "size": 0}
-        info: dict[str, Any] = await super()._info(path, **kwargs)
-        return info
+        if self.protocol not in _NO_LISTING:
+            info: dict[str, Any] = await super()._info(path, **kwargs)
+            return info
+        store: ObjectStore = self._construct_store(bucket)
+        head = await store.head_async(key)
+        return {"name": path, "type": "file", "size": head["size"], "e_tag": head["e_tag"]}
+
+    async def _glob(self, path: str, **kwargs: Any) -> Any:
+        if self.protocol in _NO_LISTING:
+            raise NotImplementedError("a web server lists nothing; name every shard, for example with a brace list")
+        return await super()._glob(path, **kwargs)
 
     async def read_version(self, path: str, start: int, stop: int, etag: str) -> bytes:
         """The bytes `[start, stop)` of an object as long as it has this etag.

@@ -75,7 +75,7 @@ class StorageOpener:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the storage settings of a {scheme}:// dataset cannot be used: {error}") from error
         except Exception as error:
-            raise driver_error(location.text, error) from error
+            raise driver_error(location.text, error, _LISTING_DEADLINE_S) from error
 
     async def _list_remote(
         self, filesystem: AsyncFileSystem, location: Location, pattern: str
@@ -97,9 +97,9 @@ class StorageOpener:
             error = first_error(errors)
             if isinstance(error, ValueError | NotImplementedError):
                 raise InvalidRequest(f"the storage cannot list {location.text}: {error}") from errors
-            raise driver_error(location.text, error) from errors
+            raise driver_error(location.text, error, _LISTING_DEADLINE_S) from errors
         except TimeoutError as error:
-            raise driver_error(location.text, error) from error
+            raise driver_error(location.text, error, _LISTING_DEADLINE_S) from error
         finally:
             self._count_listing(location.scheme, len(location.paths), outcome)
         entries = [entry for of_path in found for entry in of_path]

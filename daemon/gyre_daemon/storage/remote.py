@@ -92,7 +92,7 @@ class RemoteStorage:
         except GyreError:
             raise
         except Exception as error:
-            raise driver_error(name, error) from error
+            raise driver_error(name, error, _READ_DEADLINE_S) from error
         finally:
             self._metrics.count_requests(RequestLabels(self._scheme, kind, outcome), 1, len(data))
         return data
@@ -105,7 +105,7 @@ class RemoteStorage:
         return bytes(await self._filesystem._cat_file(path, start=start, end=stop))
 
 
-def driver_error(name: str, error: Exception) -> GyreError:
+def driver_error(name: str, error: Exception, deadline_s: float) -> GyreError:
     """What a driver's exception about a shard or a location means.
 
     Drivers raise what they like: builtin meanings and HTTP statuses are kept, all else is the storage's fault.
@@ -119,7 +119,7 @@ def driver_error(name: str, error: Exception) -> GyreError:
     if status in (412, 416):
         return changed(name)
     if isinstance(error, TimeoutError):
-        return StorageUnavailable(f"the storage did not answer for {name} within {_READ_DEADLINE_S:g} s", facts)
+        return StorageUnavailable(f"the storage did not answer for {name} within {deadline_s:g} s", facts)
     first_line = redact(str(error)).partition("\n")[0][:300]
     return StorageUnavailable(f"the storage failed for {name}: {type(error).__name__}: {first_line}", facts)
 

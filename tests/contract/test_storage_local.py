@@ -1,0 +1,129 @@
+"""Local files, read the fast way and the other."""
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing
+from gyre_daemon.storage import local
+
+from tests.contract.places import LocalPlace, Place, Targets, first_of, noise, num_descriptors, run
+from tests.contract.storage_contract import StorageContract
+
+
+class TestLocal(StorageContract):
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Place:
+        (tmp_path / "data").mkdir()
+        return LocalPlace(tmp_path / "data")
+
+    def test_local_paths(self, place: Place, opener: Any, tmp_path: Path) -> None:
+        place.put("a.bin", b"1")
+        storage = run(opener(place.root, {}))
+        assert storage.local_path(0) == tmp_path / "data" / "a.bin"
+        assert storage.reads_in_bulk
+
+    def test_a_file_replaced_after_its_first_read_is_read_on(self, place: Place, opener: Any, tmp_path: Path) -> None:
+        """As it was indexed: its blocks are still there."""
+        place.put("0.bin", noise(0, 1000))
+        first, second = Targets().add(0, 0, 100), Targets().add(0, 500, 100)
+
+        async def read() -> None:
+            storage = await opener(f"{place.root}/0.bin", {})
+            await storage.read(first.reads())
+            place.put("new.bin", noise(1, 1000))
+            (tmp_path / "data" / "new.bin").rename(tmp_path / "data" / "0.bin")
+            await storage.read(second.reads())
+            place.delete("0.bin")
+            await storage.read(second.reads())
+
+        run(read())
+        first.check([noise(0, 1000)])
+        second.check([noise(0, 1000)])
+
+    def test_descriptors_come_back(self, place: Place, opener: Any) -> None:
+        for index in range(20):
+            place.put(f"{index:02}.bin", noise(index, 10))
+
+        async def read() -> int:
+            storage = await opener(place.root, {})
+            targets = Targets()
+            for shard in range(20):
+                targets.add(shard, 0, 10)
+            await storage.read(targets.reads())
+            return num_descriptors()
+
+        gc.collect()  # what earlier tests left
+        before = num_descriptors()
+        assert run(read()) >= before + 20
+        assert num_descriptors() <= before
+
+    @pytest.mark.parametrize(
+        ("make", "error"),
+        [
+            (os.mkfifo, NotAllowed),
+            (lambda path: path.symlink_to("/dev/zero"), NotAllowed),
+            (lambda path: path.symlink_to(path), ShardMissing),
+            (lambda path: path.symlink_to(path.parent / "absent"), ShardMissing),
+            (lambda path: path.mkdir(), ShardMissing),
+        ],
+        ids=["pipe", "device", "loop", "dangling", "empty folder"],
+    )
+    def test_what_is_no_file(self, place: Place, opener: Any, make: Any, error: type[GyreError], tmp_path: Path) -> None:
+        make(tmp_path / "data" / "odd.bin")
+        with pytest.raises(error, match=r"odd\.bin"):
+            run(opener(f"{place.root}/odd.bin", {}))
+        place.put("one.bin", b"1")
+        assert self.names(opener, place, "") == ["one.bin"], "and in a folder it is passed over"
+
+    def test_a_pipe_in_place_of_a_shard_keeps_nobody_waiting(self, place: Place, opener: Any, tmp_path: Path) -> None:
+        place.put("0.bin", b"")
+        path = tmp_path / "data" / "0.bin"
+
+        async def read() -> None:
+            path.write_bytes(b"12345")
+            storage = await opener(str(path), {})
+            path.unlink()
+            os.mkfifo(path)
+            await first_of(storage.read(Targets().add(0, 0, 5).reads()))
+
+        with pytest.raises(CorruptSample, match="has changed"):
+            run(read())
+
+    @pytest.mark.parametrize(
+        ("rest", "error"),
+        [
+            ("/" + "x" * 300 + ".bin", "cannot be read: File name too long"),
+            ("/" + "d/" * 2000 + "x.bin", r"cannot be read: File name too long|no shard"),
+            ("/a**b/*.bin", "no glob"),
+        ],
+    )
+    def test_names_that_the_file_system_refuses(self, place: Place, opener: Any, rest: str, error: str) -> None:
+        with pytest.raises(GyreError, match=error):
+            run(opener(place.root + rest, {}))
+
+    def test_a_file_whose_name_looks_like_a_glob(self, place: Place, opener: Any) -> None:
+        place.put("a[1].bin", b"12")
+        place.put("a1.bin", b"1")
+        assert [shard.size_bytes for shard in run(opener(f"{place.root}/a[1].bin", {})).shards] == [2]
+
+    def test_a_folder_that_may_not_be_read(self, place: Place, opener: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Root may read everything, so the system's answer is played."""
+        place.put("0.bin", b"1")
+
+        def refuse(*_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "is_dir", refuse)
+        with pytest.raises(NotAllowed, match="grant its user read access"):
+            run(opener(place.root, {}))
+
+
+class TestLocalOneByOne(TestLocal):
+    """Where a sandbox forbids the fast way."""
+
+    @pytest.fixture(autouse=True)
+    def no_gather(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local, "is_allowed", lambda: False)

@@ -1,0 +1,118 @@
+"""S3, HTTP and fsspec's own memory driver."""
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+from gyre_daemon.errors import InvalidRequest, ShardMissing
+from gyre_daemon.metrics import Metrics
+
+from tests.conftest import S3Server
+from tests.contract.objects import ObjectServer
+from tests.contract.places import HttpPlace, MemoryPlace, Place, S3Place, Targets, noise, run, unique
+from tests.contract.storage_contract import StorageContract
+
+
+class TestMemory(StorageContract):
+    notices_changes = False
+
+    @pytest.fixture
+    def place(self) -> Iterator[Place]:
+        place = MemoryPlace()
+        yield place
+        fsspec.filesystem("memory").store.clear()
+
+
+class RemoteContract(StorageContract):
+    """What only storages behind a server promise."""
+
+    @abstractmethod
+    def num_gets(self, place: Place) -> int:
+        """Reads that the server has answered."""
+
+    def test_a_sample_is_one_request(self, place: Place, opener: Any, metrics: Metrics) -> None:
+        data = noise(0, 100_000)
+        place.put("0.bin", data)
+        targets = Targets()
+        for sample in range(20):  # three fields side by side, headers of 512 bytes between them, as in a tar
+            start = sample * 4000
+            targets.add(0, start, 100, sample).add(0, start + 700, 1000, sample).add(0, start + 2300, 7, sample)
+
+        async def read() -> None:
+            storage = await opener(f"{place.root}/0.bin", place.settings)
+            before = self.num_gets(place)
+            await storage.read(targets.reads())
+            assert self.num_gets(place) - before == 20
+
+        run(read())
+        targets.check([data])
+        assert {labels.kind: count.num_requests for labels, count in metrics.storage.items()} == {"list": 1, "read": 20}
+
+
+class TestS3(RemoteContract):
+    @pytest.fixture
+    def place(self, s3_server: S3Server) -> Place:
+        return S3Place(s3_server)
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_server: S3Server) -> None:
+        self.server = s3_server
+
+    def num_gets(self, place: Place) -> int:
+        return self.server.num_requests("GET", f"{place.root.removeprefix('s3:/')}/")
+
+    def test_keys_that_a_url_would_cut(self, place: Place, opener: Any) -> None:
+        place.put("a#1.bin", b"1")
+        place.put("b?2.bin", b"22")
+        assert self.names(opener, place, "/a#1.bin") == ["a#1.bin"]
+        assert self.names(opener, place, "") == ["a#1.bin", "b?2.bin"]
+
+    def test_the_root_of_a_bucket(self, s3_server: S3Server, opener: Any) -> None:
+        bucket = f"root-{os.getpid()}-{next(unique)}"
+        s3_server.make_bucket(bucket)
+        s3_server.put(bucket, "b.bin", b"1")
+        s3_server.put(bucket, "a.bin", b"1")
+        s3_server.put(bucket, "x/c.bin", b"1")
+        for uri in (f"s3://{bucket}", f"s3://{bucket}/", f"s3://{bucket}/*.bin", f"S3://{bucket}"):
+            storage = run(opener(uri, s3_server.storage_settings))
+            assert [shard.name for shard in storage.shards] == ["a.bin", "b.bin"]
+
+    @pytest.mark.parametrize("rest", ["", "/x.bin", "/*.bin"])
+    def test_no_such_bucket(self, s3_server: S3Server, opener: Any, rest: str) -> None:
+        with pytest.raises(ShardMissing, match="no-such-bucket"):
+            run(opener(f"s3://no-such-bucket{rest}", s3_server.storage_settings))
+
+    def test_paths_that_no_key_can_have(self, place: Place, opener: Any) -> None:
+        with pytest.raises(InvalidRequest, match="cannot list"):
+            run(opener(f"{place.root}//x.bin", place.settings))
+
+    def test_a_folder_beyond_one_page_of_the_listing(self, place: Place, opener: Any) -> None:
+        names = [f"{index:03}.bin" for index in range(120)]
+        for name in names:
+            place.put(name, b"1")
+        assert self.names(opener, place, "") == names
+        assert self.server.num_requests("GET", "continuation-token") >= 2
+
+
+class TestHttp(RemoteContract):
+    lists = False
+
+    @pytest.fixture
+    def place(self, object_server: ObjectServer) -> Place:
+        return HttpPlace(object_server)
+
+    @pytest.fixture(autouse=True)
+    def _server(self, object_server: ObjectServer) -> None:
+        self.server = object_server
+
+    def num_gets(self, place: Place) -> int:
+        return sum(method == "GET" for method, _ in self.server.requests)
+
+    @pytest.mark.parametrize("rest", ["", "/", "/*.bin"])
+    def test_a_web_server_lists_nothing(self, place: Place, opener: Any, rest: str) -> None:
+        place.put("0.bin", b"1")
+        with pytest.raises(InvalidRequest, match="lists nothing; name every shard"):
+            run(opener((place.root if rest == "/*.bin" else self.server.url) + rest, {}))
