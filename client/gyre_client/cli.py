@@ -155,7 +155,7 @@ def _status(connection: Connection, args: argparse.Namespace) -> Answer:
 
 
 def _sessions(status: pb.DaemonStatus) -> str:
-    header = ("JOB", "RANK", "DATASET", "STEP", "READY", "IN FLIGHT", "HELD", "MEMORY", "STORAGE WAIT", "TRAINER WAIT")
+    header = ("JOB", "RANK", "DATASET", "STEP", "READY", "IN FLIGHT", "HELD", "MEMORY", "BY", "STORAGE WAIT", "TRAINER WAIT")
     rows = [
         (
             s.reader.job,
@@ -166,6 +166,7 @@ def _sessions(status: pb.DaemonStatus) -> str:
             s.num_in_flight,
             s.num_held,
             size(s.memory_bytes),
+            pb.Transport.Name(s.transport).removeprefix("TRANSPORT_").lower(),
             duration(s.wait_storage_s),
             duration(s.wait_trainer_s),
         )

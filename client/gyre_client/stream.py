@@ -6,6 +6,7 @@ daemon: their memory is the client's.
 """
 
 import contextlib
+import logging
 import queue
 import threading
 
@@ -22,6 +23,8 @@ from gyre_client.sidechannel import SideChannel
 
 POLL_S = 1.0
 JOIN_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 class BatchStream:
@@ -162,6 +165,7 @@ class BatchStream:
         self._endpoint.ensure()
         side = SideChannel.connect(self._endpoint.address)
         if side is None:
+            _log.info("batches from %s come through gRPC: there is no memory to share", self._endpoint.address.text)
             return Session(self._connection.open_session(self._request, timeout_s), None)
         with contextlib.closing(side):
             opened = self._connection.open_session(self._request, timeout_s, side.token)

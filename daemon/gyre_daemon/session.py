@@ -125,7 +125,9 @@ class Session:
             raise InvalidRequest(
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
-        self.share = self._reserve()
+        batch_bytes = max_batch_bytes(dataset.index, order.global_batch_size // reader.world_size)
+        self.share = self._reserve(batch_bytes)
+        self._bulk = _bulk_size(dataset, batch_bytes, self.share)
         self.window = Window(self.first_step, self.num_steps, self.share.num_ahead)
         self._fetcher = Fetcher(dataset, environment.executor)
         self._arena: Arena | None = None
@@ -284,16 +286,12 @@ class Session:
         nothing_begun = self.window.next_to_begin == self.window.next_to_send
         return self._draining and (nothing_begun or not self.window.credits)
 
-    def _reserve(self) -> Share:
+    def _reserve(self, batch_bytes: int) -> Share:
         request, environment = self.request, self._environment
-        batch_bytes = max_batch_bytes(request.dataset.index, request.order.global_batch_size // request.reader.world_size)
         num_ahead = request.prefetch_batches or min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
         limit_bytes = min(max(environment.session_limit_bytes, batch_bytes), environment.budget.free_bytes)
         share = divide(batch_bytes, num_ahead, limit_bytes)
         environment.budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
-        self._bulk = 1
-        if request.dataset.storage.reads_in_bulk:
-            self._bulk = max(1, min(_BULK_BYTES // batch_bytes, share.num_ahead // 4))
         return share
 
     async def _prefetch(self) -> None:
@@ -379,6 +377,11 @@ async def _leaving_nothing(work: Coroutine[None, None, None]) -> None:
     except asyncio.CancelledError as error:
         traceback.clear_frames(error.__traceback__)
         raise
+
+
+def _bulk_size(dataset: Dataset, batch_bytes: int, share: Share) -> int:
+    """How many batches are read together: several small ones where that is cheaper, but at most a quarter of the window."""
+    return max(1, min(_BULK_BYTES // batch_bytes, share.num_ahead // 4)) if dataset.storage.reads_in_bulk else 1
 
 
 def _start_cursor(request: SessionRequest) -> Cursor:
