@@ -1,0 +1,126 @@
+"""What may stand in a dataset's URI, and what is refused before anything connects."""
+
+import socket
+from typing import NoReturn
+
+import pytest
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.storage.location import Location, parse_location, redact, relative_names
+
+PASSWORD = "hunter2"
+
+
+@pytest.fixture(autouse=True)
+def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("a URI was connected to while it was parsed")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.mark.parametrize(
+    ("uri", "scheme", "paths"),
+    [
+        ("/data/train.bin", "file", ("/data/train.bin",)),
+        ("train", "file", ("train",)),
+        ("../data", "file", ("../data",)),
+        ("file:///data/x.bin", "file", ("/data/x.bin",)),
+        ("FILE:///data/x.bin", "file", ("/data/x.bin",)),
+        ("local:///data/x.bin", "file", ("/data/x.bin",)),
+        ("/data/%2e%2e/x", "file", ("/data/%2e%2e/x",)),  # a name like any other: nothing decodes it
+        ("/data/x-{00..02}.tar", "file", ("/data/x-00.tar", "/data/x-01.tar", "/data/x-02.tar")),
+        ("s3://bucket/{b,a}/*.tar", "s3", ("s3://bucket/b/*.tar", "s3://bucket/a/*.tar")),
+        ("S3://Bucket/Key", "s3", ("s3://Bucket/Key",)),
+        ("s3://bucket/a#b?c", "s3", ("s3://bucket/a#b?c",)),
+        ("gs://bucket/x", "gs", ("gs://bucket/x",)),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs", ("abfs://container@account.dfs.core.windows.net/x",)),
+        ("memory://x/y", "memory", ("memory://x/y",)),
+        ("http://127.0.0.1:80/x.tar", "http", ("http://127.0.0.1:80/x.tar",)),
+    ],
+)
+def test_places(uri: str, scheme: str, paths: tuple[str, ...]) -> None:
+    location = parse_location(uri)
+    assert (location.scheme, location.paths) == (scheme, paths)
+
+
+@pytest.mark.parametrize(
+    ("uri", "sentence"),
+    [
+        ("", "must have 1 to 4096 characters"),
+        ("x" * (1 << 20), "but has 1048576"),
+        ("/data/\0", "control characters"),
+        ("/data/x\nINFO forged log line", "control characters"),
+        ("/data/\x1b[2J", "control characters"),
+        ("/data/\x9b2J", "control characters"),
+        ("/data/\u2028", "control characters"),
+        ("/data/\udcff", "broken Unicode"),
+        ("simplecache::s3://bucket/x", "chained"),
+        ("zip://a.tar::file:///data/x.zip", "chained"),
+        ("pipe:cat /etc/passwd", "pipes are not served"),
+        ("pipe:curl http://x/y::z", "pipes are not served"),
+        ("gopher://x/y", r"unknown scheme `gopher://`"),
+        ("javascript://x", "unknown scheme"),
+        ("zip:///data/x.zip", "unknown scheme"),
+        ("reference://x", "unknown scheme"),
+        ("simplecache://x", "unknown scheme"),
+        ("file://host/data", "needs an absolute path"),
+        ("file://data/x.bin", "needs an absolute path"),
+        ("file://", "needs an absolute path"),
+        (f"s3://key:{PASSWORD}@bucket/x", "must not contain a password"),
+        (f"s3://key:{PASSWORD}@more@bucket/x", "must not contain a password"),
+        (f"http://user:{PASSWORD}@127.0.0.1/x", "must not contain a password"),
+        ("s3://bucket/../other/x", "must not leave its root"),
+        ("s3://bucket/a/..", "must not leave its root"),
+        ("https://host/x.tar?signature=hunter2", "must not have a query"),
+        ("https://host/x.tar#part", "must not have a query"),
+        ("/data/{1..1000000000000}.bin", "more than 1000000 shards"),
+        ("/data/" + "{a,b}" * 30, "more than 1000000 shards"),
+        ("/" + "y" * 4000 + "{1..100000}", "shards"),
+        ("/data/{a,b", "not balanced"),
+        ("/data/" + "{" * 1000 + "}" * 1000, "nested"),
+    ],
+)
+def test_hostile_uris(uri: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as caught:
+        parse_location(uri)
+    assert PASSWORD not in str(caught.value)
+    assert len(str(caught.value)) < 5000
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("s3://bucket/x", "s3://bucket/x"),
+        ("http://user:hunter2@host/x", "http://***@host/x"),
+        ("http://user:hun@ter2@host/x", "http://***@host/x"),
+        ("GET https://host/x?sig=hunter2&b=1 failed", "GET https://host/x?... failed"),
+        ("abfs://c@account/x", "abfs://***@account/x"),
+        ("mail a@b", "mail a@b"),
+    ],
+)
+def test_redaction(text: str, redacted: str) -> None:
+    assert redact(text) == redacted
+
+
+def test_the_text_of_a_location_is_redacted() -> None:
+    assert parse_location("sftp://user@host/x") == Location("sftp", ("sftp://user@host/x",), "sftp://***@host/x")
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/data/a.bin"], ["a.bin"]),
+        (["/data/a.bin", "/data/b.bin"], ["a.bin", "b.bin"]),
+        (["/data/x/a.bin", "/data/y/a.bin"], ["x/a.bin", "y/a.bin"]),
+        (["/data/a.bin", "/data/x/a.bin"], ["a.bin", "x/a.bin"]),
+        (["s3://bucket/data/a.bin", "s3://bucket/data/b.bin"], ["a.bin", "b.bin"]),
+        (["s3://one/a.bin", "s3://two/a.bin"], ["one/a.bin", "two/a.bin"]),
+        (["s3://bucket/a#1.bin", "s3://bucket/a#2.bin"], ["a#1.bin", "a#2.bin"]),
+        (["/data/a.bin", "/data/a.bin"], ["a.bin", "a.bin"]),
+        (["a.bin"], ["a.bin"]),
+    ],
+)
+def test_names_are_relative_to_what_all_share(paths: list[str], names: list[str]) -> None:
+    assert relative_names(paths) == names
