@@ -2,11 +2,12 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,7 +18,7 @@ Options = TypeVar("Options")
 Origin = Literal["default", "file", "environment", "flag"]
 
 ENVIRONMENT_PREFIX = "GYRE_"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|)")
+_SIZE = re.compile(r"(\d{1,20})(\.\d{1,20})?\s*(B|KiB|MiB|GiB|TiB|)", re.ASCII)
 _UNIT_BYTES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -75,8 +76,11 @@ class DaemonConfig:
     def __post_init__(self) -> None:
         """Refuse values that no daemon can run with."""
         for name in ("memory_budget", "session_memory", "lease_s", "num_io_threads", "max_requests"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, but is {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive and finite, but is {getattr(self, name)}")
+        for name in ("drain_timeout_s", "prefetch_batches"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must not be negative and must be finite, but is {getattr(self, name)}")
         if not self.listen:
             raise ConfigError('listen is empty; name an address such as "unix:/run/gyre/gyre.sock"')
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -105,15 +109,18 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
     table = _read_toml(path) if path else {}
     datasets = {name: parse_dataset(name, entry) for name, entry in _datasets(table).items()}
     origins: dict[str, Origin] = dict.fromkeys(_scalar_names(), "default")
-    values: dict[str, Any] = {}
-    for origin, layer in (("file", table), ("environment", _from_environment(environment)), ("flag", flags)):
-        for key, value in layer.items():
-            if value is not None:
-                values[key] = value
-                origins[key] = typing.cast("Origin", origin)
     where = str(path) if path else "the configuration"
-    scalars = parse_options(DaemonConfig, values, where)
-    return EffectiveConfig(dataclasses.replace(scalars, datasets=datasets), origins)
+    layers: list[tuple[Origin, Mapping[str, Any], Callable[[str], str]]] = [
+        ("file", table, lambda key: f"{key} in {where}"),
+        ("environment", _from_environment(environment), lambda key: ENVIRONMENT_PREFIX + key.upper()),
+        ("flag", flags, lambda key: "--" + key.replace("_", "-")),
+    ]
+    values: dict[str, Any] = {}
+    for origin, layer, name_of in layers:
+        given = {key: value for key, value in layer.items() if value is not None}
+        values |= _converted(DaemonConfig, given, where, name_of)
+        origins |= dict.fromkeys(given, origin)
+    return EffectiveConfig(DaemonConfig(**values, datasets=datasets), origins)
 
 
 def parse_dataset(name: str, table: object) -> DatasetConfig:
@@ -148,17 +155,22 @@ def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> O
     Raises:
         ConfigError: names the key, and the nearest known one where it is unknown.
     """
-    hints = typing.get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    values = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"unknown key `{key}` in {where}{_nearest(key, known)}")
-        values[key] = _convert(value, hints[key], f"{key} in {where}")
+    values = _converted(cls, table, where, lambda key: f"{key} in {where}")
     missing = [name for name in _required(cls) if name not in values]
     if missing:
         raise ConfigError(f"`{missing[0]}` is missing in {where}")
     return cls(**values)
+
+
+def _converted(cls: type[Any], table: Mapping[str, Any], where: str, name_of: Callable[[str], str]) -> dict[str, Any]:
+    """The values of a table in the types of the dataclass's fields; `name_of` says where a key stands, for the error."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in table.items():
+        if key not in hints:
+            raise ConfigError(f"unknown key `{key}` in {where}{_nearest(key, list(hints))}")
+        values[key] = _convert(value, hints[key], name_of(key))
+    return values
 
 
 def _required(cls: type[Any]) -> list[str]:
@@ -170,8 +182,9 @@ def parse_size(text: str | int, where: str) -> Size:
     """Bytes from an integer or text such as "1.5GiB"."""
     match = _SIZE.fullmatch(str(text).strip())
     if not match:
-        raise ConfigError(f'{where} must be a number of bytes such as 1048576 or "64MiB", but is {text!r}')
-    return Size(float(match[1]) * _UNIT_BYTES[match[2]])
+        raise ConfigError(f'{where} must be a number of bytes such as 1048576 or "64MiB", but is {text!r:.200}')
+    unit_bytes = _UNIT_BYTES[match[3]]
+    return Size(int(match[1]) * unit_bytes + int(float(match[2] or 0) * unit_bytes))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -179,7 +192,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -217,14 +230,14 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint:
-        raise ConfigError(f"{where} must be of type {hint.__name__}, but is {value!r}")
+        raise ConfigError(f"{where} must be of type {hint.__name__}, but is {value!r:.200}")
     return value
 
 
 def _convert_list(value: Any, where: str) -> tuple[str, ...]:
     items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise ConfigError(f"{where} must be a list of texts, but is {value!r}")
+        raise ConfigError(f"{where} must be a list of texts, but is {value!r:.200}")
     return tuple(items)
 
 
@@ -232,4 +245,4 @@ def _parse_number(text: str, kind: type[int] | type[float], where: str) -> int |
     try:
         return kind(text)
     except ValueError as error:
-        raise ConfigError(f"{where} must be of type {kind.__name__}, but is {text!r}") from error
+        raise ConfigError(f"{where} must be of type {kind.__name__}, but is {text!r:.200}") from error

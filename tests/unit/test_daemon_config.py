@@ -1,0 +1,211 @@
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gyre_daemon.config import DaemonConfig, DatasetConfig, Size, load, parse_dataset, parse_options, parse_size
+from gyre_daemon.errors import ConfigError
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "gyre.toml"
+    path.write_text(text)
+    return path
+
+
+@dataclass(frozen=True)
+class Options:
+    length: int
+    share: float = 0.5
+    name: str = "x"
+    fields: tuple[str, ...] = ()
+    memory: Size = Size(1)
+    limit: int | None = None
+
+
+def test_the_later_wins_and_origins_tell(tmp_path: Path) -> None:
+    path = written(tmp_path, 'lease_s = 11\nmax_requests = 12\nmemory_budget = "13MiB"\nindex_dir = "/a"')
+    environment = {"GYRE_MAX_REQUESTS": "22", "GYRE_MEMORY_BUDGET": "23MiB", "GYRE_NUM_IO_THREADS": "24", "HOME": "/root"}
+    flags = {"memory_budget": "33MiB", "log_level": "debug", "index_dir": None, "listen": None}
+    effective = load(path, environment, flags)
+    config, origins = effective.config, effective.origins
+    assert (config.lease_s, origins["lease_s"]) == (11.0, "file")
+    assert (config.max_requests, origins["max_requests"]) == (22, "environment")
+    assert (config.memory_budget, origins["memory_budget"]) == (33 << 20, "flag")
+    assert (config.num_io_threads, origins["num_io_threads"]) == (24, "environment")
+    assert (config.log_level, origins["log_level"]) == ("debug", "flag")
+    assert (config.index_dir, origins["index_dir"]) == ("/a", "file")
+    assert (config.drain_timeout_s, origins["drain_timeout_s"]) == (10.0, "default")
+    assert isinstance(config.memory_budget, Size)
+
+
+def test_without_anything() -> None:
+    effective = load(None, {}, {})
+    assert effective.config == DaemonConfig()
+    assert set(effective.origins.values()) == {"default"}
+    assert "datasets" not in effective.origins
+
+
+def test_lists_come_as_lists_or_with_commas(tmp_path: Path) -> None:
+    path = written(tmp_path, 'listen = ["unix:/a", "tcp:127.0.0.1:0"]')
+    assert load(path, {}, {}).config.listen == ("unix:/a", "tcp:127.0.0.1:0")
+    assert load(path, {"GYRE_LISTEN": "unix:/b, unix:/c"}, {}).config.listen == ("unix:/b", "unix:/c")
+    assert load(path, {}, {"listen": ["unix:/d"]}).config.listen == ("unix:/d",)
+
+
+def test_datasets(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+        [datasets.wiki]
+        uri = "s3://bucket/wiki"
+        format = "tokens"
+        sequence_length = 128
+        [datasets.wiki.storage]
+        secret_access_key = "hunter2"
+        [datasets."odd name"]
+        uri = "/data"
+        format = "webdataset"
+        """,
+    )
+    datasets = load(path, {}, {}).config.datasets
+    assert datasets == {
+        "wiki": DatasetConfig("s3://bucket/wiki", "tokens", {"sequence_length": 128}, {"secret_access_key": "hunter2"}),
+        "odd name": DatasetConfig("/data", "webdataset", {}, {}),
+    }
+    assert "hunter2" not in repr(datasets), "nothing that prints a configuration prints credentials"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lease = 3", r"unknown key `lease` in .*gyre\.toml; did you mean `lease_s`\?"),
+        ("memory_buget = 3", r"did you mean `memory_budget`\?"),
+        ("zzz = 1", r"unknown key `zzz` in .*; known are datasets, drain_timeout_s, index_dir, lease_s, listen"),
+        ("[dataset.wiki]\nuri='x'", r"unknown key `dataset` in .*; did you mean `datasets`\?"),
+        ("lease_s = 'soon'", r"lease_s in .*gyre\.toml must be of type float, but is 'soon'"),
+        ("lease_s = true", r"lease_s in .* must be of type float, but is True"),
+        ("max_requests = 1.5", r"max_requests in .* must be of type int, but is 1\.5"),
+        ("max_requests = true", r"max_requests in .* must be of type int"),
+        ("max_requests = []", r"max_requests in .* must be of type int"),
+        ("index_dir = 3", r"index_dir in .* must be of type str"),
+        ("listen = 3", r"listen in .* must be a list of texts"),
+        ("listen = [3]", r"listen in .* must be a list of texts"),
+        ("listen = []", r"listen is empty"),
+        ("memory_budget = 'much'", r"memory_budget in .* must be a number of bytes such as"),
+        ("memory_budget = -1", r"memory_budget in .* must be a number of bytes"),
+        ("memory_budget = 0", r"memory_budget must be positive and finite, but is 0"),
+        ("session_memory = 0", r"session_memory must be positive"),
+        ("lease_s = 0", r"lease_s must be positive"),
+        ("lease_s = nan", r"lease_s must be positive and finite, but is nan"),
+        ("lease_s = inf", r"lease_s must be positive and finite"),
+        ("drain_timeout_s = -1", r"drain_timeout_s must not be negative and must be finite, but is -1"),
+        ("drain_timeout_s = nan", r"drain_timeout_s must not be negative"),
+        ("max_requests = 0", r"max_requests must be positive"),
+        ("num_io_threads = 0", r"num_io_threads must be positive"),
+        ("prefetch_batches = -1", r"prefetch_batches must not be negative"),
+        ("log_level = 'loud'", r'log_level is "loud"; it must be debug, info, warning or error'),
+        ("datasets = 3", r"datasets must be tables"),
+        ("[datasets]\nwiki = 3", r"datasets\.wiki must be a table with `uri` and `format`"),
+        ("[datasets.wiki]", r"datasets\.wiki\.uri is missing or no text"),
+        ("[datasets.wiki]\nuri = ''", r"datasets\.wiki\.uri is missing or no text"),
+        ("[datasets.wiki]\nuri = 'x'", r"datasets\.wiki\.format is missing or no text"),
+        ("[datasets.wiki]\nuri = 'x'\nformat = 3", r"datasets\.wiki\.format is missing or no text"),
+        ("[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\nstorage = 's3'", r"datasets\.wiki\.storage must be a table"),
+        ("lease_s = ", r"gyre\.toml is not valid TOML: Invalid value"),
+        ("lease_s = 1\nlease_s = 2", r"gyre\.toml is not valid TOML"),
+        ("a = " + "[" * 5000, r"gyre\.toml is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_file(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(written(tmp_path, text), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "sentence"),
+    [
+        ({"GYRE_LEASE_S": "soon"}, {}, r"GYRE_LEASE_S must be of type float, but is 'soon'"),
+        ({"GYRE_MAX_REQUESTS": ""}, {}, r"GYRE_MAX_REQUESTS must be of type int, but is ''"),
+        ({"GYRE_MAX_REQUESTS": "1.5"}, {}, r"GYRE_MAX_REQUESTS must be of type int"),
+        ({"GYRE_MEMORY_BUDGET": "1 MB"}, {}, r"GYRE_MEMORY_BUDGET must be a number of bytes"),
+        ({}, {"memory_budget": "lots"}, r"--memory-budget must be a number of bytes"),
+        ({}, {"num_io_threads": "x"}, r"--num-io-threads must be of type int"),
+    ],
+)
+def test_mistakes_elsewhere_name_their_place(
+    tmp_path: Path, environment: dict[str, str], flags: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(written(tmp_path, ""), environment, flags)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: None, "cannot read the configuration .*: No such file or directory"),
+        (lambda path: path.mkdir(), "cannot read the configuration .*: Is a directory"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "is not valid TOML"),
+        (lambda path: path.symlink_to(path), "cannot read the configuration .*: Too many levels"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, make: Any, sentence: str) -> None:
+    make(tmp_path / "gyre.toml")
+    with pytest.raises(ConfigError, match=sentence):
+        load(tmp_path / "gyre.toml", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("1B", 1),
+        ("1KiB", 1 << 10),
+        (" 64 MiB ", 64 << 20),
+        ("1.5GiB", 3 << 29),
+        ("2TiB", 2 << 40),
+        ((1 << 53) + 1, (1 << 53) + 1),
+    ],
+)
+def test_sizes(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text, "memory") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1MB", "1 mib", "0x10", "1e9", "1,5MiB", "nan", "1 MiB MiB", "9" * 400])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="memory must be a number of bytes such as"):
+        parse_size(text, "memory")
+
+
+def test_options_of_every_type() -> None:
+    table = {"length": 3, "share": 1, "name": "n", "fields": ["a", "b"], "memory": "1KiB", "limit": 7}
+    assert parse_options(Options, table, "here") == Options(3, 1.0, "n", ("a", "b"), Size(1024), 7)
+    as_text = {"length": "3", "share": "0.25", "fields": "a,b", "limit": "7"}
+    assert parse_options(Options, as_text, "here") == Options(3, 0.25, "x", ("a", "b"), Size(1), 7)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({}, "`length` is missing in here"),
+        ({"length": None}, "length in here must be of type int"),
+        ({"length": 1, "lenght": 2}, r"unknown key `lenght` in here; did you mean `length`\?"),
+        ({"length": {"a": 1}}, "length in here must be of type int, but is {'a': 1}"),
+        ({"length": 1, "fields": "a", "name": 2}, "name in here must be of type str"),
+        ({"length": "9" * 5000}, "length in here must be of type int"),
+    ],
+)
+def test_options_that_do_not_fit(table: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        parse_options(Options, table, "here")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_dataset_s_table_is_left_alone() -> None:
+    table = {"uri": "x", "format": "tokens", "storage": {"a": 1}, "stride": 2}
+    before = json.dumps(table)
+    parse_dataset("wiki", table)
+    assert json.dumps(table) == before
