@@ -24,7 +24,7 @@ from typing import Any
 
 BIN = Path(sysconfig.get_path("scripts"))
 TRAIN_CONFIG = Path(__file__).with_name("stdlib.toml")
-KILL_AT_STEP = 80  # some steps after a checkpoint: their work is lost, and done again
+KILL_AT_STEP = 60  # some steps after a checkpoint: their work is lost, and done again
 MAX_FINAL_LOSS = 2.4  # nats per byte; a byte drawn at random costs 5.5
 SHARD_BYTES = 8 << 20
 

@@ -70,8 +70,9 @@ class Trainer:
     def clean_up(self) -> None:
         for process in self.processes:
             if process.poll() is None:
-                for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()  # torchrun puts its ranks into sessions of their own
+                process.kill()
             process.communicate(timeout=10)
 
 
