@@ -33,14 +33,13 @@ class _Rank:
     Attributes:
         pidfd: becomes readable when the process ends.
         pipe_fd: where its last words arrive.
-        stopped: we ended it, so its end says nothing.
+        words: those last words, once it has ended.
     """
 
     index: int
     process: "subprocess.Popen[bytes]"
     pidfd: int
     pipe_fd: int
-    stopped: bool = False
     words: LastWords | None = None
 
 
@@ -116,7 +115,6 @@ class Launch:
         self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
         for rank in self._ranks:
             if rank not in self._ended and rank.process.poll() is None:
-                rank.stopped = True
                 rank.process.send_signal(signum)
 
     def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
@@ -126,7 +124,6 @@ class Launch:
     def _kill_all(self) -> None:
         for rank in self._ranks:
             if rank.process.poll() is None:
-                rank.stopped = True
                 rank.process.kill()
                 rank.process.wait()
             os.close(rank.pidfd)
