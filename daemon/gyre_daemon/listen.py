@@ -3,11 +3,14 @@
 import fcntl
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_daemon.errors import ConfigError
 
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f%]")
+_PORT = re.compile(r"[0-9]{1,5}")
 _MAX_SOCKET_PATH_BYTES = 102  # what the kernel takes, less room for the side channel beside it
 
 
@@ -45,6 +48,8 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
     """
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest:
+        if _UNSAFE.search(rest):  # gRPC decodes percent signs: it would bind where nobody holds the claim
+            raise ConfigError(f"the socket path {rest!r} must not contain control characters or `%`")
         path = Path(rest).absolute()
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
@@ -53,7 +58,7 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
         return UnixAddress(path)
     host, _, port = rest.rpartition(":")
     host = host.strip("[]")
-    if kind != "tcp" or not host or not port.isdigit() or int(port) > 65535:
+    if kind != "tcp" or not host or not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"address {text!r} is neither unix:PATH nor tcp:HOST:PORT")
     if not _is_loopback(host):
         raise ConfigError(
@@ -73,12 +78,14 @@ class SocketClaim:
         """Claim the path; its folder is made, for its owner and group only, where it is missing.
 
         Raises:
-            ConfigError: another daemon has it, or the folder cannot be used.
+            ConfigError: another daemon has it, something else is there, or the folder cannot be used.
         """
         self._path = address.path
         self._lock_path = address.path.with_name(address.path.name + ".lock")
         try:
             self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            if self._path.exists() and not self._path.is_socket():
+                raise ConfigError(f"{self._path} is there and is no socket; remove it or listen on another path")
             self._lock = self._lock_file()
             self._path.unlink(missing_ok=True)
         except OSError as error:
