@@ -5,24 +5,25 @@ shard's own folder cannot be written. It is keyed by the shard's size and versio
 absent.
 """
 
+import asyncio
 import hashlib
 import io
 import json
 import os
-import zipfile
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiofiles
 import numpy as np
 
 from gyre_daemon.errors import Overloaded
 
 Arrays = Mapping[str, np.ndarray]
 SUFFIX = ".gyre-index"
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 _KEY = "key"
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,8 @@ class SidecarStore:
         """The index of a shard, or None where there is no fresh one."""
         for path in self._places(key, local_path):
             try:
-                async with aiofiles.open(path, "rb") as file:
-                    arrays = _decode(await file.read())
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+                arrays = await asyncio.to_thread(_read, path)
+            except (OSError, ValueError):
                 continue
             if arrays[_KEY].tobytes() == key.encoded():
                 return arrays
@@ -71,13 +71,13 @@ class SidecarStore:
         """Store an index whole or not at all.
 
         Raises:
-            Overloaded: no place could take it; names the last one and why.
+            Overloaded: no place could take it; names the first one and why.
         """
         data = _encode({**arrays, _KEY: np.frombuffer(key.encoded(), np.uint8)})
         failures: list[tuple[Path, OSError]] = []
         for place in self._places(key, local_path):
             try:
-                await _write_whole(place, data)
+                await asyncio.to_thread(_write_whole, place, data)
             except OSError as failure:
                 failures.append((place, failure))
             else:
@@ -97,13 +97,13 @@ class SidecarStore:
         return [*beside, self._fallback / name]
 
 
-async def _write_whole(path: Path, data: bytes) -> None:
+def _write_whole(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        async with aiofiles.open(unfinished, "wb") as file:
-            await file.write(data)
-            await file.flush()
+        with unfinished.open("xb") as file:
+            file.write(data)
+            file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError:
@@ -112,11 +112,25 @@ async def _write_whole(path: Path, data: bytes) -> None:
 
 
 def _encode(arrays: Arrays) -> bytes:
+    """A digest of the rest, and a zip of npy files."""
     buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)  # the zip container checks its members' CRC
-    return buffer.getvalue()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    data = buffer.getvalue()
+    return _digest(data) + data
 
 
-def _decode(data: bytes) -> Arrays:
-    with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+def _read(path: Path) -> Arrays:
+    """What `_encode` made; what is not that is never looked into.
+
+    Raises:
+        ValueError: it is damaged or foreign.
+    """
+    data = path.read_bytes()
+    if data[:_DIGEST_BYTES] != _digest(data[_DIGEST_BYTES:]):
+        raise ValueError(f"{path} is no sidecar, or a damaged one")
+    with np.load(io.BytesIO(data[_DIGEST_BYTES:]), allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
