@@ -223,7 +223,7 @@ def test_credentials_that_are_refused(storage_opener: StorageOpener, object_serv
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"endpont": "http://127.0.0.1:1"}, "'endpont' is not valid"),
+        ({"endpont": "http://127.0.0.1:1"}, "'endpont' is not valid"),  # codespell:ignore
         ({"endpoint": "not a url"}, "must be a URL such as"),
         ({"endpoint": "ftp://127.0.0.1"}, "must be a URL such as"),
         ({"endpoint": "http://"}, "must be a URL such as"),

@@ -192,7 +192,7 @@ def test_options_of_every_type() -> None:
     [
         ({}, "`length` is missing in here"),
         ({"length": None}, "length in here must be of type int"),
-        ({"length": 1, "lenght": 2}, r"unknown key `lenght` in here; did you mean `length`\?"),
+        ({"length": 1, "lenght": 2}, r"unknown key `lenght` in here; did you mean `length`\?"),  # codespell:ignore
         ({"length": {"a": 1}}, "length in here must be of type int, but is {'a': 1}"),
         ({"length": 1, "fields": "a", "name": 2}, "name in here must be of type str"),
         ({"length": "9" * 5000}, "length in here must be of type int"),
