@@ -1,12 +1,19 @@
-"""The header of an npy file, as far as a tensor can hold it. Pickled objects are refused before anything is allocated."""
+"""The header of an npy file, as far as a tensor can hold it (NEP 1). Nothing in it is ever executed, unpickled or allocated."""
 
-import io
-from typing import NamedTuple
+import ast
+import functools
+import math
+import re
+import struct
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib import format as npy_format
 
-_KINDS = "biufc"
+_PREFIXES = {b"\x93NUMPY\x01\x00": struct.Struct("<H"), b"\x93NUMPY\x02\x00": struct.Struct("<I")}
+_MAGIC_BYTES = 8
+_TENSOR_TYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)")
+_MAX_HEADER_BYTES = 10_000
+_MAX_DIMS = 32
 _MAX_ARRAY_BYTES = 1 << 40
 
 
@@ -28,18 +35,41 @@ def parse_npy_header(data: bytes | memoryview) -> NpyHeader:
     """Read the header at the beginning of `data`.
 
     Raises:
-        ValueError: no npy, an array of objects, in Fortran order, or of a size beyond reason.
+        ValueError: no npy, an array of anything but numbers, in Fortran order, or of a size beyond reason.
     """
-    stream = io.BytesIO(data)
-    version = npy_format.read_magic(stream)
-    reader = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}.get(version)
-    if reader is None:
-        raise ValueError(f"npy version {version} is not known")
-    shape, fortran_order, dtype = reader(stream)
-    if dtype.kind not in _KINDS or dtype.hasobject:
-        raise ValueError(f"an npy array of {dtype} is no tensor")
-    if fortran_order and len(shape) > 1:
+    length_format = _PREFIXES.get(bytes(data[:_MAGIC_BYTES]))
+    if length_format is None:
+        raise ValueError("it is no npy file of version 1.0 or 2.0")
+    begin = _MAGIC_BYTES + length_format.size
+    length = length_format.unpack(data[_MAGIC_BYTES:begin])[0] if len(data) >= begin else _MAX_HEADER_BYTES + 1
+    if length > _MAX_HEADER_BYTES or len(data) < begin + length:
+        raise ValueError("the npy header is truncated or far too long")
+    dtype, shape = _parse(bytes(data[begin : begin + length]))
+    return NpyHeader(dtype, shape, begin + length)
+
+
+@functools.lru_cache(maxsize=64)  # the headers of a dataset are all the same
+def _parse(text: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+    try:
+        fields = ast.literal_eval(text.decode("latin-1").strip())
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError("the npy header is no Python literal") from error
+    if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
+        raise ValueError("the npy header lacks what it must have, or has more")
+    descr, fortran_order, shape = fields["descr"], fields["fortran_order"], fields["shape"]
+    if not isinstance(descr, str) or not _TENSOR_TYPE.fullmatch(descr):
+        raise ValueError(f"an npy array of {descr!r:.100} is no tensor")
+    if not _is_shape(shape):
+        raise ValueError(f"the npy header declares an array of shape {shape!r:.200}")
+    if fortran_order is not False and len(shape) > 1:
         raise ValueError("the npy array is in Fortran order; store it in C order")
-    if np.prod(shape, dtype=object) * dtype.itemsize > _MAX_ARRAY_BYTES:
-        raise ValueError(f"the npy header declares an array of shape {shape}")
-    return NpyHeader(dtype, shape, stream.tell())
+    dtype = np.dtype(descr)
+    if math.prod(shape) * dtype.itemsize > _MAX_ARRAY_BYTES:
+        raise ValueError(f"the npy header declares an array of shape {shape!r:.200}")
+    return dtype, shape
+
+
+def _is_shape(shape: Any) -> bool:
+    if not isinstance(shape, tuple) or len(shape) > _MAX_DIMS:
+        return False
+    return all(type(size) is int and 0 <= size <= _MAX_ARRAY_BYTES for size in shape)
