@@ -150,10 +150,10 @@ def table(workload: Workload, rounds: dict[str, list[dict[str, float]]]) -> list
 def main() -> None:
     """Compare on all workloads and print, or save, the tables."""
     parser = argparse.ArgumentParser(description="Gyre's loader beside the DataLoader.")
-    parser.add_argument("--full", action="store_true", help="five longer rounds instead of one short one")
+    parser.add_argument("--full", action="store_true", help="three longer rounds instead of one short one")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the tables there")
     parsed = parser.parse_args()
-    num_rounds, duration_s = (5, 4.0) if parsed.full else (1, 2.0)
+    num_rounds, duration_s = (3, 3.0) if parsed.full else (1, 2.0)
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         folder = Path(name)
         workloads = [
