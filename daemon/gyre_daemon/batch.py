@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.formats import FieldSpec, SampleIndex
+from gyre_daemon.formats import MASK, OFFSETS_SUFFIX, SAMPLE_ID, FieldSpec, SampleIndex
 from gyre_daemon.plan import BatchPlan
 
 ALIGNMENT_BYTES = 64
-SAMPLE_ID = "sample_id"
-MASK = "mask"
-OFFSETS_SUFFIX = ".offsets"
 
 
 @dataclass(frozen=True, slots=True)

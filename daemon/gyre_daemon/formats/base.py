@@ -10,6 +10,10 @@ import numpy.typing as npt
 from gyre_daemon.cache import Arrays
 from gyre_daemon.storage import Shard
 
+SAMPLE_ID = "sample_id"  # names of a batch's own tensors, which no field can have
+MASK = "mask"
+OFFSETS_SUFFIX = ".offsets"
+
 Codec = Literal["bytes", "text", "json", "integer", "npy"]
 
 

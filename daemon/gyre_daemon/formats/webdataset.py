@@ -1,14 +1,16 @@
 """`webdataset`: tar shards whose consecutive members with one key make a sample; what follows the key's first dot is the field.
 
 The scan is one pass over a shard's headers. It follows the conventions of the WebDataset library: members that are no regular
-files, and names that begin with `__`, are no samples.
+files, and names that begin with `__...__`, are no samples. Unlike the library it passes over hidden files (`._0001.txt`) and
+over names that end with a dot.
 """
 
 import hashlib
 import json
+import math
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -17,16 +19,19 @@ import numpy.typing as npt
 
 from gyre_daemon.cache import Arrays
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.formats.base import Codec, Extents, FieldSpec
+from gyre_daemon.formats.base import MASK, OFFSETS_SUFFIX, SAMPLE_ID, Codec, Extents, FieldSpec
 from gyre_daemon.formats.npy import parse_npy_header
+from gyre_daemon.formats.tar import TarReader
 from gyre_daemon.storage import Shard
 
+_NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 _CODECS: dict[str, Codec] = {
     "txt": "text", "text": "text", "json": "json", "cls": "integer", "cls2": "integer", "index": "integer", "id": "integer",
     "npy": "npy",
 }  # fmt: skip
-_NPY_HEADER_BYTES = 10 + 65536
+_NPY_HEADER_BYTES = 12 + 10_000
+_UNSERVABLE = f"a batch has {SAMPLE_ID}, {MASK} and offsets of its own; name the other `fields` to serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +44,20 @@ class WebdatasetOptions:
 
     fields: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse fields that no batch can have."""
+        for name in self.fields:
+            if not is_servable(name):
+                raise ConfigError(f"a webdataset cannot serve a field `{name}`: {_UNSERVABLE}")
+        if len(set(self.fields)) < len(self.fields):
+            raise ConfigError(f"fields of a webdataset names one twice: {', '.join(self.fields)}")
+
 
 class WebdatasetFormat:
     """Tar shards, indexed once by one pass over their headers."""
 
     pattern = "*.tar"
-    scanner = "webdataset/1"
+    scanner = "webdataset/2"
 
     def __init__(self, options: WebdatasetOptions) -> None:
         self._options = options
@@ -53,10 +66,10 @@ class WebdatasetFormat:
         """See `Format.scan`."""
         builder = _ShardBuilder(shard)
         try:
-            with tarfile.open(fileobj=file, mode="r:" if file.seekable() else "r|") as archive:
-                for member in _regular_members(archive):
-                    builder.add(member, archive)
-        except tarfile.TarError as error:
+            archive = TarReader(file)
+            for member in archive:
+                builder.add(member, archive)
+        except ValueError as error:
             raise _corrupt(shard, file.tell(), f"it is no sound tar archive: {error}") from error
         return builder.finish()
 
@@ -80,9 +93,9 @@ class _ShardBuilder:
     key: str | None = None
     seen: set[str] = field(default_factory=set)
 
-    def add(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
+    def add(self, member: tarfile.TarInfo, archive: TarReader) -> None:
         match = _NAME.fullmatch(member.name)
-        if not match:
+        if not match or _NO_SAMPLE.match(member.name):
             return
         key, extension = match[1], match[2].lower()
         if member.issparse():
@@ -112,13 +125,15 @@ class _ShardBuilder:
             "first": np.array([*self.firsts, len(self.starts)], np.int64),
         }
 
-    def _npy_header(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> dict[str, Any]:
-        content = archive.extractfile(member)
-        assert content
+    def _npy_header(self, member: tarfile.TarInfo, archive: TarReader) -> dict[str, Any]:
+        content = archive.read(member, _NPY_HEADER_BYTES)
         try:
-            header = parse_npy_header(content.read(_NPY_HEADER_BYTES))
+            header = parse_npy_header(content)
         except ValueError as error:
             raise _corrupt(self.shard, member.offset_data, f"member {member.name}: {error}") from error
+        if header.num_bytes + math.prod(header.shape) * header.dtype.itemsize != member.size:
+            reason = f"member {member.name} has {member.size} bytes, its header declares an array of shape {list(header.shape)}"
+            raise _corrupt(self.shard, member.offset_data, reason)
         return {"dtype": header.dtype.str, "shape": list(header.shape)}
 
 
@@ -127,8 +142,8 @@ class WebdatasetIndex:
 
     def __init__(self, options: WebdatasetOptions, shards: Sequence[Shard], scans: Sequence[Arrays]) -> None:
         metas = [json.loads(scan["meta"].tobytes()) for scan in scans]
-        names = options.fields or _first_sample_fields(scans, metas)
-        columns = [_columns(shard.name, scan, meta, names) for shard, scan, meta in zip(shards, scans, metas, strict=True)]
+        names = options.fields or _first_sample_fields(shards, scans, metas)
+        columns = [_columns(shard, scan, meta, names) for shard, scan, meta in zip(shards, scans, metas, strict=True)]
         self._start = np.concatenate([start for start, _ in columns])
         self._size = np.concatenate([size for _, size in columns])
         self._first = np.concatenate(([0], np.cumsum([len(start) for start, _ in columns])))
@@ -161,27 +176,32 @@ def codec_of(name: str) -> Codec:
     return _CODECS.get(name.rpartition(".")[2], "bytes")
 
 
-def _regular_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    for member in archive:
-        archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every header it has seen, which is gigabytes in a large shard
-        if member.isreg() and not member.name.startswith("__"):
-            yield member
+def is_servable(name: str) -> bool:
+    """Whether a batch can have a field of this name beside its own tensors."""
+    return name.isprintable() and name != "" and name not in (SAMPLE_ID, MASK) and not name.endswith(OFFSETS_SUFFIX)
 
 
-def _first_sample_fields(scans: Sequence[Arrays], metas: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    for scan, meta in zip(scans, metas, strict=True):
+def _first_sample_fields(shards: Sequence[Shard], scans: Sequence[Arrays], metas: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    for shard, scan, meta in zip(shards, scans, metas, strict=True):
         if len(scan["first"]) > 1:
-            return tuple(meta["extensions"][member] for member in scan["extension"][: scan["first"][1]])
+            names = tuple(meta["extensions"][member] for member in scan["extension"][: scan["first"][1]])
+            for name in names:
+                if not is_servable(name):
+                    raise _corrupt(shard.name, int(scan["start"][0]), f"it has members .{ascii(name)[1:-1]}: {_UNSERVABLE}")
+            return names
     return ()
 
 
 def _columns(
-    shard: str, scan: Arrays, meta: dict[str, Any], names: Sequence[str]
+    shard: Shard, scan: Arrays, meta: dict[str, Any], names: Sequence[str]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Start and size [samples, fields] of one shard."""
     num_samples = len(scan["first"]) - 1
+    starts, sizes = scan["start"], scan["size"]
+    if ((starts < 0) | (sizes < 0) | (starts > shard.size_bytes - sizes)).any():
+        raise _corrupt(shard.name, 0, "its index points outside it; remove the index")
     start, size = np.empty((num_samples, len(names)), np.int64), np.empty((num_samples, len(names)), np.int64)
-    sample = np.searchsorted(scan["first"], np.arange(len(scan["start"])), side="right") - 1
+    sample = np.searchsorted(scan["first"], np.arange(len(starts)), side="right") - 1
     for column, name in enumerate(names):
         members = (
             np.flatnonzero(scan["extension"] == meta["extensions"].index(name))
@@ -190,9 +210,11 @@ def _columns(
         )
         if len(members) != num_samples:
             missing = int(np.setdiff1d(np.arange(num_samples), sample[members])[0])
-            offset = int(scan["start"][scan["first"][missing]])
-            raise _corrupt(shard, offset, f"its sample {missing} has no member .{name}; name the fields that all samples have")
-        start[:, column], size[:, column] = scan["start"][members], scan["size"][members]
+            offset = int(starts[scan["first"][missing]])
+            raise _corrupt(
+                shard.name, offset, f"its sample {missing} has no member .{name}; name the fields that all samples have"
+            )
+        start[:, column], size[:, column] = starts[members], sizes[members]
     return start, size
 
 
