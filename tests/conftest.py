@@ -15,8 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 START_DEADLINE_S = 60.0
+
+# The same examples on every run, none kept, and no deadline: a slow machine is no counterexample.
+settings.register_profile("gyre", derandomize=True, database=None, deadline=None)
+settings.load_profile("gyre")
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:

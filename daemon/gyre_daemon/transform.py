@@ -6,6 +6,7 @@ happen once all bytes are there: a check, or a conversion into the place.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from gyre_daemon.formats.npy import parse_npy_header
 
 Sizes = npt.NDArray[np.int64]
 
+_INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
 _MAX_INTEGER_CHARS = 64
 _MAX_HEADER_BYTES = 1 << 16
 
@@ -86,7 +88,7 @@ class JsonCodec(BytesCodec):
     def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
         try:
-            json.loads(bytes(place))
+            json.loads(str(place, "utf-8"))  # of bytes, it would take UTF-16 too
         except RecursionError as error:
             raise ValueError("the JSON is nested too deeply") from error
 
@@ -106,7 +108,10 @@ class IntegerCodec:
 
     def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
-        value = int(bytes(scratch))
+        text = bytes(scratch)
+        if not _INTEGER.fullmatch(text):
+            raise ValueError(f"{text!r} is no decimal number")
+        value = int(text)
         if not -(1 << 63) <= value < 1 << 63:
             raise ValueError(f"{value} does not fit into int64")
         np.frombuffer(place, np.int64)[0] = value

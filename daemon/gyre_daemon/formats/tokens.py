@@ -13,6 +13,7 @@ from gyre_daemon.formats.base import Extents, FieldSpec
 from gyre_daemon.storage import Shard
 
 _DTYPES = ("uint8", "uint16", "int16", "int32", "int64", "uint32", "uint64")
+_MAX_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class TokensOptions:
         """Refuse what no file can satisfy."""
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype of a tokens dataset is `{self.dtype}`; it must be one of {', '.join(_DTYPES)}")
-        if self.sequence_length < 1 or self.stride < 0:
-            raise ConfigError("sequence_length of a tokens dataset must be at least 1, and stride at least 0")
+        if not 1 <= self.sequence_length <= _MAX_TOKENS or not 0 <= self.stride <= _MAX_TOKENS:
+            raise ConfigError("sequence_length of a tokens dataset must be 1 to 2**40, and stride 0 to 2**40")
 
 
 class TokensFormat:
