@@ -1,0 +1,156 @@
+"""The layout of a batch: everything aligned, nothing overlapping, nothing left over, and never larger than was reserved."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from gyre_daemon.batch import ALIGNMENT_BYTES, BatchLayout, LayoutMaker, max_batch_bytes, write_own_tensors
+from gyre_daemon.cache import Arrays
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.formats import FieldSpec, SampleIndex, make_format
+from gyre_daemon.formats.webdataset import WebdatasetIndex, WebdatasetOptions
+from gyre_daemon.plan import BatchPlan, Order, Plan, Tail
+from gyre_daemon.storage import Shard
+from hypothesis import given
+from hypothesis import strategies as st
+
+fixed = st.builds(
+    FieldSpec,
+    st.just(""),
+    st.sampled_from(["<i8", "<f4", "<u2", "|u1", "|b1"]).map(np.dtype),
+    st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    st.just(False),
+    st.just("bytes"),
+)
+ragged = st.just(FieldSpec("", np.dtype("u1"), (), ragged=True, codec="bytes"))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[BatchPlan, list[FieldSpec], npt.NDArray[np.int64]]:
+    specs = draw(st.lists(fixed | ragged, min_size=1, max_size=4))
+    fields = [FieldSpec(f"field{n}", spec.dtype, spec.shape, spec.ragged, spec.codec) for n, spec in enumerate(specs)]
+    num_samples = draw(st.integers(1, 9))
+    ids = np.array(draw(st.lists(st.integers(0, 2**62), min_size=num_samples, max_size=num_samples)), np.int64)
+    mask = np.array(draw(st.lists(st.booleans(), min_size=num_samples, max_size=num_samples))) if draw(st.booleans()) else None
+    rows = [[draw(st.integers(0, 200)) if spec.ragged else sample_bytes(spec) for spec in fields] for _ in range(num_samples)]
+    return BatchPlan(3, 0, ids, mask), fields, np.array(rows, np.int64).reshape(num_samples, len(fields))
+
+
+def sample_bytes(spec: FieldSpec) -> int:
+    return int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize
+
+
+def check_layout(layout: BatchLayout, fields: Sequence[FieldSpec], sizes: npt.NDArray[np.int64]) -> None:
+    """Tensors and gaps cover the buffer exactly once; every sample's part lies in its tensor, right after the one before."""
+    pieces = [(spec.offset_bytes, spec.offset_bytes + spec.num_bytes) for spec in layout.tensors if spec.num_bytes]
+    edges = sorted([*pieces, *layout.gaps])
+    assert [begin for begin, _ in edges] == [0, *(end for _, end in edges[:-1])]
+    assert edges[-1][1] == layout.num_bytes
+    assert layout.num_bytes % ALIGNMENT_BYTES == 0
+    assert all(spec.offset_bytes % ALIGNMENT_BYTES == 0 for spec in layout.tensors)
+    named = {spec.name: spec for spec in layout.tensors}
+    assert len(named) == len(layout.tensors)
+    for column, spec in enumerate(fields):
+        tensor, places = named[spec.name], layout.places[:, column]
+        assert (places[:, 1] - places[:, 0]).tolist() == sizes[:, column].tolist()
+        assert places[0, 0] == tensor.offset_bytes
+        assert places[1:, 0].tolist() == places[:-1, 1].tolist()
+        assert places[-1, 1] == tensor.offset_bytes + tensor.num_bytes
+        assert tensor.dtype == spec.dtype
+        assert tensor.shape == ((sizes[:, column].sum(),) if spec.ragged else (len(sizes), *spec.shape))
+
+
+@given(batches())
+def test_layout_and_own_tensors(batch: tuple[BatchPlan, list[FieldSpec], npt.NDArray[np.int64]]) -> None:
+    plan, fields, sizes = batch
+    layout = LayoutMaker(fields).make(plan, sizes)
+    check_layout(layout, fields, sizes)
+    payload = np.full(layout.num_bytes + 100, 0xA5, np.uint8)
+    write_own_tensors(plan, layout, payload.data)
+    tensors = {
+        spec.name: payload[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
+        for spec in layout.tensors
+    }
+    assert tensors["sample_id"].tolist() == plan.sample_ids.tolist()
+    assert ("mask" in tensors) == (plan.mask is not None)
+    if plan.mask is not None:
+        assert tensors["mask"].tolist() == plan.mask.tolist()
+    for column, spec in enumerate(fields):
+        if spec.ragged:
+            assert tensors[f"{spec.name}.offsets"].tolist() == [0, *np.cumsum(sizes[:, column]).tolist()]
+        assert (tensors[spec.name].view(np.uint8) == 0xA5).all(), "the samples' own places are left to the samples"
+    for begin, end in layout.gaps:
+        assert not payload[begin:end].any(), "gaps are zeroed, whatever was there"
+    assert (payload[layout.num_bytes :] == 0xA5).all(), "nothing is written beyond the batch"
+
+
+@given(batches(), batches())
+def test_layouts_are_not_mixed_up(
+    one: tuple[BatchPlan, list[FieldSpec], npt.NDArray[np.int64]],
+    other: tuple[BatchPlan, list[FieldSpec], npt.NDArray[np.int64]],
+) -> None:
+    """A maker that has laid out other batches lays out as a fresh one does."""
+    (plan, fields, sizes), (other_plan, _, _) = one, other
+    maker = LayoutMaker(fields)
+    num_samples = len(other_plan.sample_ids)
+    maker.make(other_plan, np.resize(sizes, (num_samples, len(fields))))
+    again, fresh = maker.make(plan, sizes), LayoutMaker(fields).make(plan, sizes)
+    assert (again.tensors, again.gaps, again.num_bytes) == (fresh.tensors, fresh.gaps, fresh.num_bytes)
+    assert again.places.tolist() == fresh.places.tolist()
+
+
+def ragged_index(sizes: list[list[int]]) -> SampleIndex:
+    """A webdataset index of one shard with samples of these sizes; two fields `a` and `b`, and a number."""
+    table = np.array([[*row, 1] for row in sizes], np.int64)
+    num_samples = len(table)
+    scan: Arrays = {
+        "meta": np.frombuffer(b'{"extensions": ["a", "b", "cls"], "npy": {}, "names": ""}', np.uint8),
+        "start": np.zeros(num_samples * 3, np.int64),
+        "size": table.ravel(),
+        "extension": np.tile(np.arange(3, dtype=np.int32), num_samples),
+        "first": np.arange(num_samples + 1) * 3,
+    }
+    return WebdatasetIndex(WebdatasetOptions(), [Shard("0.tar", 1 << 30, "")], [scan])
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 300), min_size=2, max_size=2), min_size=1, max_size=12),
+    st.integers(1, 40),
+    st.sampled_from(["wrap", "drop", "pad"]),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_no_batch_is_larger_than_its_bound(
+    rows: list[list[int]], size: int, tail: Tail, seed: int, data: st.DataObject
+) -> None:
+    if tail == "drop" and size > len(rows):
+        return
+    index = ragged_index(rows)
+    world_size = data.draw(st.sampled_from([divisor for divisor in range(1, size + 1) if size % divisor == 0]))
+    plan = Plan(Order("full", tail, seed, size), index.num_samples)
+    bound = max_batch_bytes(index, size // world_size)
+    maker = LayoutMaker(index.fields)
+    for step in range(6):
+        for rank in range(world_size):
+            batch = plan.batch(step, rank, world_size)
+            sizes = index.locate(batch.sample_ids).size
+            layout = maker.make(batch, sizes)
+            assert layout.num_bytes <= bound
+            stored = np.where([spec.ragged for spec in index.fields], sizes, 8)
+            check_layout(layout, index.fields, stored)
+
+
+@given(st.integers(1, 200), st.integers(1, 50), st.sampled_from(["wrap", "pad"]))
+def test_the_bound_of_fixed_sizes_is_close(length: int, size: int, tail: Tail) -> None:
+    shard = Shard("0.bin", 1000 * length * 2, "")
+    index = make_format("wiki", DatasetConfig("/", "tokens", {"sequence_length": length})).assemble([shard], [])
+    batch = Plan(Order("full", tail, 0, size), 1000).batch(0)
+    layout = LayoutMaker(index.fields).make(batch, index.locate(batch.sample_ids).size)
+    bound = max_batch_bytes(index, size)
+    assert layout.num_bytes <= bound <= layout.num_bytes + 6 * ALIGNMENT_BYTES + size
+
+
+def test_the_bound_of_one_long_sample_does_not_multiply() -> None:
+    """One sample of a megabyte among short ones: a batch holds it once an epoch, and no bound may count it for every place."""
+    index = ragged_index([[1 << 20, 0]] + [[10, 10]] * 999)
+    assert max_batch_bytes(index, 100) < 3 << 20
