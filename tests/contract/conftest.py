@@ -4,7 +4,7 @@ import pytest
 
 from tests.contract.objects import ObjectServer
 
-pytest.register_assert_rewrite("tests.contract.storage_contract", "tests.contract.places")
+pytest.register_assert_rewrite("tests.contract.storage_contract", "tests.contract.format_contract", "tests.contract.places")
 
 
 @pytest.fixture

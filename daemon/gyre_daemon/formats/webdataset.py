@@ -142,7 +142,7 @@ class WebdatasetIndex:
 
     def __init__(self, options: WebdatasetOptions, shards: Sequence[Shard], scans: Sequence[Arrays]) -> None:
         metas = [json.loads(scan["meta"].tobytes()) for scan in scans]
-        names = options.fields or _first_sample_fields(shards, scans, metas)
+        names = _field_names(options, shards, scans, metas)
         columns = [_columns(shard, scan, meta, names) for shard, scan, meta in zip(shards, scans, metas, strict=True)]
         self._start = np.concatenate([start for start, _ in columns])
         self._size = np.concatenate([size for _, size in columns])
@@ -181,15 +181,23 @@ def is_servable(name: str) -> bool:
     return name.isprintable() and name != "" and name not in (SAMPLE_ID, MASK) and not name.endswith(OFFSETS_SUFFIX)
 
 
-def _first_sample_fields(shards: Sequence[Shard], scans: Sequence[Arrays], metas: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def _field_names(
+    options: WebdatasetOptions, shards: Sequence[Shard], scans: Sequence[Arrays], metas: Sequence[dict[str, Any]]
+) -> tuple[str, ...]:
+    """Those asked for, or all of the first sample; none where there is no sample."""
     for shard, scan, meta in zip(shards, scans, metas, strict=True):
         if len(scan["first"]) > 1:
-            names = tuple(meta["extensions"][member] for member in scan["extension"][: scan["first"][1]])
-            for name in names:
-                if not is_servable(name):
-                    raise _corrupt(shard.name, int(scan["start"][0]), f"it has members .{ascii(name)[1:-1]}: {_UNSERVABLE}")
-            return names
+            return options.fields or _all_fields(shard, scan, meta)
     return ()
+
+
+def _all_fields(shard: Shard, scan: Arrays, meta: dict[str, Any]) -> tuple[str, ...]:
+    """Of the first sample of a shard."""
+    names = tuple(meta["extensions"][member] for member in scan["extension"][: scan["first"][1]])
+    for name in names:
+        if not is_servable(name):
+            raise _corrupt(shard.name, int(scan["start"][0]), f"it has members .{ascii(name)[1:-1]}: {_UNSERVABLE}")
+    return names
 
 
 def _columns(

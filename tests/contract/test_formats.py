@@ -1,0 +1,65 @@
+"""The formats, under their contract."""
+
+import io
+from typing import ClassVar
+
+import numpy as np
+import webdataset
+
+from tests.contract.format_contract import FormatContract, Sample
+
+
+class TestTokens(FormatContract):
+    name = "tokens"
+    options: ClassVar = {"sequence_length": 16, "stride": 10, "dtype": "uint16"}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        generator = np.random.default_rng(0)
+        shards = [generator.integers(0, 1 << 16, count, np.uint16).astype("<u2").tobytes() for count in (500, 15, 16, 301)]
+        samples = [
+            {"tokens": data[begin : begin + 32]}
+            for data in shards
+            for begin in range(0, len(data), 20)
+            if begin + 32 <= len(data)
+        ]
+        return shards, list(samples)
+
+    def empty_shard(self) -> bytes:
+        return bytes(30)
+
+    def damaged_shard(self) -> bytes:
+        return bytes(101)
+
+
+class TestWebdataset(FormatContract):
+    name = "webdataset"
+    options: ClassVar = {"fields": ["txt", "json", "cls", "npy", "bin"]}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        generator = np.random.default_rng(0)
+        shards, samples = [], []
+        for number, count in enumerate((20, 1, 35)):
+            stream = io.BytesIO()
+            with webdataset.TarWriter(stream, encoder=False) as writer:
+                for index in range(count):
+                    array = io.BytesIO()
+                    np.save(array, generator.integers(0, 9, (2, 3)))
+                    fields = {
+                        "txt": b"word " * int(generator.integers(100)),
+                        "json": b'{"index": %d}' % index,
+                        "cls": b"%d" % index,
+                        "npy": array.getvalue(),
+                        "bin": generator.bytes(int(generator.integers(2000))),
+                        "other": b"not asked for",
+                    }
+                    writer.write({"__key__": f"{number}/{index:04}", **fields})
+                    samples.append({name: fields[name] for name in self.options["fields"]})
+            shards.append(stream.getvalue())
+        return shards, list(samples)
+
+    def empty_shard(self) -> bytes:
+        return bytes(10_240)
+
+    def damaged_shard(self) -> bytes:
+        data = self.shards()[0][0]
+        return data[: len(data) // 2]
