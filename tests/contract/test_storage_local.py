@@ -1,16 +1,30 @@
 """Local files, read the fast way and the other."""
 
+import asyncio
 import gc
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing
 from gyre_daemon.storage import local
 
 from tests.contract.places import LocalPlace, Place, Targets, first_of, noise, num_descriptors, run
 from tests.contract.storage_contract import StorageContract
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """How many descriptors the process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = num_descriptors() + 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class TestLocal(StorageContract):
@@ -59,6 +73,31 @@ class TestLocal(StorageContract):
         before = num_descriptors()
         assert run(read()) >= before + 20
         assert num_descriptors() <= before
+
+    def test_more_shards_than_may_be_open(self, place: Place, opener: Any, few_descriptors: int) -> None:
+        """In one batch and in many: the descriptors of the process are left to others."""
+        num_shards = few_descriptors
+        shards = [noise(index, 50) for index in range(num_shards)]
+        for index, data in enumerate(shards):
+            place.put(f"{index:04}.bin", data)
+        generator = np.random.default_rng(0)
+        batches = [Targets() for _ in range(20)]
+        for targets in batches:
+            for _ in range(30):
+                targets.add(int(generator.integers(num_shards)), int(generator.integers(25)), 25)
+        for index in range(num_shards):
+            batches[0].add(index, 10, 20)
+
+        async def read() -> None:
+            storage = await opener(place.root, {})
+            async with asyncio.TaskGroup() as group:
+                for targets in batches:
+                    group.create_task(storage.read(targets.reads()))
+            assert num_descriptors() < few_descriptors * 3 // 4
+
+        run(read())
+        for targets in batches:
+            targets.check(shards)
 
     @pytest.mark.parametrize(
         ("make", "error"),

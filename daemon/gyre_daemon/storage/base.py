@@ -63,9 +63,16 @@ class Reads:
     def nonempty(self) -> "Reads":
         """Those that bring any byte."""
         some = self.size > 0
-        if some.all():
-            return self
-        return Reads(self.shard[some], self.start[some], self.size[some], self.target[some], self.sample[some], self.memory)
+        return self if some.all() else self._selected(some)
+
+    def of_shards(self, shards: npt.NDArray[np.int64]) -> "Reads":
+        """Those from some shards."""
+        return self._selected(np.isin(self.shard, shards))
+
+    def _selected(self, which: npt.NDArray[np.bool_]) -> "Reads":
+        return Reads(
+            self.shard[which], self.start[which], self.size[which], self.target[which], self.sample[which], self.memory
+        )
 
     @classmethod
     def into(cls, memories: Sequence[npt.NDArray[np.uint8]], shards: Sequence[int], starts: Sequence[int]) -> "Reads":

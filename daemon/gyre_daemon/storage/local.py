@@ -1,40 +1,22 @@
 """Local files: no task and no object per sample. A batch's reads are copied out of mapped files in a few thread jobs."""
 
 import asyncio
-import mmap
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiofiles
 import numpy as np
 
-from gyre_daemon.errors import GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import InvalidRequest, NotAllowed, ShardMissing
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
+from gyre_daemon.storage.openfiles import OpenShard, OpenShards, file_error
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_JOB_BYTES = 4 << 20  # less is not worth a second thread
-
-
-@dataclass(slots=True)
-class _OpenShard:
-    """A shard that is open and mapped, for as long as its storage lives.
-
-    A file that is replaced or deleted underneath goes on to be read as it was indexed; one that is written to or truncated no
-    longer has the version it was listed with.
-    """
-
-    descriptor: int
-    mapping: mmap.mmap
-    address: int
-
-    def __del__(self) -> None:
-        """Close the file; the mapping goes with its last reference."""
-        os.close(self.descriptor)
 
 
 class LocalStorage:
@@ -51,7 +33,7 @@ class LocalStorage:
         self._executor = executor
         self._num_threads = num_threads
         self._metrics = metrics
-        self._open_shards: dict[int, _OpenShard] = {}
+        self._open = OpenShards(paths, shards)
         self._copies = is_allowed()
 
     async def read(self, reads: Reads) -> None:
@@ -95,62 +77,42 @@ class LocalStorage:
             self._metrics.count_requests(RequestLabels("file", "read", outcome), len(reads), int(reads.size.sum()))
 
     def _read_all(self, reads: Reads) -> None:
+        touched = np.unique(reads.shard)
+        limit = self._open.max_open
+        for begin in range(0, len(touched), limit):
+            group = touched[begin : begin + limit]
+            self._read_group(reads if len(touched) <= limit else reads.of_shards(group), group.tolist())
+
+    def _read_group(self, reads: Reads, touched: Sequence[int]) -> None:
         """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
-        touched = np.unique(reads.shard).tolist()
-        for shard in touched:
-            if shard not in self._open_shards:
-                self._open_shards.setdefault(shard, self._open(shard))
-        failed = self._copy(reads, touched)
-        for shard in touched:
-            self._check_unchanged(shard, self._open_shards[shard].descriptor)
+        opened = {shard: self._open.get(shard) for shard in touched}
+        failed = self._copy(reads, opened)
+        for shard in opened.values():
+            shard.check_unchanged()
         if failed is not None:
             raise changed(self.shards[int(reads.shard[failed])].name)
 
-    def _copy(self, reads: Reads, touched: Sequence[int]) -> int | None:
+    def _copy(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
+        """The index of the first read that failed, if any."""
         if not self._copies:
-            return self._copy_one_by_one(reads)
-        base = np.zeros(touched[-1] + 1, np.uint64)
-        base[touched] = [self._open_shards[shard].address for shard in touched]
+            return _copy_one_by_one(reads, opened)
+        base = np.zeros(max(opened) + 1, np.uint64)
+        base[list(opened)] = [shard.address for shard in opened.values()]
         return gather(base[reads.shard] + reads.start.astype(np.uint64), reads.size, reads.target)
 
-    def _copy_one_by_one(self, reads: Reads) -> int | None:
-        """The same by one `preadv` a sample, where `gather` is not allowed."""
-        for index, (shard, start, size, target) in enumerate(
-            zip(reads.shard.tolist(), reads.start.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
-        ):
-            memory = memory_at(target, size)
-            done = 0
-            while done < size and (count := os.preadv(self._open_shards[shard].descriptor, [memory[done:]], start + done)):
-                done += count
-            if done < size:
-                return index
-        return None
 
-    def _open(self, shard: int) -> _OpenShard:
-        name = self.shards[shard].name
-        try:
-            descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
-        except OSError as error:
-            raise file_error(name, error) from error
-        try:
-            self._check_unchanged(shard, descriptor)
-            mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except OSError as error:
-            os.close(descriptor)
-            raise file_error(name, error) from error
-        except GyreError:
-            os.close(descriptor)
-            raise
-        return _OpenShard(descriptor, mapping, np.frombuffer(mapping, np.uint8).ctypes.data)
-
-    def _check_unchanged(self, shard: int, descriptor: int) -> None:
-        listed = self.shards[shard]
-        try:
-            stat = os.fstat(descriptor)
-        except OSError as error:
-            raise file_error(listed.name, error) from error
-        if (stat.st_size, str(stat.st_mtime_ns)) != (listed.size_bytes, listed.version):
-            raise changed(listed.name)
+def _copy_one_by_one(reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
+    """The same by one `preadv` a sample, where `gather` is not allowed."""
+    for index, (shard, start, size, target) in enumerate(
+        zip(reads.shard.tolist(), reads.start.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
+    ):
+        memory = memory_at(target, size)
+        done = 0
+        while done < size and (count := os.preadv(opened[shard].descriptor, [memory[done:]], start + done)):
+            done += count
+        if done < size:
+            return index
+    return None
 
 
 def list_files(path: Path, pattern: str) -> list[Path]:
@@ -200,13 +162,3 @@ def stat_shard(path: Path, name: str) -> Shard:
     except OSError as error:
         raise file_error(name, error) from error
     return Shard(name, stat.st_size, str(stat.st_mtime_ns))
-
-
-def file_error(name: str, error: OSError) -> GyreError:
-    """What an operating system's error about a shard means."""
-    facts = {"shard": name}
-    if isinstance(error, FileNotFoundError):
-        return ShardMissing(f"shard {name} does not exist; restore it or correct the dataset's URI", facts)
-    if isinstance(error, PermissionError):
-        return NotAllowed(f"the daemon may not read shard {name}; grant its user read access", facts)
-    return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)

@@ -1,0 +1,118 @@
+"""The local shards that are open and mapped. The operating system bounds both, so those that were used last are kept."""
+
+import mmap
+import os
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.storage.base import Shard, changed
+
+_MIN_OPEN, _MAX_OPEN = 8, 16384  # a process may have 65,530 mappings
+_SHARE_OF_DESCRIPTORS = 8  # of one dataset; an open shard takes two: a mapping has its own
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A shard that is open and mapped, for as long as anybody refers to it.
+
+    A file that is replaced or deleted underneath goes on to be read as it was indexed; one that is written to or truncated no
+    longer has the version it was listed with.
+    """
+
+    listed: Shard
+    descriptor: int
+    mapping: mmap.mmap
+    address: int
+
+    def __del__(self) -> None:
+        """Close the file; the mapping goes with its last reference."""
+        os.close(self.descriptor)
+
+    def check_unchanged(self) -> None:
+        """Whether the file is still what was listed.
+
+        Raises:
+            CorruptSample: it is not.
+            StorageUnavailable: nobody can tell.
+        """
+        _check(self.listed, self.descriptor)
+
+
+class OpenShards:
+    """Opens shards when they are needed; safe for several threads."""
+
+    def __init__(self, paths: Sequence[Path], shards: Sequence[Shard]) -> None:
+        self._paths = paths
+        self._shards = shards
+        self.max_open = _max_open()
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, shard: int) -> OpenShard:
+        """An open shard; the caller keeps it while it reads.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be opened.
+            CorruptSample: it is not what was listed.
+        """
+        with self._lock:
+            found = self._open.get(shard)
+            if found:
+                self._open.move_to_end(shard)
+                return found
+        opened = _open(self._paths[shard], self._shards[shard])
+        with self._lock:
+            opened = self._open.setdefault(shard, opened)  # another thread may have been faster
+            while len(self._open) > self.max_open:
+                self._open.popitem(last=False)
+        return opened
+
+
+def file_error(name: str, error: OSError) -> GyreError:
+    """What an operating system's error about a shard means."""
+    facts = {"shard": name}
+    if isinstance(error, FileNotFoundError):
+        return ShardMissing(f"shard {name} does not exist; restore it or correct the dataset's URI", facts)
+    if isinstance(error, PermissionError):
+        return NotAllowed(f"the daemon may not read shard {name}; grant its user read access", facts)
+    return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)
+
+
+def _open(path: Path, listed: Shard) -> OpenShard:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
+    except OSError as error:
+        raise file_error(listed.name, error) from error
+    try:
+        _check(listed, descriptor)
+        mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:
+        os.close(descriptor)
+        raise file_error(listed.name, error) from error
+    except GyreError:
+        os.close(descriptor)
+        raise
+    return OpenShard(listed, descriptor, mapping, np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
+def _check(listed: Shard, descriptor: int) -> None:
+    try:
+        stat = os.fstat(descriptor)
+    except OSError as error:
+        raise file_error(listed.name, error) from error
+    if (stat.st_size, str(stat.st_mtime_ns)) != (listed.size_bytes, listed.version):
+        raise changed(listed.name)
+
+
+def _max_open() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return _MAX_OPEN
+    return max(_MIN_OPEN, min(_MAX_OPEN, descriptors // _SHARE_OF_DESCRIPTORS // 2))
