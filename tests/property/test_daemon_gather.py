@@ -15,9 +15,7 @@ pytestmark = pytest.mark.skipif(not is_allowed(), reason="this sandbox forbids p
 PAGE = mmap.PAGESIZE
 
 
-def addresses(
-    array: "np.ndarray[tuple[int], np.dtype[np.uint8]]", offsets: list[int]
-) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+def addresses(array: npt.NDArray[np.uint8], offsets: list[int]) -> npt.NDArray[np.uint64]:
     return np.array([array.ctypes.data + offset for offset in offsets], np.uint64)
 
 
