@@ -41,6 +41,11 @@ def test_a_cursor_survives_its_journey(cursor: Cursor) -> None:
     check_cursor(cursor, "wiki", cursor.fingerprint, cursor.order)
 
 
+@given(cursors(), st.integers(0, 2**62))
+def test_an_encoder_writes_what_encode_writes(cursor: Cursor, position: int) -> None:
+    assert cursor.encoder()(position) == replace(cursor, position=position).encode()
+
+
 @given(tails, st.integers(0, 2**64 - 1), st.integers(1, 30), st.integers(1, 30), st.integers(0, 60))
 def test_resuming_anywhere_is_the_uninterrupted_run(tail: Tail, seed: int, num_samples: int, size: int, stop: int) -> None:
     if tail == "drop" and size > num_samples:

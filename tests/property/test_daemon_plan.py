@@ -113,6 +113,25 @@ def test_a_plan_answers_in_any_order() -> None:
     assert len(plan._permutations) <= 2, "memory does not grow with the epochs"
 
 
+@given(tails, sizes, sizes, st.integers(0, 2**40), st.integers(1, 12), st.data())
+def test_many_steps_at_once_are_the_same_steps(
+    tail: Tail, num_samples: int, size: int, first: int, num_steps: int, data: st.DataObject
+) -> None:
+    if not usable(tail, num_samples, size):
+        return
+    world_size = data.draw(st.sampled_from(world_sizes(size)))
+    rank = data.draw(st.integers(0, world_size - 1))
+    plan, order = Plan(Order("full", tail, 5, size), num_samples), Order("full", tail, 5, size)
+    together = plan.batches(first, num_steps, rank, world_size)
+    assert [batch.step for batch in together] == list(range(first, first + num_steps))
+    for batch in together:
+        alone = Plan(order, num_samples).batch(batch.step, rank, world_size)
+        assert batch.sample_ids.tolist() == alone.sample_ids.tolist()
+        assert batch.epoch == alone.epoch
+        assert (batch.mask is None) == (alone.mask is None)
+        assert batch.mask is None or batch.mask.tolist() == _mask(alone.mask).tolist()
+
+
 @given(tails, sizes, sizes, st.integers(1, 5))
 def test_whole_steps_of_so_many_epochs(tail: Tail, num_samples: int, size: int, num_epochs: int) -> None:
     if not usable(tail, num_samples, size):

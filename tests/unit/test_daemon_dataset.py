@@ -1,0 +1,52 @@
+"""The fingerprint tells data apart, and a copy of it elsewhere is the same."""
+
+from dataclasses import replace
+
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.dataset import fingerprint, probe_ranges
+from gyre_daemon.formats import make_format
+from gyre_daemon.storage import Shard
+from hypothesis import given
+from hypothesis import strategies as st
+
+SHARDS = [Shard("a.bin", 1000, "1"), Shard("b.bin", 2000, "2")]
+PROBES = [b"the middle of a", b"the middle of b"]
+
+
+def print_of(shards: list[Shard], probes: list[bytes], length: int = 10) -> str:
+    index = make_format("wiki", DatasetConfig("/", "tokens", {"sequence_length": length})).assemble(shards, [])
+    return fingerprint(shards, index, probes)
+
+
+def test_whatever_is_read_from_the_data_tells() -> None:
+    original = print_of(SHARDS, PROBES)
+    others = [
+        print_of(SHARDS, PROBES, length=20),
+        print_of([replace(SHARDS[0], name="c.bin"), SHARDS[1]], PROBES),
+        print_of([replace(SHARDS[0], size_bytes=1002), SHARDS[1]], PROBES),
+        print_of(SHARDS[::-1], PROBES),
+        print_of(SHARDS, PROBES[::-1]),
+        print_of(SHARDS, [PROBES[0], PROBES[1][:-1]]),
+        print_of(SHARDS, [PROBES[0] + PROBES[1], b""]),
+    ]
+    assert len({original, *others}) == 1 + len(others)
+    assert original == print_of(SHARDS, PROBES)
+    assert len(original) == 32
+
+
+def test_times_and_etags_do_not() -> None:
+    copied = [replace(shard, version='"another"') for shard in SHARDS]
+    assert print_of(copied, PROBES) == print_of(SHARDS, PROBES)
+
+
+@given(st.lists(st.integers(0, 20_000), min_size=1, max_size=300))
+def test_probes_lie_in_evenly_chosen_shards(sizes: list[int]) -> None:
+    shards = [Shard(f"{number}", size, "") for number, size in enumerate(sizes)]
+    ranges = probe_ranges(shards)
+    assert 1 <= len(ranges) <= 32
+    assert len({shard for shard, _, _ in ranges}) == len(ranges)
+    assert len(shards) > 32 or len(ranges) == len(shards), "all of a few"
+    for shard, start, stop in ranges:
+        assert 0 <= start <= stop <= sizes[shard]
+        assert stop - start == min(sizes[shard], 4096)
+        assert abs((start + stop) / 2 - sizes[shard] / 2) <= 1, "its middle"
