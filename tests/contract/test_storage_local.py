@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,11 @@ class TestLocal(StorageContract):
         gc.collect()  # what earlier tests left
         before = num_descriptors()
         assert run(read()) >= before + 20
-        assert num_descriptors() <= before
+        deadline = time.monotonic() + 5
+        while num_descriptors() > before:  # a worker thread may still be letting go of its last job
+            assert time.monotonic() < deadline
+            gc.collect()
+            time.sleep(0.01)
 
     def test_more_shards_than_may_be_open(self, place: Place, opener: Any, few_descriptors: int) -> None:
         """In one batch and in many: the descriptors of the process are left to others."""

@@ -111,7 +111,7 @@ GOOD = npy(np.zeros((2, 3), "<f4"))
 
 
 @given(st.lists(st.tuples(st.integers(0, 79), st.integers(0, 255)), max_size=6), st.integers(0, len(GOOD)))
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_damage_is_a_value_error_or_another_header(changes: list[tuple[int, int]], length: int) -> None:
     data = bytearray(GOOD)
     for position, value in changes:
