@@ -11,6 +11,7 @@ import pytest
 from gyre_daemon.errors import ConfigError, CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import Storage, StorageOpener, opener, parse_location, remote
+from gyre_daemon.storage.objects import open_objects
 
 from tests.contract.objects import ObjectServer
 from tests.contract.places import Targets, first_of, noise, run
@@ -238,6 +239,29 @@ def test_settings_that_make_no_sense(storage_opener: StorageOpener, settings: di
     with pytest.raises(ConfigError, match=sentence) as caught:
         s3(storage_opener, settings)
     assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "settings"),
+    [
+        ("gs://bucket/x.bin", {}),
+        ("gcs://bucket/x.bin", {}),
+        ("az://container/x.bin", {"account_name": "someone"}),
+        ("abfs://container@someone.dfs.core.windows.net/x.bin", {}),
+        ("s3a://bucket/x.bin", {"skip_signature": True}),
+        ("https://127.0.0.1/x.bin", {}),
+    ],
+)
+def test_every_object_storage_can_be_set_up(uri: str, settings: dict[str, Any]) -> None:
+    """Without a connection: no such service runs here."""
+    location = parse_location(uri)
+    assert open_objects(location.scheme, settings, location.paths[0])
+
+
+def test_a_cloud_that_lacks_a_setting() -> None:
+    with pytest.raises(ConfigError, match=r"az:// dataset cannot be used: .*Account must be specified$"):
+        open_objects("az", {}, "az://container/x.bin")
 
 
 @pytest.mark.parametrize(

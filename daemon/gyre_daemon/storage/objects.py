@@ -9,6 +9,7 @@ from obstore.fsspec import FsspecStore
 from obstore.store import ObjectStore
 
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.storage.location import redact
 
 _NO_LISTING = ("http", "https")
 _RETRY_CONFIG = {"max_retries": 4}
@@ -69,7 +70,7 @@ def open_objects(scheme: str, settings: Mapping[str, Any], path: str) -> ObjectF
         _check_endpoint(endpoint)
     make: Any = ObjectFileSystem  # the overloads of its constructor leave out what fsspec adds
     filesystem: ObjectFileSystem = make(
-        scheme,
+        "gs" if scheme == "gcs" else scheme,
         config=dict(settings) or None,
         client_options={"allow_http": scheme == "http" or any(endpoint.startswith("http://") for endpoint in endpoints)},
         retry_config=_RETRY_CONFIG,
@@ -79,7 +80,8 @@ def open_objects(scheme: str, settings: Mapping[str, Any], path: str) -> ObjectF
     try:
         filesystem._construct_store(filesystem._split_path(path)[0])
     except (BaseError, TypeError, ValueError) as error:
-        raise ConfigError(f"the storage settings of a {scheme}:// dataset cannot be used: {error}") from error
+        reason = redact(str(error)).partition("\n")[0][:300]
+        raise ConfigError(f"the storage settings of a {scheme}:// dataset cannot be used: {reason}") from error
     return filesystem
 
 
