@@ -1,6 +1,7 @@
 """What every storage promises. Inherited by one class of tests for each."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -201,14 +202,19 @@ class StorageContract:
         monkeypatch.setattr(remote, "_STREAM_CHUNK_BYTES", 1000)
         place.put("0.bin", noise(3, 10_000))
 
+        complaints: list[object] = []
+
         async def stream() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
             chunks = (await opener(f"{place.root}/0.bin", place.settings)).stream(0)
             assert await anext(chunks) == noise(3, 1000)
             place.delete("0.bin")  # the chunk that is on its way fails, and nobody wants it
             await asyncio.sleep(0.05)
             await chunks.aclose()
+            gc.collect()
 
         run(stream())
+        assert complaints == []
 
     def test_a_stream_of_a_shard_that_shrinks(self, place: Place, opener: Any) -> None:
         place.put("0.bin", noise(3, 1000))

@@ -63,7 +63,7 @@ class RemoteStorage:
         finally:
             if ahead:
                 ahead.cancel()
-                await asyncio.wait([ahead])
+                await asyncio.gather(ahead, return_exceptions=True)
 
     def local_path(self, shard: int) -> Path | None:
         """See `Storage.local_path`: nowhere."""
