@@ -367,3 +367,16 @@ def test_embedded_daemon_ends_with_its_owner(tmp_path: Path) -> None:
         owner.kill()
     assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
     assert not folder.exists()
+
+
+def test_long_errors_and_odd_options_arrive_as_what_they_are(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred({"datasets": {"ä" * 1500: {"uri": str(token_files), **TOKENS}}})
+    with pytest.raises(UnknownDataset, match="no dataset is named"):
+        Loader("ö" * 300, batch_size=4, address=daemon.address)
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+        for options in ({"a": "[" * 5000}, {"a": "9" * 5000}):
+            ref = pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/x", format="tokens", options=options))
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=ref), timeout=5)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -51,7 +51,7 @@ def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
     for key, text in message.options.items():
         try:
             options[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"option `{key[:100]}` of the dataset is no TOML value: {text[:100]!r}") from error
     storage = options.pop("storage", {})
     if not isinstance(storage, dict):

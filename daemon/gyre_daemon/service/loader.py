@@ -23,6 +23,7 @@ from gyre_daemon.storage import parse_location
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 _SIDE_TOKEN = "gyre-side-token"
+_MAX_PLANNED_SAMPLES = 100_000
 _CHUNK_BYTES = (1 << 20) - 16  # with its frame, a message of at most 1 MiB
 _STREAM_ENDED = GyreError("the client ended its stream")
 
@@ -72,6 +73,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         order, world_size = convert.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
         dataset = await self._catalog.open(*self._resolve(request.dataset))
+        if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
+            raise InvalidRequest(
+                f"a plan of more than {_MAX_PLANNED_SAMPLES} samples is no answer; ask for one rank's part of them"
+            )
         if request.step > 1 << 62 or request.step * order.global_batch_size > 1 << 62:
             raise InvalidRequest(f"step {request.step} lies beyond any training; positions end at 2**62")
         batch = Plan(order, dataset.num_samples).batch(request.step, request.rank, world_size)

@@ -30,8 +30,8 @@ STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
 }
-_MAX_MESSAGE_CHARS = 2000
-_MAX_FACT_CHARS = 500
+_MAX_MESSAGE_BYTES = 2000  # gRPC carries all of it in metadata, which clients limit to 8 KiB or so
+_MAX_FACT_BYTES = 400
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -61,12 +61,16 @@ def answers_errors(method: Method) -> Method:
 
 def to_status(error: errors.GyreError) -> status_pb2.Status:
     """The error as google.rpc.Status: its sentence, and ErrorInfo with the class name as reason and the facts as metadata."""
-    facts = {key: value[:_MAX_FACT_CHARS] for key, value in error.facts.items()}
+    facts = {key: _cut(value, _MAX_FACT_BYTES) for key, value in error.facts.items()}
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=facts)
     detail = AnyMessage()
     detail.Pack(info)
     code: int = STATUS_CODES[type(error)].value[0]
-    return status_pb2.Status(code=code, message=str(error)[:_MAX_MESSAGE_CHARS], details=[detail])
+    return status_pb2.Status(code=code, message=_cut(str(error), _MAX_MESSAGE_BYTES), details=[detail])
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
