@@ -13,6 +13,7 @@ from gyre_daemon import __version__
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.errors import GyreError, InvalidRequest
+from gyre_daemon.events import log_event
 from gyre_daemon.plan import Plan, check_ranks
 from gyre_daemon.service import control, convert
 from gyre_daemon.service.status import Context, answers_errors
@@ -97,7 +98,9 @@ class LoaderService(pb_grpc.LoaderServicer):
             SessionRequest(dataset, order, reader, request.num_epochs, request.cursor, prefetch_batches)
         )
         peer = self._peer(context)
-        session.shares_arena = peer is not None and peer.hand_over(session.session_id, session.arena.descriptor)
+        if peer and peer.hand_over(session.session_id, session.arena.descriptor):
+            session.shares_arena = True
+            log_event("arena shared", {"session": session.session_id, "pid": peer.pid, "uid": peer.uid})
         return pb.SessionOpened(
             session_id=session.session_id,
             first_step=session.first_step,

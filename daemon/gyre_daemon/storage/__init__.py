@@ -1,6 +1,6 @@
 """Where shards lie and how their bytes are read: the only room that knows fsspec.
 
-A `Location` is what the operator wrote. `open_storage` lists its shards and gives a `Storage`; `Reads` are half-open
+A `Location` is what the operator wrote. `StorageOpener` lists its shards and gives a `Storage`; `Reads` are half-open
 ranges of shards, each with the memory where its bytes belong. Reading waits; it never decodes.
 """
 
