@@ -1,7 +1,7 @@
 """The seam: what a dataset needs of any storage."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.fair import NO_JOB, Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Reads:
         target: uint64 [n], addresses.
         sample: int64 [n], equal for reads of one sample.
         memory: what owns the targets: it must live until the last byte is there, even where nobody waits for it any more.
+        flow: for which job.
+        urgency: among the job's reads the lowest goes first.
     """
 
     shard: npt.NDArray[np.int64]
@@ -49,6 +52,8 @@ class Reads:
     target: npt.NDArray[np.uint64]
     sample: npt.NDArray[np.int64]
     memory: tuple[object, ...]
+    flow: Flow = NO_JOB
+    urgency: int = 0
 
     def __len__(self) -> int:
         """The number of reads."""
@@ -56,9 +61,7 @@ class Reads:
 
     def part(self, which: slice) -> "Reads":
         """Some of the reads; a view."""
-        return Reads(
-            self.shard[which], self.start[which], self.size[which], self.target[which], self.sample[which], self.memory
-        )
+        return self._selected(which)
 
     def nonempty(self) -> "Reads":
         """Those that bring any byte."""
@@ -69,9 +72,14 @@ class Reads:
         """Those from some shards."""
         return self._selected(np.isin(self.shard, shards))
 
-    def _selected(self, which: npt.NDArray[np.bool_]) -> "Reads":
-        return Reads(
-            self.shard[which], self.start[which], self.size[which], self.target[which], self.sample[which], self.memory
+    def _selected(self, which: npt.NDArray[np.bool_] | slice) -> "Reads":
+        return replace(
+            self,
+            shard=self.shard[which],
+            start=self.start[which],
+            size=self.size[which],
+            target=self.target[which],
+            sample=self.sample[which],
         )
 
     @classmethod

@@ -1,0 +1,164 @@
+"""Weighted fair sharing: what is scarce (threads, requests to an endpoint) goes to the job that had the least of it so far.
+
+Each job is a flow. A flow that waits is served when its virtual time, the cost it was served divided by its weight, is the
+lowest (stride scheduling, Waldspurger and Weihl 1995). One that was idle starts at the present virtual time: it has saved
+nothing up. Within a flow the most urgent goes first, and among equals the oldest.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+_MAX_IDLE_LANES = 64
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """One job's claim on what is shared.
+
+    Attributes:
+        name: of the job.
+        weight: its share relative to others, above 0.
+    """
+
+    name: str
+    weight: float = 1.0
+
+
+NO_JOB = Flow("")  # what the daemon does for itself: indexes, probes
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A flow in one queue; `waiting` is a heap of (urgency, arrival, cost, granted)."""
+
+    virtual_time: float
+    waiting: list[tuple[int, int, float, asyncio.Future[None]]] = field(default_factory=list)
+
+
+class FairQueue:
+    """So many turns at once, handed out fairly. Used from one event loop."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._num_taken = 0
+        self._now = 0.0  # virtual
+        self._lanes: dict[Flow, _Lane] = {}
+        self._arrivals = itertools.count()
+        self._num_waiting = 0
+
+    @property
+    def num_taken(self) -> int:
+        """Turns that are taken now."""
+        return self._num_taken
+
+    @property
+    def num_waiting(self) -> int:
+        """Those who wait for one."""
+        return self._num_waiting
+
+    def resize(self, capacity: int) -> None:
+        """Change how many turns there are; those that are taken stay taken."""
+        self._capacity = capacity
+        self._serve()
+
+    async def acquire(self, flow: Flow, cost: float, urgency: int = 0) -> None:
+        """Wait for a turn; `release` gives it back.
+
+        Args:
+            flow: who asks.
+            cost: what the turn will take, in any unit that is the same for all.
+            urgency: within the flow the lowest goes first.
+        """
+        lane = self._lane(flow)
+        if self._num_taken < self._capacity and not self._num_waiting:
+            self._charge(flow, lane, cost)
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not lane.waiting:
+            lane.virtual_time = max(lane.virtual_time, self._now)
+        heapq.heappush(lane.waiting, (urgency, next(self._arrivals), cost, granted))
+        self._num_waiting += 1
+        self._serve()  # those before it may have given up
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Give a turn back."""
+        self._num_taken -= 1
+        self._serve()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, flow: Flow, cost: float, urgency: int = 0) -> AsyncIterator[None]:
+        """Have a turn inside; see `acquire`."""
+        await self.acquire(flow, cost, urgency)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def _lane(self, flow: Flow) -> _Lane:
+        lane = self._lanes.get(flow)
+        if lane is None:
+            if len(self._lanes) >= _MAX_IDLE_LANES:
+                kept = {one: lane for one, lane in self._lanes.items() if lane.waiting or lane.virtual_time > self._now}
+                self._lanes = kept
+            lane = self._lanes[flow] = _Lane(self._now)
+        return lane
+
+    def _charge(self, flow: Flow, lane: _Lane, cost: float) -> None:
+        self._now = max(self._now, lane.virtual_time)
+        lane.virtual_time = max(lane.virtual_time, self._now) + cost / flow.weight
+        self._num_taken += 1
+
+    def _serve(self) -> None:
+        while self._num_waiting and self._num_taken < self._capacity:
+            flow = min(
+                (one for one, lane in self._lanes.items() if lane.waiting), key=lambda one: self._lanes[one].virtual_time
+            )
+            lane = self._lanes[flow]
+            _, _, cost, granted = heapq.heappop(lane.waiting)
+            self._num_waiting -= 1
+            if not granted.cancelled():
+                self._charge(flow, lane, cost)
+                granted.set_result(None)
+
+
+class FairExecutor:
+    """Threads that jobs share fairly."""
+
+    def __init__(self, executor: Executor, num_threads: int) -> None:
+        self.executor = executor
+        self.num_threads = num_threads
+        self._queue = FairQueue(num_threads)
+
+    async def run(self, flow: Flow, cost: float, urgency: int, work: Callable[[], Result]) -> Result:
+        """Do computation or blocking I/O in a thread, when it is the flow's turn.
+
+        A thread cannot be stopped: where the caller is cancelled, the turn ends with the work and not before.
+        """
+        await self._queue.acquire(flow, cost, urgency)
+        loop = asyncio.get_running_loop()
+        try:
+            running = loop.run_in_executor(self.executor, work)
+        except BaseException:
+            self._queue.release()
+            raise
+        running.add_done_callback(self._done)
+        return await asyncio.shield(running)
+
+    def _done(self, running: asyncio.Future[Result]) -> None:
+        if not running.cancelled():
+            running.exception()  # looked at, also where nobody waits for it any more
+        self._queue.release()

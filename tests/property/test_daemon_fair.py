@@ -1,0 +1,127 @@
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from gyre_daemon.fair import FairExecutor, FairQueue, Flow
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+async def _serve(queue: FairQueue, wanted: list[tuple[Flow, float, int]]) -> list[tuple[Flow, float, int]]:
+    """The order in which turns are granted, one at a time, to those who all wait already."""
+    blocker = Flow("blocker")
+    await queue.acquire(blocker, 1)
+    granted: list[tuple[Flow, float, int]] = []
+
+    async def one(flow: Flow, cost: float, urgency: int) -> None:
+        async with queue.turn(flow, cost, urgency):
+            granted.append((flow, cost, urgency))
+
+    async with asyncio.TaskGroup() as group:
+        for each in wanted:
+            group.create_task(one(*each))
+        await asyncio.sleep(0)
+        queue.release()
+    return granted
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1.0, 3.0, 8.0]), st.integers(0, 3)), min_size=1, max_size=60),
+    st.sampled_from([(1.0, 1.0, 1.0), (1.0, 2.0, 4.0)]),
+)
+def test_what_flows_were_served_differs_by_no_more_than_their_largest_turns(wanted, weights):
+    flows = [Flow(str(index), weight) for index, weight in enumerate(weights)]
+    turns = [(flows[which], cost, urgency) for which, cost, urgency in wanted]
+    granted = asyncio.run(_serve(FairQueue(1), turns))
+    assert sorted(granted, key=str) == sorted(turns, key=str)
+    served = dict.fromkeys(flows, 0.0)
+    left = {flow: sum(1 for other, _, _ in turns if other is flow) for flow in flows}
+    for flow, cost, _ in granted:
+        served[flow] += cost / flow.weight
+        left[flow] -= 1
+        waiting = [one for one in flows if left[one]]
+        for one in waiting:
+            for other in waiting:
+                assert abs(served[one] - served[other]) <= 8.0 / one.weight + 8.0 / other.weight
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
+def test_within_a_flow_the_most_urgent_goes_first_and_then_the_oldest(urgencies):
+    flow = Flow("job")
+    granted = asyncio.run(_serve(FairQueue(1), [(flow, float(index), urgency) for index, urgency in enumerate(urgencies)]))
+    assert [(urgency, cost) for _, cost, urgency in granted] == sorted(
+        (urgency, float(index)) for index, urgency in enumerate(urgencies)
+    )
+
+
+def test_a_flow_that_was_idle_has_saved_nothing_up():
+    async def run() -> list[str]:
+        queue, early, late = FairQueue(1), Flow("early"), Flow("late")
+        for _ in range(50):
+            async with queue.turn(early, 1):
+                pass
+        return [flow.name for flow, _, _ in await _serve(queue, [(early, 1, 0)] * 4 + [(late, 1, 0)] * 4)]
+
+    order = asyncio.run(run())
+    assert order[:4].count("early") >= 1  # one that had saved up would go last
+
+
+def test_turns_are_bounded_and_the_bound_can_change():
+    async def run() -> None:
+        queue, flow = FairQueue(2), Flow("job")
+        waiting = [asyncio.create_task(queue.acquire(flow, 1)) for _ in range(6)]
+        await asyncio.sleep(0)
+        assert (queue.num_taken, queue.num_waiting) == (2, 4)
+        queue.resize(5)
+        assert (queue.num_taken, queue.num_waiting) == (5, 1)
+        queue.resize(1)
+        for taken in (4, 3, 2, 1):
+            queue.release()
+            assert (queue.num_taken, queue.num_waiting) == (taken, 1)
+        queue.release()
+        assert (queue.num_taken, queue.num_waiting) == (1, 0)
+        queue.release()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_waiting_holds_nobody_back():
+    async def run() -> None:
+        queue, flow = FairQueue(1), Flow("job")
+        await queue.acquire(flow, 1)
+        leaving = asyncio.create_task(queue.acquire(flow, 1))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        queue.release()
+        async with asyncio.timeout(10):
+            await queue.acquire(flow, 1)
+        granted_and_cancelled = asyncio.create_task(queue.acquire(flow, 1))
+        await asyncio.sleep(0)
+        queue.release()  # grants it, before it runs
+        granted_and_cancelled.cancel()
+        await asyncio.gather(granted_and_cancelled, return_exceptions=True)
+        assert (queue.num_taken, queue.num_waiting) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_thread_keeps_its_turn_until_its_work_is_done():
+    import threading
+
+    async def run() -> None:
+        done = threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            executor = FairExecutor(threads, 1)
+            first = asyncio.create_task(executor.run(Flow("job"), 1, 0, done.wait))
+            second = asyncio.create_task(executor.run(Flow("job"), 1, 0, lambda: 1 / 0))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            assert not second.done()
+            done.set()
+            with pytest.raises(ZeroDivisionError):
+                await second
+
+    asyncio.run(run())
