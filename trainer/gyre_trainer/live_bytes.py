@@ -1,0 +1,218 @@
+"""Live bytes: every storage that tensors hold, from its allocation to its release, by what it is for.
+
+A storage is counted once, however many views it has, and as long as anything holds it: a name, another tensor's graph, a buffer
+of a communication library. Real tensors and fake ones count alike. What a kernel allocates and releases inside itself is not
+seen, and neither is an allocator's rounding.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+_COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operators
+
+
+class Category(StrEnum):
+    """What a storage is for.
+
+    VISITORS carry weights or gradients between ranks: visiting slices, gathered layers, buckets. ACTIVATIONS are all that has
+    no better name: what autograd keeps, its gradients of activations, temporaries.
+    """
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    VISITORS = "visitors"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+
+
+CATEGORIES = tuple(Category)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Live bytes at every moment that changed them or was marked.
+
+    Attributes:
+        events: what happened at each moment: the operator that allocated, "release", "resize", or a mark.
+        live: bytes after it, of shape (moments, categories), int64; the columns are CATEGORIES.
+    """
+
+    events: Sequence[str]
+    live: npt.NDArray[np.int64]
+
+    @property
+    def totals(self) -> npt.NDArray[np.int64]:
+        """Bytes of all categories at each moment."""
+        totals: npt.NDArray[np.int64] = self.live.sum(axis=1)
+        return totals
+
+    @property
+    def peak_index(self) -> int:
+        """The first moment with the most bytes."""
+        return int(self.totals.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at any moment."""
+        return int(self.totals.max())
+
+    def at(self, index: int) -> dict[Category, int]:
+        """Bytes by category at one moment."""
+        return {category: int(value) for category, value in zip(CATEGORIES, self.live[index], strict=True)}
+
+    def peak(self) -> dict[Category, int]:
+        """Bytes by category at the moment with the most; they add up to `peak_bytes`."""
+        return self.at(self.peak_index)
+
+    def since(self, event: str) -> "Timeline":
+        """The part that begins with the last moment of that name."""
+        start = len(self.events) - 1 - list(reversed(self.events)).index(event)
+        return Timeline(self.events[start:], self.live[start:])
+
+
+@dataclass(slots=True, eq=False)
+class _Storage:
+    """One that lives, or has lived.
+
+    Attributes:
+        labelled: somebody said what it is for; else it is a guess.
+    """
+
+    nbytes: int
+    category: Category
+    labelled: bool = False
+    alive: "weakref.ref[torch.UntypedStorage] | None" = None
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside this context, storages that operators return or touch are counted, until they are released, inside or after.
+
+    What was there before counts from when it is touched or labelled: label parameters first. With a `FakeTensorMode`, enter
+    this one last. A storage has one category for all its life, the one it was labelled with last, so a buffer that becomes a
+    parameter's gradient was gradient from its first moment.
+
+    Attributes:
+        total: bytes alive now.
+        peak: the most there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        self.peak = 0
+        self._defaults = [Category.ACTIVATIONS]
+        self._known: dict[int, _Storage] = {}  # by address
+        self._changes: list[tuple[str, _Storage, int]] = []
+        self._resizes: list[Callable[..., Any]] = []  # what `UntypedStorage.resize_` was before each entry
+
+    def __enter__(self) -> Self:
+        self._resizes.append(torch.UntypedStorage.resize_)
+        torch.UntypedStorage.resize_ = _seen_by(self, self._resizes[-1])  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resizes.pop()  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and look at its tensors; those that wrap others come back as operators on what they wrap."""
+        if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented
+        result = func(*args, **kwargs or {})
+        travels = func.namespace in _COMMUNICATION
+        for tensor in _strided((args, kwargs, result)):
+            storage = self._see(str(func), tensor.untyped_storage())
+            if travels and not storage.labelled:
+                storage.category = Category.VISITORS
+        return result
+
+    def label(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
+        """Say what the storages of ``tensors`` are for; those that were not seen yet count from now on."""
+        for tensor in _strided([_unwrapped(tensor) for tensor in tensors if tensor is not None]):
+            storage = self._see(category, tensor.untyped_storage())
+            storage.category, storage.labelled = category, True
+
+    @contextmanager
+    def during(self, category: Category) -> Iterator[None]:
+        """What is allocated inside, and neither labelled nor sent, is of this category."""
+        self._defaults.append(category)
+        try:
+            yield
+        finally:
+            self._defaults.pop()
+
+    def mark(self, event: str) -> None:
+        """Name this moment of the timeline."""
+        self._changes.append((event, _Storage(0, Category.ACTIVATIONS), 0))
+
+    def timeline(self) -> Timeline:
+        """All moments until now."""
+        column = {category: index for index, category in enumerate(CATEGORIES)}
+        changes = list(self._changes)
+        deltas = np.zeros((len(changes), len(CATEGORIES)), dtype=np.int64)
+        for row, (_, storage, delta) in enumerate(changes):
+            deltas[row, column[storage.category]] = delta
+        return Timeline([event for event, _, _ in changes], deltas.cumsum(axis=0))
+
+    def _see(self, event: str, untyped: torch.UntypedStorage) -> _Storage:
+        """Note a storage that is new or has another size."""
+        address = untyped._cdata
+        storage = self._known.get(address)
+        if storage is None:
+            storage = self._known[address] = _Storage(0, self._defaults[-1])
+            storage.alive = weakref.ref(untyped, partial(self._release, address))
+        self._change(event, storage, untyped.nbytes())
+        return storage
+
+    def _release(self, address: int, _: object) -> None:
+        self._change("release", self._known.pop(address), 0)
+
+    def _change(self, event: str, storage: _Storage, nbytes: int) -> None:
+        delta = nbytes - storage.nbytes
+        if delta:
+            storage.nbytes = nbytes
+            self.total += delta
+            self.peak = max(self.peak, self.total)
+            self._changes.append((event, storage, delta))
+
+
+def _seen_by(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
+    """`UntypedStorage.resize_` is no operator, and yet how FSDP2 allocates and frees."""
+
+    def resize_(self: torch.UntypedStorage, nbytes: int) -> Any:
+        result = resize(self, nbytes)
+        live._see("resize", self)
+        return result
+
+    return resize_
+
+
+def _strided(tree: Any) -> Iterator[Tensor]:
+    """The tensors among the leaves that have a storage of their own with memory behind it, real or fake."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
+            yield leaf
+
+
+def _unwrapped(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a wrapper such as a DTensor consists of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _unwrapped(getattr(tensor, name))]
