@@ -1,6 +1,7 @@
 """A batch: tensors over one piece of memory, its own or a slot of the session's arena."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +19,29 @@ class Batch:
     Attributes:
         step: The global step.
         cursor: Resumes after this batch.
-        tensors: By name; views of one piece of memory that nobody else writes to.
+        memory: uint8 [num_bytes], one piece that nobody else writes to.
+        places: Where the tensors lie in it.
     """
 
     step: int
     cursor: bytes
-    tensors: dict[str, torch.Tensor]
+    memory: npt.NDArray[np.uint8]
+    places: "Sequence[TensorPlace]"
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name; views of the memory, which lives as long as one of them.
+
+        Raises:
+            DaemonFault: One does not fit.
+        """
+        return {place.name: place.view(self.memory) for place in self.places}
 
     def copied(self) -> "Batch":
         """Returns the same batch in memory of its own."""
-        return Batch(self.step, self.cursor, {name: tensor.clone() for name, tensor in self.tensors.items()})
+        copy = PayloadBuffer(len(self.memory))
+        copy.append(self.memory.data)
+        return Batch(self.step, self.cursor, copy.memory, self.places)
 
 
 class PayloadBuffer:
@@ -81,6 +95,21 @@ class TensorPlace:
                 f"the tensor {self.name!r}, {self.dtype} {list(self.shape)} at {self.offset_bytes}, does not fit its payload "
                 f"of {len(memory)} bytes: {error}"
             ) from None
+
+    def view_on_device(self, payload: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor there of a payload, uint8 [num_bytes], that has been copied to any device; see `view`.
+
+        Raises:
+            DaemonFault: It does not fit.
+        """
+        dtype = torch.from_numpy(np.empty(0, self.dtype)).dtype
+        end_bytes = self.offset_bytes + math.prod(self.shape) * self.dtype.itemsize
+        if end_bytes > len(payload):
+            raise DaemonFault(
+                f"the tensor {self.name!r}, {self.dtype} {list(self.shape)} at {self.offset_bytes}, does not fit its payload "
+                f"of {len(payload)} bytes"
+            )
+        return payload[self.offset_bytes : end_bytes].view(dtype).view(self.shape)
 
 
 def read_layout(tensors: Iterable[pb.Tensor]) -> list[TensorPlace]:

@@ -42,6 +42,12 @@ def test_tensors_have_the_dtype_shape_and_values_of_the_arrays(dtype: str) -> No
     tensors = tensors_of(filled(payload[:70], payload[70:]), [pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)])
     assert tensors["x"].dtype == getattr(torch, dtype)
     assert np.array_equal(tensors["x"].numpy(), array)
+    (place,) = read_layout([pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)])
+    elsewhere = torch.tensor(list(payload), dtype=torch.uint8)
+    copied = place.view_on_device(elsewhere)
+    assert copied.dtype == tensors["x"].dtype
+    assert copied.tolist() == tensors["x"].tolist()
+    assert copied.data_ptr() == elsewhere.data_ptr() + 64
 
 
 def test_tensors_are_writable_aligned_and_apart() -> None:
@@ -57,6 +63,9 @@ def test_empty_tensors_and_payloads() -> None:
     tensors = tensors_of(filled(b"\x00\x3c"), layout)
     assert tensors["none"].shape == (0, 5)
     assert tensors["scalar"].item() == 1.0
+    copied = {place.name: place.view_on_device(torch.tensor([0, 0x3C], dtype=torch.uint8)) for place in read_layout(layout)}
+    assert copied["none"].shape == (0, 5)
+    assert copied["scalar"].item() == 1.0
     assert PayloadBuffer(0).num_missing == 0
 
 
@@ -73,6 +82,8 @@ def test_empty_tensors_and_payloads() -> None:
 def test_a_layout_that_lies_is_refused(place: pb.Tensor) -> None:
     with pytest.raises(DaemonFault, match="tensor 'x'"):
         tensors_of(filled(bytes(64)), [place])
+    with pytest.raises(DaemonFault, match="tensor 'x'"):
+        read_layout([place])[0].view_on_device(torch.zeros(64, dtype=torch.uint8))
 
 
 def test_a_chunk_that_spans_two_batches_is_refused() -> None:
