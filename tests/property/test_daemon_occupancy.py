@@ -1,0 +1,83 @@
+"""The integrals of a window against a look at every single moment, and the bound on the jobs that are told apart."""
+
+from itertools import pairwise
+
+from gyre_daemon.jobs import OTHERS, Jobs, SessionTotals
+from gyre_daemon.occupancy import Occupancy, WindowTimes
+from hypothesis import given
+from hypothesis import strategies as st
+
+# What a window is like from some moment on: ready, size, credits, whether the head is ready; and for how many seconds.
+STATES = st.lists(
+    st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(0, 5)), max_size=12
+)
+
+
+@given(STATES)
+def test_integrals_are_the_sums_over_all_moments(states: list[tuple[int, int, int, bool, int]]) -> None:
+    now, expected = 100.0, WindowTimes()
+    occupancy = Occupancy(now - 7)  # nothing counts before the first note
+    for ready, size, num_credits, head, seconds in states:
+        occupancy.note(now, ready, size, num_credits, is_head_ready=head)
+        for _ in range(seconds):
+            storage_is_late = size > 0 and num_credits > 0 and not head
+            expected += WindowTimes(ready, size, float(storage_is_late), float(head and not num_credits))
+        now += seconds
+    assert occupancy.at(now) == expected
+    assert occupancy.at(now) == expected, "a reading changes nothing"
+
+
+@given(STATES)
+def test_no_integral_falls_and_none_waits_for_both(states: list[tuple[int, int, int, bool, int]]) -> None:
+    now, readings = 0.0, [WindowTimes()]
+    occupancy = Occupancy(now)
+    for ready, size, num_credits, head, seconds in states:
+        occupancy.note(now, min(ready, size), size, num_credits, is_head_ready=head)
+        now += seconds
+        readings.append(occupancy.at(now))
+    for before, after in pairwise(readings):
+        assert before.ready_batch_s <= after.ready_batch_s
+        assert before.size_batch_s <= after.size_batch_s
+        assert before.wait_storage_s <= after.wait_storage_s
+        assert before.wait_trainer_s <= after.wait_trainer_s
+    assert readings[-1].ready_batch_s <= readings[-1].size_batch_s
+    assert readings[-1].wait_storage_s + readings[-1].wait_trainer_s <= now
+
+
+# Sessions begin (the job's number) and end (how old, the youngest first).
+EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=60)
+
+
+@given(EVENTS)
+def test_jobs_are_bounded_and_no_counter_falls_while_its_job_is_open(events: list[tuple[bool, int]]) -> None:
+    jobs, live, num_sent = Jobs(max_jobs=3), list[tuple[str, str]](), 0
+    seen: dict[str, int] = {}
+    for begins, number in events:
+        if begins:
+            live.append((jobs.open(f"job-{number}"), f"job-{number}"))
+        elif live:
+            counted_as, _ = live.pop(-1 - number % len(live))
+            jobs.close(counted_as, SessionTotals(num_batches=1))
+            num_sent += 1
+        totals = jobs.totals((counted_as, SessionTotals(num_batches=1)) for counted_as, _ in live)
+        assert set(totals) == set(jobs)
+        assert len(set(totals) - {OTHERS}) <= 3
+        assert {counted_as for counted_as, _ in live} <= set(totals)
+        assert all(counted_as in (name, OTHERS) for counted_as, name in live)
+        for counted_as, _ in live:
+            assert totals[counted_as].num_batches >= seen.get(counted_as, 0)
+        seen = {name: total.num_batches for name, total in totals.items()}
+        assert sum(seen.values()) <= num_sent + len(live)
+
+
+def test_a_job_that_has_ended_makes_room_for_the_next_and_one_that_has_not_does_not() -> None:
+    jobs = Jobs(max_jobs=2)
+    assert [jobs.open(name) for name in ("a", "b", "c", "a")] == ["a", "b", OTHERS, "a"]
+    jobs.close("b", SessionTotals(num_batches=5))
+    assert jobs.totals([])["b"].num_batches == 5, "what an ended job did can still be read"
+    assert jobs.open("d") == "d"
+    assert jobs.open("b") == OTHERS
+    jobs.close("a", SessionTotals())
+    assert jobs.open("e") == OTHERS, "one of its two sessions is open"
+    jobs.close("a", SessionTotals())
+    assert jobs.open("e") == "e"
