@@ -4,14 +4,16 @@ import asyncio
 import gc
 import os
 import resource
+import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing
+from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.storage import local
 
 from tests.contract.places import LocalPlace, Place, Targets, first_of, noise, num_descriptors, run
@@ -163,6 +165,52 @@ class TestLocal(StorageContract):
         monkeypatch.setattr(Path, "is_dir", refuse)
         with pytest.raises(NotAllowed, match="grant its user read access"):
             run(opener(place.root, {}))
+
+    def test_a_disk_that_loses_its_blocks(self, opener: Any, failing_disk: "FailingDisk") -> None:
+        """The shard is what it was and cannot be read: its name is told, and the process lives."""
+        (failing_disk.folder / "0.bin").write_bytes(noise(0, 4 << 20))
+        failing_disk.evict("0.bin")
+
+        async def read() -> None:
+            storage = await opener(f"{failing_disk.folder}/0.bin", {})
+            failing_disk.fail()
+            await first_of(storage.read(Targets().add(0, 1 << 20, 5000).add(0, 3 << 20, 5000).reads()))
+
+        with pytest.raises(StorageUnavailable, match=r"0\.bin is what it was and yet cannot be read"):
+            run(read())
+
+
+@dataclass
+class FailingDisk:
+    """A file system on a loop device whose image is cut off when it shall fail."""
+
+    folder: Path
+    image: Path
+
+    def evict(self, name: str) -> None:
+        """Write a file out and drop it from memory."""
+        with (self.folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def fail(self) -> None:
+        os.truncate(self.image, 1 << 20)
+
+
+@pytest.fixture
+def failing_disk(tmp_path: Path) -> Iterator[FailingDisk]:
+    disk = FailingDisk(tmp_path / "disk", tmp_path / "image")
+    disk.folder.mkdir()
+    with disk.image.open("wb") as file:
+        file.truncate(32 << 20)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", disk.image], check=True, capture_output=True)
+        subprocess.run(["mount", "-o", "loop", disk.image, disk.folder], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("only root, on a machine with loop devices, can have a disk that fails")
+    yield disk
+    gc.collect()  # what still maps the shard
+    subprocess.run(["umount", "-l", disk.folder], check=True)
 
 
 class TestLocalOneByOne(TestLocal):

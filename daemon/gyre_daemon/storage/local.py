@@ -9,11 +9,12 @@ from pathlib import Path
 import aiofiles
 import numpy as np
 
-from gyre_daemon.errors import InvalidRequest, NotAllowed, ShardMissing
+from gyre_daemon.errors import InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.openfiles import OpenShard, OpenShards, file_error
+from gyre_daemon.storage.readahead import ReadAhead
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_JOB_BYTES = 4 << 20  # less is not worth a second thread
@@ -34,6 +35,7 @@ class LocalStorage:
         self._num_threads = num_threads
         self._metrics = metrics
         self._open = OpenShards(paths, shards)
+        self._ahead = ReadAhead(shards)
         self._copies = is_allowed()
 
     async def read(self, reads: Reads) -> None:
@@ -86,11 +88,12 @@ class LocalStorage:
     def _read_group(self, reads: Reads, touched: Sequence[int]) -> None:
         """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
         opened = {shard: self._open.get(shard) for shard in touched}
+        self._ahead.announce(reads, opened)
         failed = self._copy(reads, opened)
         for shard in opened.values():
             shard.check_unchanged()
         if failed is not None:
-            raise changed(self.shards[int(reads.shard[failed])].name)
+            raise _unreadable(self.shards[int(reads.shard[failed])].name)
 
     def _copy(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
         """The index of the first read that failed, if any."""
@@ -108,11 +111,21 @@ def _copy_one_by_one(reads: Reads, opened: Mapping[int, OpenShard]) -> int | Non
     ):
         memory = memory_at(target, size)
         done = 0
-        while done < size and (count := os.preadv(opened[shard].descriptor, [memory[done:]], start + done)):
-            done += count
+        try:
+            while done < size and (count := os.preadv(opened[shard].descriptor, [memory[done:]], start + done)):
+                done += count
+        except OSError:
+            return index
         if done < size:
             return index
     return None
+
+
+def _unreadable(name: str) -> StorageUnavailable:
+    return StorageUnavailable(
+        f"shard {name} is what it was and yet cannot be read: its disk or file system fails; see the system's log",
+        {"shard": name},
+    )
 
 
 def list_files(path: Path, pattern: str) -> list[Path]:

@@ -1,0 +1,104 @@
+"""Telling the kernel which pages of local files are about to be copied, so that a cold file is read many blocks at once.
+
+Without it a copy out of a mapping waits for one block after the other. Nothing is told of files that are in memory already: of
+each job a few reads are looked up, and only where one of them is not there, the whole job is announced.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.storage.base import Reads, Shard
+from gyre_daemon.storage.openfiles import OpenShard
+
+_NUM_PROBES = 16
+_WHOLE_GRAIN_BYTES = 128 << 10
+
+_Ranges = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+
+
+class ReadAhead:
+    """Announces the reads of one dataset. Used from threads that may wait."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        """Choose how much is read around a sample.
+
+        A dataset that fits into memory will be there as a whole, and larger requests bring it there sooner; of one that does
+        not, what lies around a sample would be dropped before it is used.
+        """
+        fits = sum(shard.size_bytes for shard in shards) <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
+        self.grain_bytes = _WHOLE_GRAIN_BYTES if fits else mmap.PAGESIZE
+
+    def announce(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int:
+        """Have the kernel begin to read what is not in memory.
+
+        Args:
+            reads: none empty; of opened shards.
+            opened: by shard.
+
+        Returns:
+            How many ranges were announced: 0 where all that was looked up is in memory.
+        """
+        if all(_is_resident(opened[shard], start) for shard, start in _probes(reads)):
+            return 0
+        shards, starts, stops = blocks(reads.shard, reads.start, reads.start + reads.size, self.grain_bytes)
+        with contextlib.suppress(OSError):  # it is advice: where it cannot be given, the copy waits
+            for shard, start, stop in zip(shards.tolist(), starts.tolist(), stops.tolist(), strict=True):
+                os.posix_fadvise(opened[shard].descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+        return len(shards)
+
+
+def blocks(
+    shard: npt.NDArray[np.int64], start: npt.NDArray[np.int64], stop: npt.NDArray[np.int64], grain_bytes: int
+) -> _Ranges:
+    """The fewest ranges of whole blocks that cover n ranges `[start, stop)`, none of them empty.
+
+    Returns:
+        shard, start, stop: int64 [m], sorted; ranges of one shard neither overlap nor touch; starts and stops are multiples of
+        `grain_bytes`, so that a stop may lie behind the end of its shard.
+    """
+    known, place = np.unique(shard, return_inverse=True)
+    begin = start // grain_bytes
+    end = -(-stop // grain_bytes)
+    stride = int(end.max()) + 1  # lays the shards one behind the other, with a gap between them
+    begin, end = begin + place * stride, end + place * stride
+    order = np.argsort(begin, kind="stable")
+    begin, reach = begin[order], np.maximum.accumulate(end[order])
+    first = np.flatnonzero(np.concatenate(([True], begin[1:] > reach[:-1])))
+    last = np.append(first[1:], len(begin)) - 1
+    of = begin[first] // stride
+    return known[of], (begin[first] - of * stride) * grain_bytes, (reach[last] - of * stride) * grain_bytes
+
+
+def _probes(reads: Reads) -> list[tuple[int, int]]:
+    """Shard and start of a few reads, spread over the job."""
+    which = slice(None, None, -(-len(reads) // _NUM_PROBES))
+    return list(zip(reads.shard[which].tolist(), reads.start[which].tolist(), strict=True))
+
+
+def _is_resident(shard: OpenShard, offset: int) -> bool:
+    """Whether a byte of a shard can be read without a disk."""
+    try:
+        return os.preadv(shard.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without such reads
+        return is_mapped_in_memory(shard.address + offset)
+
+
+def is_mapped_in_memory(address: int) -> bool:
+    """Whether the page at an address of a mapped file is in memory.
+
+    Of files that this process neither owns nor may write, the kernel says so of every page.
+    """
+    resident = ctypes.create_string_buffer(1)
+    page = address // mmap.PAGESIZE * mmap.PAGESIZE
+    return _mincore(page, 1, resident) != 0 or bool(resident.raw[0] & 1)

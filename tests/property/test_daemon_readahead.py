@@ -1,0 +1,97 @@
+"""Announcing cold files: all that is read is covered, nothing twice, and nothing at all where it is in memory."""
+
+import itertools
+import mmap
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gyre_daemon.storage import Reads
+from gyre_daemon.storage.local import stat_shard
+from gyre_daemon.storage.openfiles import OpenShard, OpenShards
+from gyre_daemon.storage.readahead import ReadAhead, blocks, is_mapped_in_memory
+from hypothesis import given
+from hypothesis import strategies as st
+
+NUM_BYTES = 4 << 20
+
+ranges = st.lists(
+    st.tuples(st.sampled_from([0, 1, 5, 90_000]), st.integers(0, 300), st.integers(1, 120)), min_size=1, max_size=30
+)
+
+
+@given(ranges, st.sampled_from([1, 16, 64]))
+def test_ranges_cover_what_is_read_once_and_touch_nowhere(reads: list[tuple[int, int, int]], grain: int) -> None:
+    shard, start, size = (np.array(column, np.int64) for column in zip(*reads, strict=True))
+    found = list(zip(*(column.tolist() for column in blocks(shard, start, start + size, grain)), strict=True))
+    wanted = {
+        (its, block) for its, begin, length in reads for block in range(begin // grain, (begin + length - 1) // grain + 1)
+    }
+    covered = [(its, block) for its, begin, end in found for block in range(begin // grain, end // grain)]
+    assert sorted(wanted) == covered
+    assert all(one[0] != other[0] or one[2] < other[1] for one, other in itertools.pairwise(found))
+
+
+def test_shards_as_large_as_they_come() -> None:
+    start = np.array([(1 << 50) - 4096, 0, (1 << 50) - 4096], np.int64)
+    shard, begin, end = blocks(np.array([1_000_000, 3, 7]), start, start + 100, 4096)
+    assert (shard.tolist(), begin.tolist()) == ([3, 7, 1_000_000], [0, (1 << 50) - 4096, (1 << 50) - 4096])
+    assert (end - begin == 4096).all()
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> OpenShard:
+    path = tmp_path / "0.bin"
+    path.write_bytes(bytes(NUM_BYTES))
+    return OpenShards([path], [stat_shard(path, "0.bin")]).get(0)
+
+
+def evict(shard: OpenShard) -> None:
+    """Write the file out and drop it from memory; where nothing can be dropped (a tmpfs), there is nothing to test."""
+    shard.mapping.madvise(mmap.MADV_DONTNEED)
+    os.fsync(shard.descriptor)
+    os.posix_fadvise(shard.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    if is_mapped_in_memory(shard.address + NUM_BYTES // 2):
+        pytest.skip("this file system keeps all files in memory")
+
+
+def some_reads() -> Reads:
+    start = np.random.default_rng(0).permutation(NUM_BYTES // 4096)[:100] * 4096
+    return Reads(np.zeros(100, np.int64), start, np.full(100, 2000), start.astype(np.uint64), np.arange(100), ())
+
+
+def test_a_cold_file_is_announced_and_a_hot_one_is_not(shard: OpenShard) -> None:
+    ahead = ReadAhead([shard.listed])
+    assert ahead.announce(some_reads(), {0: shard}) == 0, "it was just written"
+    evict(shard)
+    assert 0 < ahead.announce(some_reads(), {0: shard}) <= 100
+    for start in some_reads().start.tolist():
+        assert os.pread(shard.descriptor, 1, start) == b"\0"
+    assert ahead.announce(some_reads(), {0: shard}) == 0
+
+
+def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> int:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "preadv", unsupported)
+    ahead = ReadAhead([shard.listed])
+    assert ahead.announce(some_reads(), {0: shard}) == 0
+    evict(shard)
+    assert ahead.announce(some_reads(), {0: shard}) > 0
+
+
+def test_advice_that_nobody_takes_is_no_error(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    evict(shard)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) > 0
+
+
+def test_a_dataset_beyond_memory_is_read_by_the_page(shard: OpenShard) -> None:
+    assert ReadAhead([shard.listed]).grain_bytes > mmap.PAGESIZE
+    assert ReadAhead([replace(shard.listed, size_bytes=1 << 50)]).grain_bytes == mmap.PAGESIZE
