@@ -9,11 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gyre_client import Loader
-from torch import Tensor, nn
-from torch.optim import AdamW
 
 from gyre_trainer.checkpoint import Checkpoints, TrainState
-from gyre_trainer.collate import Collator, Examples
+from gyre_trainer.collate import Collator
 from gyre_trainer.config import TrainConfig
 from gyre_trainer.errors import Diverged
 from gyre_trainer.flyweight import materialize
@@ -22,7 +20,7 @@ from gyre_trainer.model import GPT, rotate_gpt
 from gyre_trainer.place import Place, join, peak_memory_bytes
 from gyre_trainer.record import Facts, Recorder
 from gyre_trainer.rotation import RotationPolicy
-from gyre_trainer.schedule import learning_rate
+from gyre_trainer.step import Stepper
 
 
 def train(config: TrainConfig, resume: Path | None) -> None:
@@ -58,8 +56,7 @@ class Training:
         self._config = config
         self._place = place
         self._loader = loader
-        self._model = build_model(config, place)
-        self._optimizer = build_optimizer(self._model, config)
+        self._stepper = Stepper(build_model(config, place), config)
         self._collator = Collator(config.data, config.model.vocab_size)
         self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
         self._ledger = Ledger()
@@ -71,7 +68,7 @@ class Training:
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
         if self._place.rank == 0:
-            num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
+            num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
             facts = Facts(self._loader.num_samples, self._loader.steps_per_epoch, self._place.world_size, num_parameters)
             self._recorder = Recorder(self._config, facts, self.step)
         self._began_s = time.monotonic()
@@ -82,7 +79,7 @@ class Training:
         batch = next(self._loader)
         waited_s = time.monotonic() - asked_s
         examples = self._collator.collate(batch, self.step)
-        loss_sum = self._optimize(examples)
+        loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
         self._ledger.note(loss_sum, Times(ended_s - self._began_s, waited_s), examples.num_targets(), batch)
         self._began_s = ended_s
@@ -97,41 +94,7 @@ class Training:
             self._recorder.finish(peaks)
 
     def _state(self) -> TrainState:
-        return TrainState(self._model, self._optimizer, self._loader)
-
-    def _optimize(self, examples: Examples) -> Tensor:
-        """Step on the mean gradient of all targets of the global batch.
-
-        Returns:
-            This rank's loss, summed over its targets.
-        """
-        optimizer = self._config.optimizer
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self.step, self._config.run.steps, optimizer)
-        weight = 1 / self._mean_num_targets(examples)
-        loss_sum = torch.zeros((), device=self._place.device)
-        for part in examples.split(optimizer.accumulation_steps):
-            part_sum = self._loss_sum(part)
-            (part_sum * weight).backward()  # type: ignore[no-untyped-call]
-            loss_sum += part_sum.detach()
-        if optimizer.clip_norm:
-            nn.utils.clip_grad_norm_(self._model.parameters(), optimizer.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss_sum
-
-    def _loss_sum(self, examples: Examples) -> Tensor:
-        """The loss of these rows, summed over their targets; 0, with gradients of 0, where they have none."""
-        here, num_targets = examples.to(self._place.device), examples.num_targets()
-        return self._model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
-
-    def _mean_num_targets(self, examples: Examples) -> float:
-        """Targets per rank. Ranks average their gradients, so that this denominator makes every target count the same."""
-        if examples.counts is None:
-            return examples.num_targets()
-        total = torch.tensor(examples.num_targets(), dtype=torch.float64)
-        dist.all_reduce(total)
-        return max(1.0, float(total)) / self._place.world_size
+        return TrainState(self._stepper.model, self._stepper.optimizer, self._loader)
 
     def _do_what_is_due(self) -> None:
         config = self._config
@@ -166,7 +129,7 @@ class Training:
         with open_loader(self._config, self._place, config.dataset, config.seed) as loader:
             for step in range(config.batches):
                 for part in self._collator.collate(next(loader), step).split(self._config.optimizer.accumulation_steps):
-                    total += torch.tensor([float(self._loss_sum(part)), part.num_targets()], dtype=torch.float64)
+                    total += torch.tensor([float(self._stepper.loss_sum(part)), part.num_targets()], dtype=torch.float64)
         dist.all_reduce(total)
         if self._recorder:
             self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
@@ -212,12 +175,3 @@ def build_model(config: TrainConfig, place: Place) -> GPT:
     rotate_gpt(model, place.mesh, policy)
     materialize(model, seed=config.run.seed, device=place.device)
     return model
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
-    """AdamW that lets only matrices decay (as Radford et al. 2019 and its successors train)."""
-    settings = config.optimizer
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps)
