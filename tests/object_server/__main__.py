@@ -1,0 +1,74 @@
+"""`python -m tests.object_server`: says in one line of JSON where it listens, then serves."""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import uvloop
+
+from tests.object_server.objects import Objects
+from tests.object_server.protocol import Connection
+from tests.object_server.script import Director, Script
+
+_BACKLOG = 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, help="folders of this folder are buckets")
+    parser.add_argument("--processes", type=int, default=1, help="that share the port; each has a script of its own")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    shared = [_listen(0)]
+    shared += [_listen(shared[0].getsockname()[1]) for _ in range(args.processes - 1)]
+    own = [_listen(0) for _ in range(args.processes)]
+    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (shared[0], *own)]
+    print(json.dumps({"url": urls[0], "admin": urls[1:]}), flush=True)
+    children: list[int] = []
+    number = _fork(args.processes, children)
+    try:
+        uvloop.run(_serve([shared[number], own[number]], args.root, args.seed + number))
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGTERM)
+            os.waitpid(child, 0)
+
+
+def _fork(num_processes: int, children: list[int]) -> int:
+    """Which of so many processes this is; the first has the others as children."""
+    for number in range(1, num_processes):
+        child = os.fork()
+        if not child:
+            children.clear()
+            return number
+        children.append(child)
+    return 0
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listening.bind(("127.0.0.1", port))
+    listening.listen(_BACKLOG)
+    return listening
+
+
+async def _serve(sockets: list[socket.socket], root: Path | None, seed: int) -> None:
+    objects, director = Objects(), Director(Script(), seed)
+    if root:
+        objects.map_folder(root)
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    servers = [await loop.create_server(lambda: Connection(objects, director), sock=one) for one in sockets]
+    await stopping.wait()
+    for server in servers:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()
