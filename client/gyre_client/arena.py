@@ -1,4 +1,4 @@
-"""A session's arena, mapped: batches are used where the daemon put them, without a copy.
+"""A session's arenas, mapped: batches are used where the daemon put them, without a copy.
 
 The mapping is private: what this process writes into a batch stays in this process. The pages that it wrote are dropped when
 the batch is released, so that they never show in a later batch of the same slot. The daemon's bytes cannot be harmed at all.
@@ -13,28 +13,69 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from gyre_client.errors import DaemonUnavailable
+from gyre_client.sidechannel import SideChannel
+
 _MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
 
 
+class Arenas:
+    """The memory files of one session, each mapped when its first batch comes."""
+
+    def __init__(self, side: SideChannel, session_id: str) -> None:
+        """Receives the first.
+
+        Raises:
+            DaemonUnavailable: It did not arrive or cannot be mapped.
+        """
+        self._side = side
+        self._session_id = session_id
+        self._mapped: dict[int, Arena] = {}
+        self.get(0)
+
+    @property
+    def num_lent(self) -> int:
+        """Batches whose memory is in use."""
+        return sum(arena.num_lent for arena in self._mapped.values())
+
+    def get(self, number: int) -> "Arena":
+        """Returns the session's arena of this number.
+
+        Raises:
+            DaemonUnavailable: It did not arrive or cannot be mapped.
+        """
+        arena = self._mapped.get(number)
+        if arena is None:
+            descriptor = self._side.receive(self._session_id, number)
+            if descriptor is None:
+                raise DaemonUnavailable("the daemon shared an arena that did not arrive on the side channel")
+            arena = self._mapped[number] = Arena(descriptor, self._side)
+        return arena
+
+
 class Arena:
-    """The memory file of one session. It stays mapped as long as any tensor of it is held, whatever becomes of the daemon.
+    """One memory file. It stays mapped as long as any tensor of it is held, whatever becomes of the daemon.
 
     Attributes:
         num_lent: batches whose memory is in use.
     """
 
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
+    def __init__(self, descriptor: int, side: SideChannel) -> None:
         """Maps the file and closes the descriptor.
 
         Args:
             descriptor: Of the arena; this object owns it.
-            num_bytes: Of the arena.
+            side: Where it came from: connected until no batch of it is in use any more, for as long the daemon leaves it alone.
 
         Raises:
-            OSError: It cannot be mapped so.
+            DaemonUnavailable: It cannot be mapped so.
         """
+        self._side = side
         try:
+            num_bytes = os.fstat(descriptor).st_size
             self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:
+            raise DaemonUnavailable(f"the daemon's memory cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
         with contextlib.suppress(OSError):  # an older kernel faults the pages in one by one

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.arena import Arena
+from gyre_client.arena import Arenas
 from gyre_client.batch import Batch, PayloadBuffer, TensorPlace, read_layout
 from gyre_client.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
@@ -27,11 +27,11 @@ class Session:
 
     Attributes:
         opened: Its answer.
-        arena: Where the batches lie; None where their payload comes through gRPC.
+        arenas: Where the batches lie; None where their payload comes through gRPC.
     """
 
     opened: pb.SessionOpened
-    arena: Arena | None
+    arenas: Arenas | None
 
 
 class Attachment:
@@ -54,7 +54,7 @@ class Attachment:
         self._connection = connection
         self._session_id = opened.session_id
         self._lease_s = opened.lease_s
-        self._arena = session.arena
+        self._arenas = session.arenas
         self._max_kept = opened.max_kept_batches
         self._on_word = on_word
         self._silent_for_s: float | None = None
@@ -92,24 +92,26 @@ class Attachment:
         self._is_closed = True
         self.outbox.close()
         self._cancel()
-        self._arena = None  # it stays mapped for the batches that are in use
+        self._arenas = None  # they stay mapped for the batches that are in use
 
     def must_copy(self, num_unread: int) -> bool:
         """Whether so many slots are in use, beside those of unread batches, that the daemon may soon have none to fill."""
-        arena = self._arena
-        return arena is not None and arena.num_lent - num_unread > self._max_kept
+        arenas = self._arenas
+        return arenas is not None and arenas.num_lent - num_unread > self._max_kept
 
     def _receive(self, batch: pb.Batch, layout: list[TensorPlace]) -> Batch:
         return Batch(batch.step, batch.cursor, self._memory(batch), layout)
 
     def _memory(self, batch: pb.Batch) -> npt.NDArray[np.uint8]:
         match batch.WhichOneof("payload"):
-            case "arena" if arena := self._arena:
+            case "arena" if arenas := self._arenas:
                 slot = batch.arena
                 try:
-                    return arena.lend(slot.offset_bytes, slot.num_bytes, partial(self.outbox.release, batch.step))
+                    return arenas.get(slot.arena).lend(
+                        slot.offset_bytes, slot.num_bytes, partial(self.outbox.release, batch.step)
+                    )
                 except ValueError:
-                    raise DaemonFault(f"step {batch.step} lies outside the session's arena") from None
+                    raise DaemonFault(f"step {batch.step} lies outside its arena") from None
             case "inline":
                 return self._read_payload(batch)
         raise DaemonFault(f"the payload of step {batch.step} comes in a way that this client does not know")

@@ -1,7 +1,8 @@
-"""The side channel: where a client that runs beside its daemon gets the descriptor of a session's arena."""
+"""The side channel: where a client that runs beside its daemon gets the descriptors of a session's arenas."""
 
 import os
 import socket
+import weakref
 
 from gyre_client.address import Address
 
@@ -11,7 +12,7 @@ TIMEOUT_S = 10.0
 
 
 class SideChannel:
-    """A connection to the daemon's side channel.
+    """A connection to the daemon's side channel, which ends with this object.
 
     Attributes:
         token: Tells the daemon which connection an OpenSession belongs to.
@@ -20,6 +21,7 @@ class SideChannel:
     def __init__(self, connection: socket.socket, token: str) -> None:
         self._connection = connection
         self.token = token
+        weakref.finalize(self, connection.close).atexit = False
 
     @classmethod
     def connect(cls, address: Address) -> "SideChannel | None":
@@ -38,18 +40,14 @@ class SideChannel:
         connection.close()
         return None
 
-    def receive(self, session_id: str) -> int | None:
-        """Returns the descriptor of a session's arena, which the caller owns; None if it did not come."""
+    def receive(self, session_id: str, number: int) -> int | None:
+        """Returns the descriptor of a session's next arena, which the caller owns; None if it is another or did not come."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._connection, 256, 1)
         except OSError:
             return None
-        if message == session_id.encode() and descriptors:
+        if message == f"{session_id} {number}".encode() and descriptors:
             return descriptors[0]
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-
-    def close(self) -> None:
-        """The daemon forgets the token."""
-        self._connection.close()

@@ -12,12 +12,12 @@ import threading
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.arena import Arena
+from gyre_client.arena import Arenas
 from gyre_client.attachment import Attachment, Session
 from gyre_client.batch import Batch
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint
-from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
+from gyre_client.errors import DaemonFault, GyreError
 from gyre_client.outage import Outage
 from gyre_client.sidechannel import SideChannel
 
@@ -167,20 +167,5 @@ class BatchStream:
         if side is None:
             _log.info("batches from %s come through gRPC: there is no memory to share", self._endpoint.address.text)
             return Session(self._connection.open_session(self._request, timeout_s), None)
-        with contextlib.closing(side):
-            opened = self._connection.open_session(self._request, timeout_s, side.token)
-            return Session(opened, _map(side, opened))
-
-
-def _map(side: SideChannel, opened: pb.SessionOpened) -> Arena | None:
-    """Returns the session's arena, if it has one.
-
-    Raises:
-        DaemonUnavailable: The daemon shared it, but it did not arrive or cannot be mapped.
-    """
-    if not opened.arena_bytes:
-        return None
-    descriptor = side.receive(opened.session_id)
-    if descriptor is None:
-        raise DaemonUnavailable("the daemon shared an arena that did not arrive on the side channel")
-    return Arena(descriptor, opened.arena_bytes)
+        opened = self._connection.open_session(self._request, timeout_s, side.token)
+        return Session(opened, Arenas(side, opened.session_id) if opened.arena_bytes else None)

@@ -1,8 +1,8 @@
-"""The memory of batches: one budget for the daemon, an arena with a share of it for every session, slots that are reused.
+"""The memory of batches: one budget for the daemon, a share of it for every session, arenas of slots that are reused.
 
-A session reserves its share when it opens and keeps it to its end, so one that stops reading can never take memory from
-another. An arena is a sealed memory file: whoever gets its descriptor can map and read it without a copy, and can neither write
-into it nor change its size; it vanishes with its last user, however that ends.
+A session reserves its share when it opens and keeps it to its end, also while it reads along in another's arena: so one that
+stops reading can never take memory from another. An arena is a sealed memory file: whoever gets its descriptor can map and read
+it without a copy, and can neither write into it nor change its size; it vanishes with its last user, however that ends.
 """
 
 import bisect
@@ -56,11 +56,13 @@ class Slot:
     """The memory of one batch.
 
     Attributes:
+        arena: that it is a part of.
         offset_bytes: in the arena.
         memory: writable; whole pages, at least as long as was asked for.
         address: of its first byte.
     """
 
+    arena: "Arena"
     offset_bytes: int
     memory: memoryview
     address: int
@@ -72,7 +74,7 @@ class Slot:
 
 
 class Arena:
-    """The slots of one session, within its share of the budget; nothing is allocated after it is made."""
+    """Slots for batches; nothing is allocated after it is made."""
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate, touch and seal the memory; takes some ms per 10 MiB.
@@ -101,7 +103,7 @@ class Arena:
             if length >= needed:
                 self._free[index : index + 1] = [(offset + needed, length - needed)] if length > needed else []
                 self.held_bytes += needed
-                return Slot(offset, self._memory[offset : offset + needed], self._address + offset)
+                return Slot(self, offset, self._memory[offset : offset + needed], self._address + offset)
         return None
 
     def put_back(self, slot: Slot) -> None:
@@ -127,12 +129,14 @@ class Share:
     """How a session divides its memory.
 
     Attributes:
+        batch_bytes: upper bound of one batch.
         num_bytes: of its arena.
         num_ahead: batches in flight or ready: the prefetch window.
         num_queued: batches that its client may have received and not taken.
         num_kept: batches that its client may go on to use after it took the next.
     """
 
+    batch_bytes: int
     num_bytes: int
     num_ahead: int
     num_queued: int
@@ -152,7 +156,7 @@ def divide(batch_bytes: int, num_ahead: int, limit_bytes: int) -> Share:
     num_slots = max(1, min(2 * num_ahead + num_kept, limit_bytes // batch_bytes))
     num_ahead = min(num_ahead, max(1, (num_slots - 1) // 2))
     num_queued = min(num_ahead, max(1, num_slots - num_ahead))
-    return Share(num_slots * batch_bytes, num_ahead, num_queued, max(0, num_slots - num_ahead - num_queued))
+    return Share(batch_bytes, num_slots * batch_bytes, num_ahead, num_queued, max(0, num_slots - num_ahead - num_queued))
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -91,9 +91,13 @@ def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     _check(effective.config)
     for field in fields(DaemonConfig):
-        if field.name != "datasets":
+        if field.name in effective.origins:
             value = getattr(effective.config, field.name)
             print(f"{field.name} = {json.dumps(value)}  # {effective.origins[field.name]}")
+    if effective.config.job_weights:
+        print("\n[job_weights]")
+        for pattern, weight in effective.config.job_weights.items():
+            print(f"{json.dumps(pattern)} = {weight:g}")
     for name, dataset in sorted(effective.config.datasets.items()):
         print(
             f"\n[datasets.{name}]\nuri = {json.dumps(parse_location(dataset.uri).text)}\nformat = {json.dumps(dataset.format)}"

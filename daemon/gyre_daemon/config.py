@@ -18,6 +18,7 @@ Options = TypeVar("Options")
 Origin = Literal["default", "file", "environment", "flag"]
 
 ENVIRONMENT_PREFIX = "GYRE_"
+MAX_PREFETCH_BATCHES = 1024
 _SIZE = re.compile(r"(\d{1,20})(\.\d{1,20})?\s*(B|KiB|MiB|GiB|TiB|)", re.ASCII)
 _UNIT_BYTES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -58,7 +59,10 @@ class DaemonConfig:
         max_requests: requests in flight to one object storage.
         index_dir: where indexes of shards are kept; beside local shards where absent and writable.
         log_level: debug, info, warning or error.
+        metrics_listen: where Prometheus may ask for metrics, `tcp:HOST:PORT`; empty for nowhere.
+        metrics_public: metrics_listen may be open to other hosts, who then learn the names of jobs and what they read.
         datasets: by name.
+        job_weights: by pattern of jobs' names, a job's share of reading and decoding relative to others; 1 where none matches.
     """
 
     listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
@@ -71,7 +75,10 @@ class DaemonConfig:
     max_requests: int = 256
     index_dir: str = ""
     log_level: str = "info"
+    metrics_listen: str = ""
+    metrics_public: bool = False
     datasets: Mapping[str, DatasetConfig] = field(default_factory=dict)
+    job_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse values that no daemon can run with."""
@@ -81,6 +88,8 @@ class DaemonConfig:
         for name in ("drain_timeout_s", "prefetch_batches"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must not be negative and must be finite, but is {getattr(self, name)}")
+        if self.prefetch_batches > MAX_PREFETCH_BATCHES:
+            raise ConfigError(f"prefetch_batches is {self.prefetch_batches}; a session can have at most {MAX_PREFETCH_BATCHES}")
         if not self.listen:
             raise ConfigError('listen is empty; name an address such as "unix:/run/gyre/gyre.sock"')
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -107,7 +116,8 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     table = _read_toml(path) if path else {}
-    datasets = {name: parse_dataset(name, entry) for name, entry in _datasets(table).items()}
+    datasets = {name: parse_dataset(name, entry) for name, entry in _table(table, "datasets", "[datasets.NAME]").items()}
+    weights = {name: _weight(name, value) for name, value in _table(table, "job_weights", "[job_weights]").items()}
     origins: dict[str, Origin] = dict.fromkeys(_scalar_names(), "default")
     where = str(path) if path else "the configuration"
     layers: list[tuple[Origin, Mapping[str, Any], Callable[[str], str]]] = [
@@ -120,7 +130,7 @@ def load(path: Path | None, environment: Mapping[str, str], flags: Mapping[str, 
         given = {key: value for key, value in layer.items() if value is not None}
         values |= _converted(DaemonConfig, given, where, name_of)
         origins |= dict.fromkeys(given, origin)
-    return EffectiveConfig(DaemonConfig(**values, datasets=datasets), origins)
+    return EffectiveConfig(DaemonConfig(**values, datasets=datasets, job_weights=weights), origins)
 
 
 def parse_dataset(name: str, table: object) -> DatasetConfig:
@@ -196,15 +206,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def _datasets(table: dict[str, Any]) -> dict[str, Any]:
-    datasets = table.pop("datasets", {})
-    if not isinstance(datasets, dict):
-        raise ConfigError("datasets must be tables: [datasets.NAME]")
-    return datasets
+def _table(table: dict[str, Any], key: str, example: str) -> dict[str, Any]:
+    part = table.pop(key, {})
+    if not isinstance(part, dict):
+        raise ConfigError(f"{key} must be a table, written {example}")
+    return part
+
+
+def _weight(pattern: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"job_weights.{pattern} must be a number above 0, but is {value!r:.200}")
+    return float(value)
 
 
 def _scalar_names() -> list[str]:
-    return [f.name for f in dataclasses.fields(DaemonConfig) if f.name != "datasets"]
+    return [f.name for f in dataclasses.fields(DaemonConfig) if f.name not in ("datasets", "job_weights")]
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -227,6 +243,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return _convert_list(value, where)
     if hint in (int, float) and isinstance(value, str):
         value = _parse_number(value, hint, where)
+    if hint is bool and value in ("true", "false"):
+        value = value == "true"
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint:

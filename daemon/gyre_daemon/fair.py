@@ -19,7 +19,7 @@ _MAX_IDLE_LANES = 64
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Flow:
     """One job's claim on what is shared.
 

@@ -5,10 +5,9 @@ There is no object per sample: a batch's reads are arrays, and only fields that 
 by one.
 """
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from gyre_daemon.arena import Slot
 from gyre_daemon.batch import BatchLayout, LayoutMaker, write_own_tensors
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.formats import Extents
 from gyre_daemon.plan import BatchPlan
 from gyre_daemon.storage import Reads
@@ -112,9 +112,9 @@ class _Scratch:
 class Fetcher:
     """Fills batch buffers from one dataset."""
 
-    def __init__(self, dataset: Dataset, executor: Executor) -> None:
+    def __init__(self, dataset: Dataset, workers: FairExecutor) -> None:
         self._dataset = dataset
-        self._executor = executor
+        self._workers = workers
         self._codecs = [CODECS[spec.codec] for spec in dataset.fields]
         self._finishes = any(codec.finishes for codec in self._codecs)
         self._layouts = LayoutMaker(dataset.fields)
@@ -130,11 +130,12 @@ class Fetcher:
             begin = end
         return fetches
 
-    async def fill(self, fetches: Sequence[tuple[Fetch, Slot]]) -> list[Batch]:
+    async def fill(self, fetches: Sequence[tuple[Fetch, Slot]], flow: Flow) -> list[Batch]:
         """Read batches into their slots; a batch is the same bytes whatever the order in which its samples arrive.
 
         Args:
             fetches: from `prepare`, each with a slot at least `layout.num_bytes` long, which the caller keeps.
+            flow: the job for which it is done; earlier steps are more urgent.
 
         Raises:
             CorruptSample: names shard, sample, offset and reason.
@@ -144,9 +145,11 @@ class Fetcher:
             write_own_tensors(fetch.plan, fetch.layout, slot.memory)
         bulk = _Bulk.of(fetches)
         reads, scratches = self._place(bulk)
-        await self._dataset.storage.read(reads)
+        urgency = fetches[0][0].plan.step
+        await self._dataset.storage.read(replace(reads, flow=flow, urgency=urgency))
         if self._finishes:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._finish, bulk, scratches)
+            num_bytes = sum(fetch.layout.num_bytes for fetch, _ in fetches)
+            await self._workers.run(flow, num_bytes, urgency, partial(self._finish, bulk, scratches))
         return [Batch(fetch.plan, fetch.layout, slot) for fetch, slot in fetches]
 
     def _place(self, bulk: _Bulk) -> tuple[Reads, list[_Scratch]]:

@@ -20,6 +20,7 @@ from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import log_event
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
@@ -92,13 +93,15 @@ class _Daemon:
         allow_ad_hoc: bool,
     ) -> None:
         metrics = Metrics()
+        workers = FairExecutor(executor, config.num_io_threads)
         opener = StorageOpener(executor, config.num_io_threads, config.max_requests, metrics)
         self._config = config
         self._catalog = Catalog(
             config.datasets, opener, SidecarStore(config.index_dir, fallback_index_dir), allow_ad_hoc=allow_ad_hoc
         )
         self._sessions = SessionTable(
-            SessionEnvironment(Budget(config.memory_budget), executor, metrics, config.session_memory, config.lease_s)
+            SessionEnvironment(Budget(config.memory_budget), workers, metrics, config.session_memory, config.lease_s),
+            config.job_weights,
         )
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._health = HealthServicer()

@@ -1,37 +1,37 @@
-"""Sessions: one for each rank of each job. A session fetches ahead of its client and holds nothing worth keeping.
+"""Sessions: one for each rank of each job. A session delivers what a feed fetched, and holds nothing worth keeping.
 
 What it promises: batches come in the order of their steps, each once; a step that fails raises when its turn comes and not
-before; its memory stays within its arena; it ends when its stream ends, when its lease runs out, or when a newer one takes
-over.
+before; its memory stays within its share; it ends when its stream ends, when its lease runs out, or when a newer one takes
+over. Sessions that want the same batches read along in one feed; each has reserved what it needs to go on by itself.
 """
 
 import asyncio
-import logging
 import secrets
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import WeakSet
 
-from gyre_daemon.arena import Arena, Budget, Share, Slot, divide
+from gyre_daemon.arena import Arena, Budget, Share, divide
 from gyre_daemon.batch import max_batch_bytes
 from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
 from gyre_daemon.dataset import Dataset
-from gyre_daemon.errors import Draining, GyreError, InvalidRequest, first_error
-from gyre_daemon.events import log_event
-from gyre_daemon.fetch import Batch, Fetch, Fetcher
+from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
+from gyre_daemon.fair import FairExecutor, Flow
+from gyre_daemon.feed import Feed, Machinery, Spec, Subscription
+from gyre_daemon.fetch import Batch
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.plan import Order, Plan, check_ranks
-from gyre_daemon.window import Window
+from gyre_daemon.sidechannel import Peer
+from gyre_daemon.window import View
 
 MAX_PREFETCH_BATCHES = 1024
 MAX_EPOCHS = 1 << 32
 _MAX_CREDITS = 1 << 20
-_MAX_PLANNED = 64  # batches that are planned at once
-_BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
+_REACH = 4  # so many windows behind another feed, a session may still catch up with it
 
 Clock = Callable[[], float]
 
@@ -73,17 +73,32 @@ class SessionRequest:
     cursor: bytes
     prefetch_batches: int
 
+    @property
+    def spec(self) -> Spec:
+        """What is to be fetched."""
+        return Spec(self.dataset, self.order, self.reader.rank, self.reader.world_size)
+
 
 @dataclass(frozen=True, slots=True)
 class SessionEnvironment:
-    """What all sessions of a daemon share."""
+    """What all sessions of a daemon share.
+
+    Attributes:
+        feeds: those that a session may still join.
+    """
 
     budget: Budget
-    executor: Executor
+    workers: FairExecutor
     metrics: Metrics
     session_limit_bytes: int
     lease_s: float
     clock: Clock = time.monotonic
+    feeds: WeakSet[Feed] = field(default_factory=WeakSet)
+
+    @property
+    def machinery(self) -> Machinery:
+        """What feeds need of it."""
+        return Machinery(self.budget, self.workers, self.session_limit_bytes, self.clock)
 
 
 @dataclass(slots=True)
@@ -99,8 +114,8 @@ class SessionCounts:
 class Session:
     """One rank's stream of batches."""
 
-    def __init__(self, request: SessionRequest, environment: SessionEnvironment) -> None:
-        """Check the request and reserve memory; `start` begins to fetch.
+    def __init__(self, request: SessionRequest, flow: Flow, environment: SessionEnvironment) -> None:
+        """Check the request, reserve memory and begin to fetch, or to read along.
 
         Raises:
             InvalidRequest, CursorRejected: the request makes no sense or does not fit its dataset.
@@ -113,9 +128,10 @@ class Session:
         self.plan = Plan(order, dataset.num_samples)
         self.session_id = secrets.token_hex(16)
         self.request = request
+        self.flow = flow
         self.counts = SessionCounts()
         self.attached = False
-        self.shares_arena = False
+        self.credits = 0
         self._environment = environment
         cursor = _start_cursor(request)
         self._encode_cursor = cursor.encoder()
@@ -125,54 +141,79 @@ class Session:
             raise InvalidRequest(
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
-        batch_bytes = max_batch_bytes(dataset.index, order.global_batch_size // reader.world_size)
-        self.share = self._reserve(batch_bytes)
-        self._bulk = _bulk_size(dataset, batch_bytes, self.share)
-        self.window = Window(self.first_step, self.num_steps, self.share.num_ahead)
-        self._fetcher = Fetcher(dataset, environment.executor)
-        self._arena: Arena | None = None
-        self._fetches: deque[Fetch] = deque()  # laid out, not begun
-        self._next_to_plan = self.first_step
-        self._slots: dict[int, Slot] = {}
-        self._outcomes: dict[int, Batch | Exception] = {}
+        self._peer: Peer | None = None
+        self._arena_numbers: dict[Arena, int] = {}
+        self._held: dict[int, Subscription] = {}  # where each step that was sent came from, until its release
         self._payloads: deque[Batch] = deque()
-        self._room = asyncio.Event()
         self._sendable = asyncio.Event()
         self._payload_ready = asyncio.Event()
+        self._waits_for_storage = False
         self._ended: GyreError | None = None
         self._draining = False
         self._seen = environment.clock()
-        self._prefetching: asyncio.Task[None] | None = None
+        self.share = self._reserve()
+        self._path = self._find_path()  # the feed that it reads from, and the one that it catches up with
 
     async def start(self) -> None:
-        """Allocate the arena and begin to fetch.
+        """Wait until the memory is there.
 
         Raises:
             Overloaded: the machine has no such memory.
         """
-        arena = await asyncio.get_running_loop().run_in_executor(self._environment.executor, Arena, self.share.num_bytes)
+        await self._here.feed.started()
         if self._ended:
-            arena.close()
             raise self._ended
-        self._arena = arena
-        self._prefetching = asyncio.create_task(_leaving_nothing(self._prefetch()), name=f"prefetch {self.session_id}")
-        self._prefetching.add_done_callback(self._prefetch_done)
+
+    def share_arenas(self, peer: Peer) -> bool:
+        """From now on batches are read where they lie; False where the client cannot be reached so."""
+        self._peer = peer
+        if self._here.feed.is_closed or self._show(self._here.feed.arenas[0]) is None:
+            self._peer = None
+        return self.shares_arena
 
     @property
-    def arena(self) -> Arena:
-        """Of a session that was started."""
-        assert self._arena
-        return self._arena
+    def shares_arena(self) -> bool:
+        """Batches are not copied to the client."""
+        return self._peer is not None
+
+    @property
+    def view(self) -> View:
+        """Where it stands in the feed that it reads from now."""
+        return self._here.view
+
+    @property
+    def num_held(self) -> int:
+        """Batches sent and not released."""
+        return len(self._held)
+
+    @property
+    def window_size(self) -> int:
+        """How many batches its feed may be ahead now."""
+        return self._here.feed.window.size
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of the first arena that batches lie in."""
+        return self._here.feed.arenas[0].num_bytes
+
+    def arena_number(self, batch: Batch) -> int:
+        """What the client calls the arena where a batch lies."""
+        return self._arena_numbers[batch.slot.arena]
 
     @property
     def memory_bytes(self) -> int:
-        """Held by batches now."""
-        return self._arena.held_bytes if self._arena else 0
+        """Held by batches of its feed now."""
+        return self._here.feed.memory_bytes
 
     @property
     def lease_left_s(self) -> float:
         """Until the session is lost, unless its client is heard of."""
         return self._seen + self._environment.lease_s - self._environment.clock()
+
+    @property
+    def has_ended(self) -> bool:
+        """Its memory may be anybody's."""
+        return self._ended is not None
 
     def cursor_at(self, step: int) -> bytes:
         """The cursor of a client that has consumed all steps before `step`."""
@@ -195,14 +236,14 @@ class Session:
 
     def add_credit(self, num_batches: int) -> None:
         """The client takes so many batches more."""
-        self.window.add_credit(min(num_batches, _MAX_CREDITS - self.window.credits))
+        self.credits += min(num_batches, _MAX_CREDITS - self.credits)
         self._sendable.set()
 
     def release(self, step: int) -> None:
         """The client no longer needs the memory of a step; unknown steps and second releases change nothing."""
-        if not self._ended and self.window.release(step):
-            self.arena.put_back(self._slots.pop(step))
-            self._room.set()
+        subscription = self._held.pop(step, None)
+        if subscription:
+            subscription.release(step)
 
     async def next_batch(self) -> Batch | None:
         """The batch of the next step, once it is whole and the client has credit for it; None after the last.
@@ -217,7 +258,7 @@ class Session:
             batch = self.ready_batch()
             if batch:
                 return batch
-            if self.window.at_end:
+            if self._here.view.next_to_send == self.num_steps:
                 return None
             if self._drained:
                 raise Draining(
@@ -231,26 +272,27 @@ class Session:
         Raises:
             GyreError: the step failed.
         """
-        step = self.window.send()
-        if step is None:
+        self._advance()
+        if not self.credits or not self._here.view.head_is_sealed:
             return None
-        outcome = self._outcomes.pop(step)
+        outcome = self._here.take()
         if isinstance(outcome, Exception):
             raise outcome
-        self.counts.num_batches_sent += 1
-        self.counts.num_bytes_sent += outcome.layout.num_bytes
-        self._environment.metrics.num_batches_sent += 1
-        self._environment.metrics.num_bytes_sent += outcome.layout.num_bytes
-        if not self.shares_arena:
+        if self._peer:
+            self._show_or_end(outcome)
+        else:
             self._payloads.append(outcome)
             self._payload_ready.set()
-        self._room.set()
+        self._held[outcome.plan.step] = self._here
+        self.credits -= 1
+        self._count(outcome)
         return outcome
 
     @property
     def head_is_whole(self) -> bool:
         """The next step is ready and did not fail."""
-        return isinstance(self._outcomes.get(self.window.next_to_send), Batch)
+        here = self._here
+        return here.view.head_is_sealed and isinstance(here.feed.outcome(here.view.next_to_send), Batch)
 
     async def next_payload(self) -> Batch | None:
         """Each batch that `next_batch` gave, once more, for the stream that carries payload; None after the session's last."""
@@ -262,126 +304,146 @@ class Session:
     def drain(self) -> None:
         """Begin no further step; send what is under way as far as the client has credit for it."""
         self._draining = True
+        for subscription in self._path:
+            subscription.feed.drain()
         self._sendable.set()
 
     def end(self, reason: GyreError) -> None:
-        """Stop for good and give the memory back; whoever waits for a batch gets the reason."""
+        """Stop for good and give the memory back; whoever waits for a batch gets the reason.
+
+        What the client may still read in an arena that others go on with stays untouched until it has let go of it.
+        """
         if self._ended:
             return
         self._ended = reason
-        if self._prefetching:
-            self._prefetching.cancel()
-        self._outcomes.clear()
-        self._slots.clear()
-        self._fetches.clear()
-        if self._arena:
-            self._arena.close()
-            self._arena = None
+        for step, subscription in self._held.items():
+            if self._peer:
+                self._peer.when_gone(partial(subscription.release, step))
+            else:
+                subscription.release(step)
+        self._held.clear()
+        self._payloads.clear()
+        self._arena_numbers.clear()
+        for subscription in self._path:
+            subscription.leave()
         self._environment.budget.give_back(self.share.num_bytes)
         self._sendable.set()
         self._payload_ready.set()
 
     @property
-    def _drained(self) -> bool:
-        nothing_begun = self.window.next_to_begin == self.window.next_to_send
-        return self._draining and (nothing_begun or not self.window.credits)
+    def is_starved(self) -> bool:
+        """Its client waits, and no batch is ready."""
+        return self._waits_for_storage
 
-    def _reserve(self, batch_bytes: int) -> Share:
+    @property
+    def owns_a_feed(self) -> bool:
+        """The memory that it reserved is in use."""
+        return any(subscription.feed.owner is self for subscription in self._path)
+
+    def wake(self) -> None:
+        """The batch it sends next is ready."""
+        self._sendable.set()
+
+    def fail(self, reason: GyreError) -> None:
+        """The feed cannot go on."""
+        self.end(reason)
+
+    def cast_off(self) -> None:
+        """Others do not wait any longer: it goes on in a feed of its own."""
+        while len(self._path) > 1:
+            self._path.pop().leave()
+        here = self._here
+        if here.feed.is_only(here) and here.feed.owner is self:
+            here.feed.following = False
+            here.view.extend(self.num_steps)
+            here.feed.look_again()
+        else:
+            here.leave()
+            self._path[0] = self._found(here.view.next_to_send, self.num_steps)
+
+    @property
+    def _here(self) -> Subscription:
+        """What it reads from now."""
+        return self._path[0]
+
+    @property
+    def _drained(self) -> bool:
+        return self._draining and (self._here.view.num_begun == 0 or not self.credits)
+
+    def _reserve(self) -> Share:
+        """The share of a feed that it may read along in, or one of its own."""
         request, environment = self.request, self._environment
+        batch_bytes = max_batch_bytes(request.dataset.index, request.order.global_batch_size // request.reader.world_size)
         num_ahead = request.prefetch_batches or min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
-        limit_bytes = min(max(environment.session_limit_bytes, batch_bytes), environment.budget.free_bytes)
+        limit_bytes = max(environment.session_limit_bytes, batch_bytes)
         share = divide(batch_bytes, num_ahead, limit_bytes)
+        if share.num_bytes > environment.budget.free_bytes:
+            share = divide(batch_bytes, num_ahead, min(limit_bytes, environment.budget.free_bytes))
         environment.budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
         return share
 
-    async def _prefetch(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            while not self._draining and self.window.next_to_begin != self.num_steps:
-                while begun := self._begin():
-                    group.create_task(_leaving_nothing(self._fill(begun)))
-                    await asyncio.sleep(0)  # planning is computation: let the loop breathe
-                await self._room.wait()
-                self._room.clear()
+    def _find_path(self) -> deque[Subscription]:
+        """Read along in another feed, or in one of its own up to where another begins, or in one of its own."""
+        step, end = self.first_step, self.num_steps
+        for feed in list(self._environment.feeds):
+            if feed.is_closed or feed.following or feed.share != self.share or not feed.spec.is_as(self.request.spec):
+                continue
+            if feed.window.has(step):
+                return deque([feed.subscribe(self, step, end)])
+            meet = feed.window.next_to_begin
+            if 0 < meet - step <= _REACH * self.share.num_ahead and (end is None or meet < end):
+                own = self._found(step, meet)
+                own.feed.following = True
+                return deque([own, feed.subscribe(self, meet, end, is_active=False)])
+        return deque([self._found(step, end)])
 
-    def _prefetch_done(self, task: asyncio.Task[None]) -> None:
-        """A fault of the daemon's own ends the session instead of leaving its client to wait."""
-        if not task.cancelled() and task.exception():
-            log_event("prefetch failed", {"session": self.session_id, "error": repr(task.exception())}, logging.ERROR)
-            self.end(GyreError(f"the daemon failed to prefetch: {task.exception()!r}; see its log"))
+    def _found(self, first_step: int, end_step: int | None) -> Subscription:
+        feed = Feed(self.request.spec, self.share, first_step, self, self._environment.machinery)
+        if self._draining:
+            feed.drain()
+        self._environment.feeds.add(feed)
+        return feed.subscribe(self, first_step, end_step)
 
-    def _begin(self) -> list[tuple[Fetch, Slot]]:
-        """Begin the steps that are fetched together, as soon as the window has room for as many and the arena for one."""
-        begun: list[tuple[Fetch, Slot]] = []
-        room = self.window.room()
-        if self._draining or room <= 0 or (room < self._bulk and self.window.next_to_begin + room != self.num_steps):
-            return begun
-        for _ in range(min(room, self._bulk)):
-            fetch = self._next_fetch()
-            slot = self.arena.take(fetch.layout.num_bytes)
-            if slot is None:
-                break
-            self._fetches.popleft()
-            self._slots[self.window.begin()] = slot
-            begun.append((fetch, slot))
-        return begun
+    def _advance(self) -> None:
+        """Go on to the feed that it has caught up with."""
+        if len(self._path) > 1 and self._here.view.at_end:
+            self._path.popleft().leave()
+            self._here.activate()
 
-    def _next_fetch(self) -> Fetch:
-        """The step to begin next, laid out together with those that follow it."""
-        if not self._fetches:
-            reader = self.request.reader
-            plans = self.plan.batches(self._next_to_plan, self._num_to_plan, reader.rank, reader.world_size)
-            self._next_to_plan += len(plans)
-            self._fetches.extend(self._fetcher.prepare(plans))
-        return self._fetches[0]
+    def _show(self, arena: Arena) -> int | None:
+        """The number of an arena that the client has been given, or could be now."""
+        number = self._arena_numbers.get(arena, len(self._arena_numbers))
+        if arena not in self._arena_numbers:
+            if not self._peer or not self._peer.hand_over(self.session_id, number, arena.descriptor):
+                return None
+            self._arena_numbers[arena] = number
+        return number
 
-    @property
-    def _num_to_plan(self) -> int:
-        wanted = max(self._bulk, min(self.share.num_ahead, _MAX_PLANNED))
-        return wanted if self.num_steps is None else min(wanted, self.num_steps - self._next_to_plan)
+    def _show_or_end(self, batch: Batch) -> None:
+        if self._show(batch.slot.arena) is None:
+            raise LeaseExpired(
+                "the client left the side channel, where it gets the memory of its batches; open the session again"
+            )
 
-    async def _fill(self, begun: list[tuple[Fetch, Slot]]) -> None:
-        try:
-            outcomes: Sequence[Batch | Exception] = await self._fetcher.fill(begun)
-        except Exception as error:
-            if len(begun) > 1:  # find out which of them fails: the others are sound
-                for single in begun:
-                    await self._fill([single])
-                return
-            outcomes = [first_error(error) if isinstance(error, ExceptionGroup) else error]
-        for (fetch, _), outcome in zip(begun, outcomes, strict=True):
-            self._outcomes[fetch.plan.step] = outcome
-            self.window.seal(fetch.plan.step)
-        if self.window.head_ready:
-            self._sendable.set()
+    def _count(self, batch: Batch) -> None:
+        for counts in (self.counts, self._environment.metrics):
+            counts.num_batches_sent += 1
+            counts.num_bytes_sent += batch.layout.num_bytes
 
     async def _wait_until_sendable(self) -> None:
         began = self._environment.clock()
-        waits_for_trainer = self.window.head_ready and not self.window.credits
-        waits_for_storage = bool(self.window.credits)
+        ready = self._here.view.head_is_sealed
+        self._waits_for_storage = bool(self.credits) and not ready
+        if self._waits_for_storage:
+            self._here.feed.look_again()
         self._sendable.clear()
         try:
             await self._sendable.wait()
         finally:
             waited = self._environment.clock() - began
-            self.counts.wait_trainer_s += waited if waits_for_trainer else 0.0
-            self.counts.wait_storage_s += waited if waits_for_storage else 0.0
-
-
-async def _leaving_nothing(work: Coroutine[None, None, None]) -> None:
-    """Run a coroutine; if it is cancelled, its frames let go of the arena now and not at some garbage collection.
-
-    A task group keeps the CancelledError that ends it in its own frame, which the error's traceback keeps in turn.
-    """
-    try:
-        await work
-    except asyncio.CancelledError as error:
-        traceback.clear_frames(error.__traceback__)
-        raise
-
-
-def _bulk_size(dataset: Dataset, batch_bytes: int, share: Share) -> int:
-    """How many batches are read together: several small ones where that is cheaper, but at most a quarter of the window."""
-    return max(1, min(_BULK_BYTES // batch_bytes, share.num_ahead // 4)) if dataset.storage.reads_in_bulk else 1
+            self.counts.wait_trainer_s += waited if ready and not self.credits else 0.0
+            self.counts.wait_storage_s += waited if self._waits_for_storage else 0.0
+            self._waits_for_storage = False
 
 
 def _start_cursor(request: SessionRequest) -> Cursor:

@@ -2,19 +2,30 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Mapping
+from weakref import WeakValueDictionary
 
 from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
 from gyre_daemon.events import log_event
+from gyre_daemon.fair import Flow
 from gyre_daemon.session import Reader, Session, SessionEnvironment, SessionRequest
 
 
 class SessionTable:
     """The sessions of a daemon, by id; a rank of a job has at most one."""
 
-    def __init__(self, environment: SessionEnvironment) -> None:
+    def __init__(self, environment: SessionEnvironment, weights: Mapping[str, float]) -> None:
+        """Nobody reads yet.
+
+        Args:
+            environment: what the sessions share.
+            weights: by pattern of a job's name, its share relative to others.
+        """
         self.environment = environment
+        self._weights = weights
         self._sessions: dict[str, Session] = {}
+        self._flows: WeakValueDictionary[str, Flow] = WeakValueDictionary()
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
@@ -43,7 +54,7 @@ class SessionTable:
                     f"generation {reader.generation} of {_who(reader)} is older than generation {theirs.generation} of it"
                 )
             self.close(other.session_id, Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"))
-        session = Session(request, self.environment)
+        session = Session(request, self._flow(reader.job), self.environment)
         self._sessions[session.session_id] = session
         self._empty.clear()
         try:
@@ -101,6 +112,17 @@ class SessionTable:
                 await self._empty.wait()
         for session in self:
             self.close(session.session_id, Draining("the daemon stopped; open the session again with the last cursor"))
+
+    def _flow(self, job: str) -> Flow:
+        """All sessions of a job have one claim on what is shared."""
+        flow = self._flows.get(job)
+        if flow is None:
+            flow = self._flows[job] = Flow(job, self._weight(job))
+        return flow
+
+    def _weight(self, job: str) -> float:
+        """Of the first pattern that the job's name matches."""
+        return next((weight for pattern, weight in self._weights.items() if fnmatch.fnmatchcase(job, pattern)), 1.0)
 
 
 def _who(reader: Reader) -> str:

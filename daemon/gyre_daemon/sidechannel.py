@@ -1,14 +1,15 @@
-"""The side channel: how a client on the same machine gets the descriptor of its session's arena.
+"""The side channel: how a client on the same machine gets the descriptors of the arenas that its batches lie in.
 
 gRPC cannot pass descriptors and hides who its peer is. So a client that can share memory first connects here; the kernel says
-which process and user it is, and it gets a token that its gRPC calls carry.
+which process and user it is, and it gets a token that its gRPC calls carry. It stays connected as long as it may read what it
+was given: so the daemon knows when memory that several jobs read can be used again, also after one of them was killed.
 """
 
 import asyncio
 import secrets
 import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from gyre_daemon.errors import ConfigError
@@ -20,27 +21,44 @@ _MAX_PEERS = 4096
 _CREDENTIALS = struct.Struct("3i")
 
 
-@dataclass(frozen=True, slots=True)
 class Peer:
-    """A connected client.
+    """A client beside the daemon, for as long as it may read shared memory.
 
     Attributes:
-        connection: to it.
         pid: its process.
         uid: its user.
     """
 
-    connection: socket.socket
-    pid: int
-    uid: int
+    def __init__(self, connection: socket.socket, pid: int, uid: int) -> None:
+        self.pid = pid
+        self.uid = uid
+        self._connection = connection
+        self._is_gone = False
+        self._when_gone: list[Callable[[], None]] = []
 
-    def hand_over(self, session_id: str, descriptor: int) -> bool:
-        """Send the arena of a session; False where the client is gone or does not take it."""
+    def hand_over(self, session_id: str, number: int, descriptor: int) -> bool:
+        """Send an arena of a session; False where the client is gone or does not take it."""
+        if self._is_gone:
+            return False
         try:
-            socket.send_fds(self.connection, [session_id.encode()], [descriptor])
+            socket.send_fds(self._connection, [f"{session_id} {number}".encode()], [descriptor])
         except OSError:
             return False
         return True
+
+    def when_gone(self, act: Callable[[], None]) -> None:
+        """Do something once the client reads no shared memory any more: it says so by hanging up, and so does its death."""
+        if self._is_gone:
+            act()
+        else:
+            self._when_gone.append(act)
+
+    def hang_up(self) -> None:
+        """The client is gone."""
+        self._connection.close()
+        self._is_gone = True
+        while self._when_gone:
+            self._when_gone.pop()()
 
 
 class SideChannel:
@@ -54,6 +72,7 @@ class SideChannel:
         """
         self._path = path.with_name(path.name + SUFFIX)
         self._peers: dict[str, Peer] = {}
+        self._connections: dict[str, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             self._path.unlink(missing_ok=True)
@@ -89,7 +108,7 @@ class SideChannel:
         if len(self._peers) >= _MAX_PEERS:
             connection.close()
             return
-        self._peers[token] = Peer(connection, pid, uid)
+        self._peers[token], self._connections[token] = Peer(connection, pid, uid), connection
         asyncio.get_running_loop().add_reader(connection, self._hear, token)
         try:
             connection.send(token.encode())
@@ -101,6 +120,6 @@ class SideChannel:
         self._drop(token)
 
     def _drop(self, token: str) -> None:
-        connection = self._peers.pop(token).connection
+        connection = self._connections.pop(token)
         asyncio.get_running_loop().remove_reader(connection)
-        connection.close()
+        self._peers.pop(token).hang_up()

@@ -1,32 +1,140 @@
-"""The prefetch window: which steps are fetched, ready, sent and held. A state machine: events in, answers out, nothing waits.
+"""The prefetch window: which steps are fetched, ready, sent and held, and by whom. A state machine: nothing waits.
 
-A step is `in flight` from `begin` to `seal`, `ready` from `seal` to `send`, `held` from `send` to `release`. Steps are begun
-and sent in order, and sealed and released in any. The window bounds the steps that are in flight or ready; credit bounds what
-is sent.
+Several readers of the same batches look at one window, each with a view of its own. A step is `in flight` from `begin` to
+`seal`, then ready for every view until that view sends it, and held from there until that view releases it. Its memory is free
+when it is sealed and no view needs it any more. Steps are begun in order, and each view sends them in order; they are sealed
+and released in any. The window bounds how far the steps that are begun run ahead of the view that is furthest.
 """
+
+from collections.abc import Callable
 
 
 class Window:
-    """The steps `[first_step, end_step)` of one session, seen through a window of `size` batches."""
+    """Steps from `first_step` on, in flight or in memory."""
 
-    def __init__(self, first_step: int, end_step: int | None, size: int) -> None:
+    def __init__(self, first_step: int, size: int, on_free: Callable[[int], None]) -> None:
+        """Nobody looks yet.
+
+        Args:
+            first_step: the first to begin.
+            size: how many steps may be in flight or ready ahead of the furthest view.
+            on_free: called with each step whose memory nobody needs any more.
+        """
         self.size = size
         self.next_to_begin = first_step
+        self.views: list[View] = []
+        self._on_free = on_free
+        self._needs: dict[int, int] = {}  # of each step that is in flight or in memory: views that are to send it or hold it
+        self._sealed: set[int] = set()
+
+    @property
+    def room(self) -> int:
+        """How many steps more may be begun now."""
+        front = max((view.next_to_send for view in self.views if view.is_active), default=None)
+        if front is None:
+            return 0
+        room = self.size - (self.next_to_begin - front)
+        end = self.end_step
+        return max(room if end is None else min(room, end - self.next_to_begin), 0)
+
+    @property
+    def end_step(self) -> int | None:
+        """The first step that no view wants; None where one wants all."""
+        ends = [view.end_step for view in self.views if view.end_step is not None]
+        return max(ends) if len(ends) == len(self.views) > 0 else None
+
+    def has(self, step: int) -> bool:
+        """A view may begin at this step: it and all that were begun after it are still here."""
+        return step <= self.next_to_begin and all(later in self._needs for later in range(step, self.next_to_begin))
+
+    def is_sealed(self, step: int) -> bool:
+        """The step is whole and in memory."""
+        return step in self._sealed
+
+    def begin(self) -> int:
+        """The step to fetch next; call only where there is room."""
+        step = self.next_to_begin
+        self.next_to_begin += 1
+        self._needs[step] = sum(view.wants(step) for view in self.views)
+        return step
+
+    def seal(self, step: int) -> None:
+        """A step's batch is whole."""
+        self._sealed.add(step)
+        self._free_if_unneeded(step)
+
+    def join(self, first_step: int, end_step: int | None, *, is_active: bool = True) -> "View":
+        """One reader more, where the window `has` its first step.
+
+        Args:
+            first_step: that it sends first.
+            end_step: that it no longer wants; None for no end.
+            is_active: whether steps are fetched ahead for it already.
+        """
+        view = View(self, first_step, end_step, is_active=is_active)
+        self.views.append(view)
+        for step in range(first_step, self.next_to_begin):
+            self._needs[step] += view.wants(step)
+        return view
+
+    def laggard(self) -> "View | None":
+        """Of several views the one that needs the oldest step, if it is not the furthest too."""
+        if len(self.views) < 2:
+            return None
+        slowest = min(self.views, key=lambda view: view.oldest_needed)
+        return slowest if slowest.next_to_send < max(view.next_to_send for view in self.views) else None
+
+    def _unneeded(self, step: int) -> None:
+        self._needs[step] -= 1
+        self._free_if_unneeded(step)
+
+    def _free_if_unneeded(self, step: int) -> None:
+        if step in self._sealed and not self._needs[step]:
+            self._sealed.remove(step)
+            del self._needs[step]
+            self._on_free(step)
+
+
+class View:
+    """One reader's place in a window.
+
+    Attributes:
+        next_to_send: the step it sends next.
+        end_step: that it no longer wants; None for no end.
+        is_active: whether steps are fetched ahead for it.
+    """
+
+    def __init__(self, window: Window, first_step: int, end_step: int | None, *, is_active: bool) -> None:
+        self._window = window
         self.next_to_send = first_step
         self.end_step = end_step
-        self.credits = 0
-        self._ready: set[int] = set()
+        self.is_active = is_active
         self._held: set[int] = set()
+
+    def wants(self, step: int) -> bool:
+        """It is still to send this step."""
+        return self.next_to_send <= step and (self.end_step is None or step < self.end_step)
+
+    @property
+    def at_end(self) -> bool:
+        """It has sent all it wanted."""
+        return self.next_to_send == self.end_step
+
+    @property
+    def head_is_sealed(self) -> bool:
+        """The step it sends next is whole."""
+        return not self.at_end and self._window.is_sealed(self.next_to_send)
+
+    @property
+    def num_begun(self) -> int:
+        """Steps in flight or ready for it."""
+        end = self._window.next_to_begin if self.end_step is None else min(self._window.next_to_begin, self.end_step)
+        return max(0, end - self.next_to_send)
 
     @property
     def num_ready(self) -> int:
         """Sealed and not sent."""
-        return len(self._ready)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Begun and not sealed."""
-        return self.next_to_begin - self.next_to_send - len(self._ready)
+        return sum(self._window.is_sealed(self.next_to_send + ahead) for ahead in range(self.num_begun))
 
     @property
     def num_held(self) -> int:
@@ -34,48 +142,39 @@ class Window:
         return len(self._held)
 
     @property
-    def at_end(self) -> bool:
-        """Every step has been sent."""
-        return self.next_to_send == self.end_step
+    def oldest_needed(self) -> int:
+        """The first step that stays in memory for it."""
+        return min(self._held, default=self.next_to_send)
 
-    @property
-    def head_ready(self) -> bool:
-        """The next step to be sent is sealed."""
-        return self.next_to_send in self._ready
-
-    def room(self) -> int:
-        """How many steps more may be begun."""
-        room = self.size - (self.next_to_begin - self.next_to_send)
-        return room if self.end_step is None else min(room, self.end_step - self.next_to_begin)
-
-    def begin(self) -> int:
-        """The step to fetch next; call only where there is room."""
-        step = self.next_to_begin
-        self.next_to_begin += 1
-        return step
-
-    def seal(self, step: int) -> None:
-        """A step's batch is whole."""
-        self._ready.add(step)
-
-    def add_credit(self, num_batches: int) -> None:
-        """The client takes so many batches more."""
-        self.credits += num_batches
-
-    def send(self) -> int | None:
-        """The step to send now, or None: its batch is not whole, or no credit is left."""
-        if not self.credits or not self.head_ready:
-            return None
+    def send(self) -> int:
+        """The step it sends now, and holds from now on; call only where the head is sealed."""
         step = self.next_to_send
-        self.credits -= 1
         self.next_to_send += 1
-        self._ready.remove(step)
         self._held.add(step)
         return step
 
     def release(self, step: int) -> bool:
-        """A client no longer needs a step; False where it does not hold it (twice released, or never sent)."""
+        """A step that was sent is no longer needed; False where it is not held (twice released, or never sent)."""
         if step not in self._held:
             return False
         self._held.remove(step)
+        self._window._unneeded(step)
         return True
+
+    def cut(self, end_step: int) -> None:
+        """Want no step from `end_step` on that was not sent yet."""
+        unwanted = range(max(end_step, self.next_to_send), self.next_to_send + self.num_begun)
+        self.end_step = max(end_step, self.next_to_send)
+        for step in unwanted:
+            self._window._unneeded(step)
+
+    def extend(self, end_step: int | None) -> None:
+        """Want more after all; only where no step was begun that it had not wanted."""
+        assert self.end_step is None or self._window.next_to_begin <= self.end_step
+        self.end_step = end_step
+
+    def leave(self) -> frozenset[int]:
+        """Look no longer; the steps that are still held, each until its `release`."""
+        self.cut(self.next_to_send)
+        self._window.views.remove(self)
+        return frozenset(self._held)

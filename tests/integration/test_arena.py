@@ -106,7 +106,7 @@ def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Ch
         )
         opened = stub.OpenSession(request, metadata=(("gyre-side-token", token),), timeout=10)
         message, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)
-    assert message.decode() == opened.session_id
+    assert message.decode() == f"{opened.session_id} 0"
     assert os.fstat(descriptor).st_size == opened.arena_bytes
     return descriptor, opened.arena_bytes, stub, channel
 

@@ -89,6 +89,7 @@ def from_batches(batches: list[Batch], session: Session) -> pb.StreamResponse:
         if not shared:
             entry.tensors.extend(_from_layout(batch.layout))
         if session.shares_arena:
+            entry.arena.arena = session.arena_number(batch)
             entry.arena.offset_bytes = batch.slot.offset_bytes
             entry.arena.num_bytes = num_bytes
         else:
@@ -105,21 +106,22 @@ def _from_layout(layout: BatchLayout) -> list[pb.Tensor]:
 
 def from_session(session: Session) -> pb.SessionState:
     """Where a session stands."""
-    reader, window, counts = session.request.reader, session.window, session.counts
+    reader, view, counts = session.request.reader, session.view, session.counts
+    num_ready = view.num_ready
     return pb.SessionState(
         session_id=session.session_id,
         dataset=session.request.dataset.name,
         reader=pb.Reader(job=reader.job, rank=reader.rank, world_size=reader.world_size, generation=reader.generation),
-        next_step=window.next_to_send,
+        next_step=view.next_to_send,
         num_batches_sent=counts.num_batches_sent,
         num_bytes_sent=counts.num_bytes_sent,
-        num_ready=window.num_ready,
-        num_in_flight=window.num_in_flight,
-        num_held=window.num_held,
-        prefetch_batches=window.size,
+        num_ready=num_ready,
+        num_in_flight=view.num_begun - num_ready,
+        num_held=session.num_held,
+        prefetch_batches=session.window_size,
         memory_bytes=session.memory_bytes,
         memory_limit_bytes=session.share.num_bytes,
-        credits=window.credits,
+        credits=session.credits,
         wait_storage_s=counts.wait_storage_s,
         wait_trainer_s=counts.wait_trainer_s,
         attached=session.attached,

@@ -98,8 +98,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             SessionRequest(dataset, order, reader, request.num_epochs, request.cursor, prefetch_batches)
         )
         peer = self._peer(context)
-        if peer and peer.hand_over(session.session_id, session.arena.descriptor):
-            session.shares_arena = True
+        if peer and session.share_arenas(peer):
             log_event("arena shared", {"session": session.session_id, "pid": peer.pid, "uid": peer.uid})
         return pb.SessionOpened(
             session_id=session.session_id,
@@ -110,7 +109,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             cursor=session.cursor_at(session.first_step),
             lease_s=self._sessions.environment.lease_s,
             prefetch_batches=session.share.num_queued,
-            arena_bytes=session.arena.num_bytes if session.shares_arena else 0,
+            arena_bytes=session.arena_bytes if session.shares_arena else 0,
             max_kept_batches=session.share.num_kept,
             fields=convert.from_fields(list(dataset.fields)),
         )
@@ -141,6 +140,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         session = self._sessions.get(request.session_id)
         while batch := await session.next_payload():
             for begin in range(0, batch.payload.nbytes, _CHUNK_BYTES):
+                if session.has_ended:
+                    return
                 yield convert.frame_chunk(batch.payload[begin : begin + _CHUNK_BYTES])
 
     @answers_errors

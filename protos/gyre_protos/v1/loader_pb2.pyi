@@ -598,7 +598,7 @@ class SessionOpened(_message.Message):
     prefetch_batches: _builtins.int
     """granted"""
     arena_bytes: _builtins.int
-    """Not 0: the session's batches lie in an arena of this size, whose descriptor came over the side channel (see SideChannel)."""
+    """Not 0: the session's batches lie in arenas, whose descriptors come over the side channel (see below); the size of the first."""
     max_kept_batches: _builtins.int
     """batches whose slots a client may keep after it took the next; it copies further ones"""
     @_builtins.property
@@ -685,8 +685,9 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 class Credit(_message.Message):
     """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, for clients that can share memory with it:
     1. on connecting, the client receives a token of 32 ASCII letters; it passes it with OpenSession as the metadata `gyre-side-token`
-       and keeps the connection until that is answered;
-    2. for each session so opened it receives a message: the session's id, with the descriptor of a sealed memory file (SCM_RIGHTS).
+       and keeps the connection for as long as it may read what it was given: its end says that all of that may be used again;
+    2. it receives each arena of the session before the first batch that lies there: a message of the session's id, a space and the
+       arena's number, with the descriptor of a sealed memory file (SCM_RIGHTS). The first comes before OpenSession is answered.
     A client without a token gets its payload inline.
 
     So many batches more may be sent.
@@ -882,24 +883,30 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class ArenaSlot(_message.Message):
-    """The payload lies in the session's arena. It stays as it is until the step is released."""
+    """The payload lies in an arena. It stays as it is until the step is released, and where the session ends before that, until the
+    client's connection to the side channel ends.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    ARENA_FIELD_NUMBER: _builtins.int
     offset_bytes: _builtins.int
     """a multiple of the page size"""
     num_bytes: _builtins.int
+    arena: _builtins.int
+    """the session's so many-th, from 0"""
     def __init__(
         self,
         *,
         offset_bytes: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        arena: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "num_bytes", b"num_bytes", "offset_bytes", b"offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
