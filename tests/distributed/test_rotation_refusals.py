@@ -46,6 +46,11 @@ class TwoOutputs(nn.Linear):
         return super().forward(x), x
 
 
+class BestFeature(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).argmax(-1)
+
+
 def two_axes() -> None:
     rotate(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "rotate")))
 
@@ -114,8 +119,12 @@ def token_outside_of_the_vocabulary() -> None:
     embedding(torch.tensor([8]))
 
 
-def two_outputs() -> None:
+def output_of_another_width() -> None:
     rotate(TwoOutputs(4, 4), mesh=make_mesh("cpu"))(torch.randn(2, 4))
+
+
+def output_of_integers() -> None:
+    rotate(BestFeature(4, 4), mesh=make_mesh("cpu"))(torch.randn(2, 4))
 
 
 def loaded_by_assignment() -> None:
@@ -168,7 +177,8 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (mixed_dtypes, RotationError, ["MLP.down.weight", "float64", "float32"]),
     (embedding_with_padding, RotationError, ["Embedding", "padding_idx"]),
     (token_outside_of_the_vocabulary, IndexError, ["index out of range"]),
-    (two_outputs, RotationError, ["TwoOutputs", "tuple"]),
+    (output_of_another_width, RotationError, ["(2, 4)", "beside", "weight"]),
+    (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),
     (loaded_by_assignment, RotationError, ["up.weight", "before it is rotated"]),
     (backward_twice, RotationError, ["MLP", "ran before"]),
     (step_before_backward, RotationError, ["MLP", "changed between forward and backward"]),

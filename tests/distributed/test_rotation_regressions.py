@@ -12,7 +12,8 @@ from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.model import GPT
 from gyre_trainer.ring import ring_of
-from gyre_trainer.rotate import RotatedModule, rotate
+from gyre_trainer.rotate import rotate
+from gyre_trainer.rotated import RotatedModule
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

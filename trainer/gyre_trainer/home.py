@@ -78,6 +78,12 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
+def has_sole_storage(tensor: Tensor) -> bool:
+    """Whether no other tensor lies in this one's memory, be it a view or one that a graph keeps."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # of the tensor, and of `storage`
+
+
 _HOMES = WeakIdKeyDictionary()  # parameter → weak reference to its home, which lives as long as a module rotates it
 
 

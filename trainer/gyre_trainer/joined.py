@@ -1,14 +1,18 @@
 """Tensors that many slices contribute to."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from gyre_trainer.errors import RotationError
+from gyre_trainer.home import has_sole_storage
 from gyre_trainer.layout import Layout
-from gyre_trainer.rule import Rule
 
 
 class Sum:
-    """A sum that grows; tensors that are added are never written to.
+    """A sum that grows.
 
     Attributes:
         total: None until something was added.
@@ -20,40 +24,101 @@ class Sum:
         self.dtype = dtype
         self._owned = False
 
-    def add(self, tensor: Tensor | None) -> None:
-        """Add a tensor, or nothing."""
+    def add(self, tensor: Tensor | None, *, owned: bool = False) -> None:
+        """Add a tensor, or nothing; it is written to later only where it is ``owned``: where nobody else reads it."""
         if tensor is None:
             return
         if self.total is None:
             self.total = tensor.to(self.dtype)
+            self._owned = owned or self.total is not tensor
         elif self._owned:
             self.total += tensor
         else:
             self.total, self._owned = self.total + tensor, True
 
+    def add_product(self, left: Tensor, right: Tensor, shape: Sequence[int]) -> None:
+        """Add the product of two matrices, seen in a shape; without memory for it where all have one dtype."""
+        total = self.total
+        if total is None or not self._owned or not total.is_contiguous() or not left.dtype == right.dtype == total.dtype:
+            self.add((left @ right).view(shape), owned=True)
+        else:
+            total.view(-1, right.shape[1]).addmm_(left, right)
 
-class Joined:
-    """The module's output while slices add to it or fill it."""
 
-    def __init__(self, rule: Rule, layout: Layout, dtype: torch.dtype) -> None:
-        self._dim = rule.join_dim
-        self._layout = layout
-        self._sum = Sum(dtype)
+class Join(Protocol):
+    """How the slices' outputs of one call make the module's, and what of its gradient belongs to each of them."""
 
     def add(self, index: int, output: Tensor) -> None:
         """The output of slice ``index``."""
-        if self._dim is None:
-            self._sum.add(output)
-            return
-        cut = self._layout.cuts[0]
-        start, stop = self._layout.bounds(cut, index)
-        if self._sum.total is None:
-            shape = list(output.shape)
-            shape[self._dim] = cut.shape[cut.dim]
-            self._sum.total = output.new_empty(shape, dtype=self._sum.dtype)
-        self._sum.total.narrow(self._dim, start, stop - start).copy_(output)
+        ...
 
     def result(self) -> Tensor:
-        """The whole output, when every slice was added."""
-        assert self._sum.total is not None
-        return self._sum.total
+        """The module's output, when every slice's was added; it is not kept here."""
+        ...
+
+    def share(self, index: int, grad: Tensor) -> Tensor:
+        """The gradient of slice ``index``'s output, for the gradient of the module's."""
+        ...
+
+
+class Added:
+    """Outputs that add up."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._sum = Sum(dtype)
+
+    def add(self, index: int, output: Tensor) -> None:
+        """See `Join`."""
+        self._sum.add(output, owned=has_sole_storage(output))
+
+    def result(self) -> Tensor:
+        """See `Join`."""
+        total, self._sum.total = self._sum.total, None
+        assert total is not None
+        return total
+
+    def share(self, index: int, grad: Tensor) -> Tensor:
+        """The whole of it."""
+        return grad
+
+
+class Beside:
+    """Outputs that lie side by side along one dim, which is divided as the layout's first cut is."""
+
+    def __init__(self, dim: int, layout: Layout, dtype: torch.dtype) -> None:
+        self._dim = dim
+        self._layout = layout
+        self._dtype = dtype
+        self._whole: Tensor | None = None
+
+    def add(self, index: int, output: Tensor) -> None:
+        """See `Join`."""
+        self._require_size(index, output)
+        if self._whole is None:
+            cut = self._layout.cuts[0]
+            shape = list(output.shape)
+            shape[self._dim] = cut.shape[cut.dim]
+            self._whole = output.new_empty(shape, dtype=self._dtype)
+        self._place(index, self._whole).copy_(output)
+
+    def result(self) -> Tensor:
+        """See `Join`."""
+        whole, self._whole = self._whole, None
+        assert whole is not None
+        return whole
+
+    def share(self, index: int, grad: Tensor) -> Tensor:
+        """The slice's own place in it."""
+        return self._place(index, grad)
+
+    def _place(self, index: int, whole: Tensor) -> Tensor:
+        start, stop = self._layout.bounds(self._layout.cuts[0], index)
+        return whole.narrow(self._dim, start, stop - start)
+
+    def _require_size(self, index: int, output: Tensor) -> None:
+        start, stop = self._layout.bounds(self._layout.cuts[0], index)
+        if output.shape[self._dim] != stop - start:
+            raise RotationError(
+                f"an output of shape {tuple(output.shape)} cannot lie beside those of other slices: "
+                f"it has to be {stop - start} wide along dim {self._dim}, as the slice of {self._layout.cuts[0].name} is"
+            )

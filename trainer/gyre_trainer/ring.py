@@ -1,11 +1,11 @@
-"""The ring: hops between neighbours, the buffers they land in, and who visits whom when.
+"""The ring: hops between neighbours and the buffers they land in.
 
 This is the only file that knows point-to-point communication. A hop sends one buffer to one neighbour while another arrives
-from the other; `Visitors` chains hops so that the next slice is under way while the caller computes with the present one.
-Every wait ends at the process group's timeout, which `init_process_group(timeout=...)` sets.
+from the other. Every wait ends at the process group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait
+holds up the current stream, not the process: NCCL moves the buffers on a stream of its own, in the order of the hops.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from weakref import WeakValueDictionary
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import RingError
-from gyre_trainer.layout import Layout
 
 
 class Direction(IntEnum):
@@ -140,103 +139,9 @@ def ring_of(mesh: DeviceMesh) -> Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
+class Arrival:
     """A slice on its way here: ``flat`` is the part of the pool's ``buffer`` that it fills."""
 
     hop: Hop
     buffer: Tensor
     flat: Tensor
-
-
-class Visitors:
-    """The other ranks' slices, one after the other; the first hop is under way as soon as this exists.
-
-    Iterating yields (slice index, flat slice), ring.size - 1 of them. Clockwise the slices come in the order rank-1, rank-2,
-    ...; counter-clockwise in the order rank+1, rank+2, .... A visitor is valid until the next one is asked for. Only
-    transient buffers are written to; ``own`` must not change before the first visitor was yielded.
-    """
-
-    def __init__(self, ring: Ring, own: Tensor, layout: Layout, direction: Direction) -> None:
-        self._ring = ring
-        self._layout = layout
-        self._direction = direction
-        self._next = self._depart(own, 1)
-
-    def _depart(self, outgoing: Tensor, step: int) -> _Arrival | None:
-        if step >= self._ring.size:
-            return None
-        buffer = self._ring.pool.take(self._layout.numel(0), outgoing.dtype, outgoing.device)
-        incoming = buffer[: self._layout.numel(self._index(step))]
-        return _Arrival(self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS), buffer, incoming)
-
-    def _index(self, step: int) -> int:
-        return (self._ring.rank - step * self._direction) % self._ring.size
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        for step in range(1, self._ring.size):
-            arrival = self._next
-            assert arrival is not None
-            arrival.hop.wait()
-            self._next = self._depart(arrival.flat, step + 1)
-            yield self._index(step), arrival.flat
-            if self._next is not None:
-                self._next.hop.wait()  # it sends from the buffer that goes back now
-            self._ring.pool.put(arrival.buffer)
-
-    def close(self) -> None:
-        """Returns when nothing is under way any more, also where visitors were never asked for or one of them failed."""
-        if self._next is not None:
-            self._next.hop.wait()
-            self._ring.pool.put(self._next.buffer)
-            self._next = None
-
-
-class Relay:
-    """A gradient's way home: each slice's buffer follows one step behind its weights, counter-clockwise.
-
-    Every rank adds its part to the buffer that passes; the owner adds the last one. ``grads`` has one entry for each cut of
-    the layout, None for zero.
-    """
-
-    def __init__(self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self._ring = ring
-        self._layout = layout
-        self._dtype = dtype
-        self._device = device
-        self._leaving: Tensor | None = None
-        self._next: _Arrival | None = None
-
-    def pass_on(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Add to the gradient of visitor ``index``, which goes rank+1, rank+2, ..., and send it on."""
-        buffer = self._transient() if self._next is None else self._next.buffer
-        flat = self._added(index, buffer[: self._layout.numel(index)], grads)
-        following = (index + 1) % self._ring.size
-        room = self._own() if following == self._ring.rank else self._transient()
-        incoming = room[: self._layout.numel(following)]
-        self._next = _Arrival(self._ring.shift(flat, incoming, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS), room, incoming)
-        self._leaving = buffer
-
-    def finish(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Add the last part, to the own slice's gradient; it is complete now, and in memory of its own."""
-        return self._added(self._ring.rank, self._own() if self._next is None else self._next.flat, grads)
-
-    def _added(self, index: int, flat: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
-        """What arrived for slice ``index``, nothing at the first step, plus ``grads``."""
-        views = self._layout.views(flat, index)
-        if self._next is None:
-            for view, grad in zip(views, grads, strict=True):
-                view.zero_() if grad is None else view.copy_(grad)
-            return flat
-        self._next.hop.wait()
-        assert self._leaving is not None
-        self._ring.pool.put(self._leaving)
-        for view, grad in zip(views, grads, strict=True):
-            if grad is not None:
-                view.add_(grad)
-        return flat
-
-    def _transient(self) -> Tensor:
-        return self._ring.pool.take(self._layout.numel(0), self._dtype, self._device)
-
-    def _own(self) -> Tensor:
-        return torch.empty(self._layout.numel(self._ring.rank), dtype=self._dtype, device=self._device)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -16,27 +16,14 @@ from gyre_trainer.layers.replicated import Replicas, ReplicatedModule, replicate
 from gyre_trainer.layout import Layout
 from gyre_trainer.mesh import require_ring
 from gyre_trainer.ring import ring_of
+from gyre_trainer.rotated import RotatedModule
 from gyre_trainer.rotation import Rotation, RotationPolicy
 from gyre_trainer.rule import Rule
-from gyre_trainer.turn import prove, run
+from gyre_trainer.turn import prove
 
 __all__ = ["RotationPolicy", "rotate"]
 
 _DEFAULT_POLICY = RotationPolicy()
-
-
-class RotatedModule:
-    """Mixed in before a module's class: its forward goes round the ring.
-
-    Attributes:
-        rotation: what is behind it.
-    """
-
-    rotation: Rotation
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As without rotation, on this rank's part of the batch."""
-        return run(self.rotation, args, kwargs)
 
 
 def rotate(
@@ -119,6 +106,7 @@ def _turn_over(module: nn.Module, mesh: DeviceMesh, policy: RotationPolicy, rule
     rotation = Rotation(module, module.forward, rule, layout, home, policy, passengers)
     _mix_in(module, RotatedModule, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
+    module._by_rule = {}  # type: ignore[assignment]
 
 
 def _home(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Home:

@@ -17,8 +17,9 @@ from torch.autograd import Variable
 
 from gyre_trainer.home import Home
 from gyre_trainer.layout import Layout
-from gyre_trainer.ring import Direction, Ring, Visitors
+from gyre_trainer.ring import Direction, Ring
 from gyre_trainer.rule import Rule
+from gyre_trainer.visitors import Visitors
 
 
 @dataclass(frozen=True, slots=True)

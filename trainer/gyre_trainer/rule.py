@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from gyre_trainer.layout import Cut
+from gyre_trainer.joined import Added, Join
+from gyre_trainer.layout import Cut, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +30,13 @@ class Rule(ABC):
     """How one kind of module is cut, and how the slices' outputs make the module's.
 
     Attributes:
-        join_dim: None where the slices' outputs add up, else the dim along which they lie side by side, divided as the
-            first cut is.
         backward_reads_weights: False where gradients need no weights, so that these need not travel again.
+        recompute_pays: False where a slice keeps nothing for backward that it would pay to compute again.
         linear_in: names of parameters that outputs which add up are linear in; none where this needs no proof.
     """
 
-    join_dim: ClassVar[int | None] = None
     backward_reads_weights: ClassVar[bool] = True
+    recompute_pays: ClassVar[bool] = True
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -50,9 +51,21 @@ class Rule(ABC):
             RotationError: the module does not fit; names module and parameter.
         """
 
-    def run(self, forward: Callable[..., Tensor], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The output of one slice for the module's arguments; in ``forward``, its own, ``part`` stands for its parameters."""
+    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The output of one slice for the module's arguments; in ``forward``, its own, ``part`` stands for its parameters.
+
+        It is a tensor, or tensors in tuples, lists and dicts, in the same form for every slice.
+        """
         return forward(*args, **kwargs)
+
+    def join(self, layout: Layout, dtype: torch.dtype) -> Join:
+        """How the slices' outputs make the module's: they add up, unless a rule says otherwise.
+
+        Args:
+            layout: of the slices.
+            dtype: of the activations around the module.
+        """
+        return Added(dtype)
 
 
 @contextmanager

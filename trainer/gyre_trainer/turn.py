@@ -10,28 +10,25 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from gyre_trainer.call import Call
 from gyre_trainer.errors import RotationError
-from gyre_trainer.home import local_of
-from gyre_trainer.joined import Joined, Sum
-from gyre_trainer.ring import Direction, Relay
+from gyre_trainer.joined import Join
+from gyre_trainer.relay import Relay
+from gyre_trainer.ring import Direction
 from gyre_trainer.rotation import Departure, Rotation, prefetch_of
-from gyre_trainer.rule import Part, swapped
 from gyre_trainer.saved import SavedSlice
 
 _Grads = Sequence[Tensor | None]
 
 
-def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The module's output; a backward through it leaves averaged gradients on the home's parameters."""
-    turn, tensors = _begin(rotation, args, kwargs)
-    output: Tensor = _Rotate.apply(turn, *tensors)  # type: ignore[no-untyped-call]
-    return output
+    call = Call(rotation, args, kwargs)
+    return call.put_together(_Rotate.apply(Turn(rotation, call), *call.tensors))  # type: ignore[no-untyped-call]
 
 
 def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -44,44 +41,39 @@ def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         RotationError: it is not linear.
     """
     names = rotation.rule.linear_in
-    turn, tensors = _begin(rotation, args, kwargs)
+    call = Call(rotation, args, kwargs)
     index, flat = rotation.home.ring.rank, rotation.home.flat.to(rotation.policy.compute_dtype or rotation.home.flat.dtype)
     with torch.no_grad():
-        turn.take_in(tensors)
-        output, _ = turn.compute(index, flat)
+        call.take_in(call.tensors[:])
+        expected = [-2 * output for output in call.compute(index, flat)[0]]
         scaled = flat.clone()
         for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
             view.mul_(-2 if cut.name in names else 1)
-        expected, found = -2 * output, turn.compute(index, scaled)[0]
-    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item(), equal_nan=True):
+        found = call.compute(index, scaled)[0]
+    if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(
             f"the output of {rotation.name} is not linear in {', '.join(names)}, so its slices do not add up to it; "
             "keep residuals, norms, activations and dropout after the last layer outside of what is rotated"
         )
 
 
-def _begin(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple["Turn", list[Tensor]]:
-    """A turn, and its tensors: the home's parts, the passengers, those among the arguments."""
-    leaves, spec = tree_flatten((args, kwargs))
-    homes = [rotation.home.local(rotation.module.get_parameter(cut.name), cut.name) for cut in rotation.layout.cuts]
-    passengers = [local_of(rotation.module.get_parameter(name)) for name in rotation.passengers]
-    tensors = [*homes, *passengers, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return Turn(rotation, leaves, spec, recorded=recorded), tensors
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item(), equal_nan=True)
 
 
 class _Rotate(torch.autograd.Function):
     """A turn as a node of the graph. Its inputs: the home's parts, the passengers, the tensors among the arguments."""
 
     @staticmethod
-    def forward(ctx: Any, turn: "Turn", *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, turn: "Turn", *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.turn = turn
+        ctx.set_materialize_grads(False)
         return turn.forward(tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.turn.backward(grad_output)
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.turn.backward(grad_outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +81,12 @@ class _Graph:
     """One slice's computation, ready for its backward.
 
     Attributes:
-        output: None where the output depends on nothing that takes a gradient.
-        weights: the leaves that the slice's parts of the parameters are in it.
+        outputs: None for one that depends on nothing that takes a gradient.
+        weights: the leaves that the slice's trainable parts of the parameters are in it.
         saved: what else it keeps, unless it is used while the slice is still here.
     """
 
-    output: GradientEdge | None
-    dtype: torch.dtype
+    outputs: list[tuple[GradientEdge | None, torch.dtype]]
     weights: list[Tensor]
     saved: SavedSlice | None
 
@@ -103,50 +94,43 @@ class _Graph:
 class Turn:
     """One call of a rotated module: once round the ring, and once more in backward."""
 
-    def __init__(self, rotation: Rotation, leaves: list[Any], spec: TreeSpec, *, recorded: bool) -> None:
-        """``leaves`` and ``spec`` are the call's arguments; ``recorded`` says whether a backward may follow."""
+    def __init__(self, rotation: Rotation, call: Call) -> None:
         self._rotation = rotation
         self._layout = rotation.layout
         self._ring = rotation.home.ring
-        self._leaves = leaves
-        self._spec = spec
-        self._recorded = recorded
+        self._call = call
         self._spent = False
-        self._keeps_graphs = recorded and not (rotation.policy.recompute and rotation.rule.backward_reads_weights)
+        self._keeps_graphs = call.recorded and not (rotation.policy.recompute and rotation.rule.recompute_pays)
         self._graphs: dict[int, _Graph] = {}
+        self._joins: list[Join] = []
         self._version = rotation.home.version
 
-    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The slices' outputs, joined."""
-        self.take_in(tensors)
-        joined = Joined(self._rotation.rule, self._layout, self._outer_dtype)
+        self._call.take_in(tensors)
         with Departure(self._rotation, Direction.CLOCKWISE) as departure:
             for index, flat in chain([(self._ring.rank, departure.own)], departure.visitors):
-                joined.add(index, self._run(index, flat))
-        return joined.result()
+                self._join(index, self._run(index, flat))
+        return tuple(join.result() for join in self._joins)
 
-    def backward(self, grad_output: Tensor) -> list[Tensor | None]:
+    def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
         """Gradients of the home's parts, complete and averaged, and this rank's own of the passengers and inputs.
 
         Raises:
             RotationError: the parameters changed since forward, or this backward ran before.
         """
         self._require_fresh()
-        home, policy = self._rotation.home, self._rotation.policy
-        layout = self._layout.only(self._trainable)
-        relay = Relay(self._ring, layout, policy.grad_dtype or home.flat.dtype, home.flat.device)
-        sums = [Sum(dtype) for dtype in self._whole_dtypes]
+        home, call = self._rotation.home, self._call
+        layout = self._layout.only(call.trainable)
+        relay = Relay(self._ring, layout, self._rotation.policy.grad_dtype or home.flat.dtype, home.flat.device)
         for index, flat in self._visits():
-            grads, whole_grads = self._differentiate(index, flat, grad_output)
-            for total, grad in zip(sums, whole_grads, strict=True):
-                total.add(grad)
-            if layout.cuts and index != self._ring.rank:
-                relay.pass_on(index, grads)
-        complete = relay.finish(grads).div_(self._ring.size).to(home.flat.dtype)
-        own = iter(layout.views(complete, self._ring.rank))
-        self._whole.clear()
-        self._leaves.clear()
-        return [next(own) if trainable else None for trainable in self._trainable] + [total.total for total in sums]
+            grads = self._differentiate(index, flat, grad_outputs)
+            if layout.cuts:
+                self._add(index, grads, relay)
+        own = iter(layout.views(relay.finish().to(home.flat.dtype), self._ring.rank)) if layout.cuts else iter(())
+        call.forget()
+        self._joins.clear()
+        return [next(own) if trainable else None for trainable in call.trainable] + [total.total for total in call.sums]
 
     def _require_fresh(self) -> None:
         if self._rotation.home.version != self._version:
@@ -155,52 +139,22 @@ class Turn:
             raise RotationError(f"backward through {self._rotation.name} ran before; it can run once after each forward")
         self._spent = True
 
-    def take_in(self, tensors: Sequence[Tensor]) -> None:
-        """Cut the inputs off the graph around; passengers and the first input take on the dtype to compute in."""
-        num_cuts, first = len(self._layout.cuts), len(self._rotation.passengers)
-        self._trainable = [self._recorded and tensor.requires_grad for tensor in tensors[:num_cuts]]
-        self._whole_dtypes = [tensor.dtype for tensor in tensors[num_cuts:]]
-        self._whole = [tensor.detach() for tensor in tensors[num_cuts:]]
-        self._outer_dtype = self._rotation.home.flat.dtype
-        if len(self._whole) > first and self._whole[first].is_floating_point():
-            self._outer_dtype = self._whole[first].dtype
-        for place, tensor in enumerate(self._whole[: first + 1]):
-            if tensor.is_floating_point():
-                self._whole[place] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
-        if self._recorded:
-            for tensor, source in zip(self._whole, tensors[num_cuts:], strict=True):
-                tensor.requires_grad_(source.requires_grad)
-        arrived = iter(self._whole[first:])
-        self._leaves = [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-
-    def _run(self, index: int, flat: Tensor) -> Tensor:
-        """One slice's output; its graph is kept where backward will want it."""
+    def _run(self, index: int, flat: Tensor) -> list[Tensor]:
+        """One slice's outputs; their graph is kept where backward will want it."""
         if not self._keeps_graphs:
-            return self.compute(index, flat)[0].detach()
+            return [output.detach() for output in self._call.compute(index, flat)[0]]
         saved = SavedSlice(flat)
         with torch.enable_grad(), saved.recording():
-            output, weights = self.compute(index, flat)
+            outputs, weights = self._call.compute(index, flat)
         saved.flat = None
-        edge = get_gradient_edge(output) if output.requires_grad else None
-        self._graphs[index] = _Graph(edge, output.dtype, weights, saved)
-        return output.detach()
+        self._graphs[index] = _Graph([_edge(output) for output in outputs], weights, saved)
+        return [output.detach() for output in outputs]
 
-    def compute(self, index: int, flat: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """One slice's output, and the leaves that its parts of the parameters are in the output's graph."""
-        leaves = [view.detach() for view in self._layout.views(flat, index)]
-        weights, bounds = {}, {}
-        for cut, leaf, trainable in zip(self._layout.cuts, leaves, self._trainable, strict=True):
-            leaf.requires_grad_(trainable)
-            start, stop = bounds[cut.name] = self._layout.bounds(cut, index)
-            weights[cut.name] = F.pad(leaf, (start, cut.shape[0] - stop)) if cut.padded else leaf
-        rotation = self._rotation
-        whole = dict(zip(rotation.passengers, self._whole, strict=False))
-        args, kwargs = tree_unflatten(self._leaves, self._spec)
-        with swapped(rotation.module, {**weights, **whole}):
-            output = rotation.rule.run(rotation.forward, Part(weights, bounds), args, kwargs)
-        if not isinstance(output, Tensor):
-            raise RotationError(f"{rotation.name} returns a {type(output).__name__}; only one tensor can rotate")
-        return output, leaves
+    def _join(self, index: int, outputs: Sequence[Tensor]) -> None:
+        if not self._joins:
+            self._joins = [self._rotation.rule.join(self._layout, self._call.outer_dtype) for _ in outputs]
+        for join, output in zip(self._joins, outputs, strict=True):
+            join.add(index, output)
 
     def _visits(self) -> Iterator[tuple[int, Tensor | None]]:
         """Slice indices from the next rank's to the own, counter-clockwise, with the slices where backward reads them."""
@@ -217,18 +171,33 @@ class Turn:
             prefetch.send_ahead(self._rotation)
             yield rank, departure.own
 
-    def _differentiate(self, index: int, flat: Tensor | None, grad_output: Tensor) -> tuple[_Grads, _Grads]:
-        """Gradients of one slice: of its trainable parts, and of the passengers and inputs."""
-        graph = self._graph(index, flat)
-        wanted = [leaf for leaf in (*graph.weights, *self._whole) if leaf.requires_grad]
-        if graph.output is None or not wanted:
-            found: _Grads = [None] * len(wanted)
-        else:
-            share = self._share(index, grad_output).to(graph.dtype)
-            found = torch.autograd.grad([graph.output], wanted, [share], allow_unused=True)
-        num_trainable = sum(self._trainable)
-        of_whole = iter(found[num_trainable:])
-        return found[:num_trainable], [next(of_whole) if leaf.requires_grad else None for leaf in self._whole]
+    def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads) -> _Grads:
+        """Gradients of one slice's trainable parts, but for those that come late; those of the inputs are added up."""
+        graph, whole = self._graph(index, flat), self._call.whole
+        wanted = [leaf for leaf in (*graph.weights, *whole) if leaf.requires_grad]
+        edges, shares = [], []
+        for (edge, dtype), join, grad_output in zip(graph.outputs, self._joins, grad_outputs, strict=True):
+            if edge is not None and grad_output is not None:
+                edges.append(edge)
+                shares.append(join.share(index, grad_output).to(dtype))
+        found: _Grads = [None] * len(wanted)
+        if edges and wanted:
+            found = torch.autograd.grad(edges, wanted, shares, allow_unused=True)
+        of_whole = iter(found[len(graph.weights) :])
+        for total, leaf in zip(self._call.sums, whole, strict=True):
+            total.add(next(of_whole) if leaf.requires_grad else None)
+        return found[: len(graph.weights)]
+
+    def _add(self, index: int, grads: _Grads, relay: Relay) -> None:
+        """Add to the slice's gradient as soon as it is here, and send it on where it is not this rank's."""
+        slice_grad = relay.receive(index)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                slice_grad.add(place, grad)
+        for product in self._call.late.take():
+            slice_grad.add_product(product.place, product.left, product.right)
+        if index != self._ring.rank:
+            relay.send_on()
 
     def _graph(self, index: int, flat: Tensor | None) -> _Graph:
         if self._keeps_graphs:
@@ -238,13 +207,9 @@ class Turn:
             return graph
         assert flat is not None
         with torch.enable_grad():
-            output, weights = self.compute(index, flat)
-        return _Graph(get_gradient_edge(output) if output.requires_grad else None, output.dtype, weights, None)
+            outputs, weights = self._call.compute(index, flat)
+        return _Graph([_edge(output) for output in outputs], weights, None)
 
-    def _share(self, index: int, grad_output: Tensor) -> Tensor:
-        """The output gradient's part that belongs to one slice."""
-        dim = self._rotation.rule.join_dim
-        if dim is None:
-            return grad_output
-        start, stop = self._layout.bounds(self._layout.cuts[0], index)
-        return grad_output.narrow(dim, start, stop - start)
+
+def _edge(output: Tensor) -> tuple[GradientEdge | None, torch.dtype]:
+    return get_gradient_edge(output) if output.requires_grad else None, output.dtype

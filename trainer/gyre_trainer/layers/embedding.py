@@ -24,6 +24,7 @@ class EmbeddingRule(Rule):
     num_embeddings: int
 
     backward_reads_weights: ClassVar[bool] = False
+    recompute_pays: ClassVar[bool] = False
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The weight, along the vocabulary."""

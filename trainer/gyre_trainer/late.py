@@ -1,0 +1,98 @@
+"""Gradients of linear layers' weights, computed last.
+
+A slice's gradient is still on its way here while the slice's backward begins. So a linear layer only notes what its weight's
+gradient is the product of, and the product is formed when the buffer is here, straight into it: no weight's gradient ever
+exists beside it, and the hop is hidden behind the rest of the slice's backward.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from gyre_trainer.joined import Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The gradient of a weight: the product of two matrices.
+
+    Attributes:
+        place: of the weight among the parts that take a gradient.
+    """
+
+    place: int
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What the linear layers of one call noted in backward.
+
+    Attributes:
+        products: of the slice whose backward runs; whoever forms them takes them out.
+        sums: of the gradients of the call's inputs, by the inputs' ids; complete when all slices are through.
+    """
+
+    sums: Mapping[int, Sum]
+    products: list[Product] = field(default_factory=list)
+
+    def take(self) -> list[Product]:
+        """The products that were noted since the last time."""
+        products = self.products[:]
+        self.products.clear()
+        return products
+
+
+class LateGrads(TorchFunctionMode):
+    """Inside, linear layers on one slice's weights work like that.
+
+    ``places`` are those of the weights, by their ids. Any other use of a weight gives its gradient as usual.
+    """
+
+    def __init__(self, places: Mapping[int, int], late: Late) -> None:
+        super().__init__()
+        self._places = places
+        self._late = late
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002  # torch's name
+        place = self._places.get(id(weight))
+        if place is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        return _Linear.apply(input, weight, bias, place, self._late)  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer that notes its weight's gradient, and adds its input's to the sum where there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, place: int, late: Late) -> Tensor:  # noqa: A002
+        ctx.save_for_backward(input, weight)
+        ctx.place, ctx.late, ctx.sum = place, late, late.sums.get(id(input))
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        source, weight = ctx.saved_tensors
+        grad = grad_output.reshape(-1, weight.shape[0])
+        ctx.late.products.append(Product(ctx.place, grad.t(), source.reshape(-1, weight.shape[1])))
+        grad_source = grad_bias = None
+        if ctx.needs_input_grad[0] and ctx.sum is None:
+            grad_source = (grad @ weight).view(source.shape)
+        elif ctx.needs_input_grad[0]:
+            ctx.sum.add_product(grad, weight, source.shape)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_source, None, grad_bias, None, None
