@@ -21,7 +21,7 @@ class SideChannel:
     def __init__(self, connection: socket.socket, token: str) -> None:
         self._connection = connection
         self.token = token
-        weakref.finalize(self, connection.close).atexit = False
+        weakref.finalize(self, connection.close)
 
     @classmethod
     def connect(cls, address: Address) -> "SideChannel | None":

@@ -171,6 +171,11 @@ class Feed:
         self.look_again()
         return subscription
 
+    @property
+    def num_subscribers(self) -> int:
+        """Who takes batches here, or is about to."""
+        return len(self._subscriptions)
+
     def is_only(self, subscription: Subscription) -> bool:
         """Nobody else takes batches here."""
         return self._subscriptions == [subscription]

@@ -201,6 +201,11 @@ class Session:
         return self._arena_numbers[batch.slot.arena]
 
     @property
+    def num_sharing(self) -> int:
+        """Sessions that take batches from its feed."""
+        return self._here.feed.num_subscribers
+
+    @property
     def memory_bytes(self) -> int:
         """Held by batches of its feed now."""
         return self._here.feed.memory_bytes

@@ -125,6 +125,7 @@ def from_session(session: Session) -> pb.SessionState:
         wait_storage_s=counts.wait_storage_s,
         wait_trainer_s=counts.wait_trainer_s,
         attached=session.attached,
+        num_sharing=session.num_sharing,
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
     )
 

@@ -44,6 +44,10 @@ class _OrderModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OrderMode.V
     ORDER_MODE_UNSPECIFIED: _OrderMode.ValueType  # 0
     """full"""
     ORDER_MODE_FULL: _OrderMode.ValueType  # 1
+    ORDER_MODE_BLOCK: _OrderMode.ValueType  # 2
+    """blocks in a random order, each mixed with those in a window around it"""
+    ORDER_MODE_SEQUENTIAL: _OrderMode.ValueType  # 3
+    """by sample id"""
 
 class OrderMode(_OrderMode, metaclass=_OrderModeEnumTypeWrapper):
     """---- order ---------------------------------------------------------------------------------------------------------"""
@@ -51,6 +55,10 @@ class OrderMode(_OrderMode, metaclass=_OrderModeEnumTypeWrapper):
 ORDER_MODE_UNSPECIFIED: OrderMode.ValueType  # 0
 """full"""
 ORDER_MODE_FULL: OrderMode.ValueType  # 1
+ORDER_MODE_BLOCK: OrderMode.ValueType  # 2
+"""blocks in a random order, each mixed with those in a window around it"""
+ORDER_MODE_SEQUENTIAL: OrderMode.ValueType  # 3
+"""by sample id"""
 Global___OrderMode: _TypeAlias = OrderMode  # noqa: Y015
 
 class _Tail:
@@ -80,6 +88,30 @@ TAIL_DROP: Tail.ValueType  # 2
 TAIL_PAD: Tail.ValueType  # 3
 """the last batch is filled up; the tensor `mask` tells which samples count"""
 Global___Tail: _TypeAlias = Tail  # noqa: Y015
+
+class _Join:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _JoinEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Join.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    JOIN_UNSPECIFIED: _Join.ValueType  # 0
+    """alone"""
+    JOIN_ALONE: _Join.ValueType  # 1
+    """at the beginning of its own epochs"""
+    JOIN_ROTATE: _Join.ValueType  # 2
+    """where a running job of the same order on the same data reads now; each epoch goes round from there"""
+
+class Join(_Join, metaclass=_JoinEnumTypeWrapper):
+    """How a new job begins; one with a cursor goes on where that says."""
+
+JOIN_UNSPECIFIED: Join.ValueType  # 0
+"""alone"""
+JOIN_ALONE: Join.ValueType  # 1
+"""at the beginning of its own epochs"""
+JOIN_ROTATE: Join.ValueType  # 2
+"""where a running job of the same order on the same data reads now; each epoch goes round from there"""
+Global___Join: _TypeAlias = Join  # noqa: Y015
 
 class _Transport:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -407,11 +439,22 @@ class OrderSpec(_message.Message):
     TAIL_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     GLOBAL_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    START_POSITION_FIELD_NUMBER: _builtins.int
     mode: Global___OrderMode.ValueType
     tail: Global___Tail.ValueType
     seed: _builtins.int
     global_batch_size: _builtins.int
     """G, in samples, over all ranks"""
+    io_block_bytes: _builtins.int
+    """Of the order `block` only; 0: chosen by G alone (4G blocks, 1 GiB in all).
+    about how long a block is
+    """
+    window_blocks: _builtins.int
+    """how many are mixed with each other"""
+    start_position: _builtins.int
+    """of a running job of this order, where this one begins (see Join); 0: nowhere"""
     def __init__(
         self,
         *,
@@ -419,14 +462,178 @@ class OrderSpec(_message.Message):
         tail: Global___Tail.ValueType = ...,
         seed: _builtins.int = ...,
         global_batch_size: _builtins.int = ...,
+        io_block_bytes: _builtins.int = ...,
+        window_blocks: _builtins.int = ...,
+        start_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_batch_size", b"global_batch_size", "mode", b"mode", "seed", b"seed", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_batch_size", b"global_batch_size", "io_block_bytes", b"io_block_bytes", "mode", b"mode", "seed", b"seed", "start_position", b"start_position", "tail", b"tail", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrderSpec: _TypeAlias = OrderSpec  # noqa: Y015
+
+@_typing.final
+class PlanCostRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    NUM_EPOCHS_FIELD_NUMBER: _builtins.int
+    CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    PRICE_PER_1000_REQUESTS_FIELD_NUMBER: _builtins.int
+    PRICE_PER_GB_FIELD_NUMBER: _builtins.int
+    num_epochs: _builtins.int
+    """0: 1"""
+    cache_bytes: _builtins.int
+    """of the node; 0: as large as the data"""
+    price_per_1000_requests: _builtins.float
+    """Absent: no money is reckoned. In any currency."""
+    price_per_gb: _builtins.float
+    """of 10^9 bytes read"""
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def order(self) -> Global___OrderSpec:
+        """G, seed, and the block and window of the estimate for `block`; its mode does not matter"""
+
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+        order: Global___OrderSpec | None = ...,
+        num_epochs: _builtins.int = ...,
+        cache_bytes: _builtins.int = ...,
+        price_per_1000_requests: _builtins.float | None = ...,
+        price_per_gb: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_1000_requests", b"_price_per_1000_requests", "_price_per_gb", b"_price_per_gb", "dataset", b"dataset", "order", b"order", "price_per_1000_requests", b"price_per_1000_requests", "price_per_gb", b"price_per_gb"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_1000_requests", b"_price_per_1000_requests", "_price_per_gb", b"_price_per_gb", "cache_bytes", b"cache_bytes", "dataset", b"dataset", "num_epochs", b"num_epochs", "order", b"order", "price_per_1000_requests", b"price_per_1000_requests", "price_per_gb", b"price_per_gb"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__price_per_1000_requests: _TypeAlias = _typing.Literal["price_per_1000_requests"]  # noqa: Y015
+    _WhichOneofArgType__price_per_1000_requests: _TypeAlias = _typing.Literal["_price_per_1000_requests", b"_price_per_1000_requests"]  # noqa: Y015
+    _WhichOneofReturnType__price_per_gb: _TypeAlias = _typing.Literal["price_per_gb"]  # noqa: Y015
+    _WhichOneofArgType__price_per_gb: _TypeAlias = _typing.Literal["_price_per_gb", b"_price_per_gb"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__price_per_1000_requests) -> _WhichOneofReturnType__price_per_1000_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__price_per_gb) -> _WhichOneofReturnType__price_per_gb | None: ...
+
+Global___PlanCostRequest: _TypeAlias = PlanCostRequest  # noqa: Y015
+
+@_typing.final
+class PlanCostResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ESTIMATES_FIELD_NUMBER: _builtins.int
+    RECOMMENDATION_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_SERVED_FIELD_NUMBER: _builtins.int
+    recommendation: _builtins.str
+    """one sentence"""
+    num_samples: _builtins.int
+    num_bytes_served: _builtins.int
+    """by all epochs together"""
+    @_builtins.property
+    def estimates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CostEstimate]: ...
+    def __init__(
+        self,
+        *,
+        estimates: _abc.Iterable[Global___CostEstimate] | None = ...,
+        recommendation: _builtins.str = ...,
+        num_samples: _builtins.int = ...,
+        num_bytes_served: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimates", b"estimates", "num_bytes_served", b"num_bytes_served", "num_samples", b"num_samples", "recommendation", b"recommendation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanCostResponse: _TypeAlias = PlanCostResponse  # noqa: Y015
+
+@_typing.final
+class CostEstimate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    AMPLIFICATION_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    QUALITY_FIELD_NUMBER: _builtins.int
+    IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    MONEY_FIELD_NUMBER: _builtins.int
+    order: _builtins.str
+    """"full", "block", "full with the cache" """
+    num_requests: _builtins.int
+    """in all epochs"""
+    num_bytes: _builtins.int
+    """read in all epochs"""
+    amplification: _builtins.float
+    """bytes read for each byte served"""
+    memory_bytes: _builtins.int
+    """beside the prefetch window, which all orders need: blocks of the window, or the cache"""
+    io_block_bytes: _builtins.int
+    window_blocks: _builtins.int
+    money: _builtins.float
+    @_builtins.property
+    def quality(self) -> Global___ShuffleQuality: ...
+    def __init__(
+        self,
+        *,
+        order: _builtins.str = ...,
+        num_requests: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        amplification: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        quality: Global___ShuffleQuality | None = ...,
+        io_block_bytes: _builtins.int = ...,
+        window_blocks: _builtins.int = ...,
+        money: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "money", b"money", "quality", b"quality"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__money: _TypeAlias = _typing.Literal["money"]  # noqa: Y015
+    _WhichOneofArgType__money: _TypeAlias = _typing.Literal["_money", b"_money"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__money) -> _WhichOneofReturnType__money | None: ...
+
+Global___CostEstimate: _TypeAlias = CostEstimate  # noqa: Y015
+
+@_typing.final
+class ShuffleQuality(_message.Message):
+    """1.0 is a uniform shuffle, 0.0 the order by sample id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DISPLACEMENT_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
+    MIXING_FIELD_NUMBER: _builtins.int
+    displacement: _builtins.float
+    """how far samples are from where they lie in the dataset"""
+    spread: _builtins.float
+    """how many neighbourhoods of the dataset a batch comes from"""
+    mixing: _builtins.float
+    """how far apart in the dataset batch-mates lie"""
+    def __init__(
+        self,
+        *,
+        displacement: _builtins.float = ...,
+        spread: _builtins.float = ...,
+        mixing: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["displacement", b"displacement", "mixing", b"mixing", "spread", b"spread"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShuffleQuality: _TypeAlias = ShuffleQuality  # noqa: Y015
 
 @_typing.final
 class PlanStepRequest(_message.Message):
@@ -539,12 +746,14 @@ class OpenSessionRequest(_message.Message):
     NUM_EPOCHS_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """the stream ends after so many; 0: never"""
     cursor: _builtins.bytes
     """where to go on; empty: at the beginning"""
     prefetch_batches: _builtins.int
     """the prefetch window; 0: the daemon's default"""
+    join: Global___Join.ValueType
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
@@ -560,10 +769,11 @@ class OpenSessionRequest(_message.Message):
         num_epochs: _builtins.int = ...,
         cursor: _builtins.bytes = ...,
         prefetch_batches: _builtins.int = ...,
+        join: Global___Join.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "dataset", b"dataset", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "dataset", b"dataset", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1056,6 +1266,7 @@ class SessionState(_message.Message):
     WAIT_TRAINER_S_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_SHARING_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     dataset: _builtins.str
     next_step: _builtins.int
@@ -1079,6 +1290,8 @@ class SessionState(_message.Message):
     """a batch was ready, no credit"""
     attached: _builtins.bool
     transport: Global___Transport.ValueType
+    num_sharing: _builtins.int
+    """sessions that read along in the same feed, this one among them"""
     @_builtins.property
     def reader(self) -> Global___Reader: ...
     def __init__(
@@ -1101,10 +1314,11 @@ class SessionState(_message.Message):
         wait_trainer_s: _builtins.float = ...,
         attached: _builtins.bool = ...,
         transport: Global___Transport.ValueType = ...,
+        num_sharing: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "session_id", b"session_id", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "session_id", b"session_id", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

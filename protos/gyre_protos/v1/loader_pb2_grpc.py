@@ -54,6 +54,11 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanStepRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanStepResponse.FromString,
                 _registered_method=True)
+        self.PlanCost = channel.unary_unary(
+                '/gyre_protos.v1.Loader/PlanCost',
+                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostRequest.SerializeToString,
+                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostResponse.FromString,
+                _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/gyre_protos.v1.Loader/OpenSession',
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.OpenSessionRequest.SerializeToString,
@@ -110,6 +115,13 @@ class LoaderServicer:
 
     def PlanStep(self, request, context):
         """The sample ids of one step: arithmetic on an open dataset, no sample is read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlanCost(self, request, context):
+        """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +188,11 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.PlanStep,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanStepRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanStepResponse.SerializeToString,
+            ),
+            'PlanCost': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanCost,
+                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostRequest.FromString,
+                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanCostResponse.SerializeToString,
             ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
@@ -316,6 +333,33 @@ class Loader:
             '/gyre_protos.v1.Loader/PlanStep',
             gyre__protos_dot_v1_dot_loader__pb2.PlanStepRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.PlanStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanCost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre_protos.v1.Loader/PlanCost',
+            gyre__protos_dot_v1_dot_loader__pb2.PlanCostRequest.SerializeToString,
+            gyre__protos_dot_v1_dot_loader__pb2.PlanCostResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class LoaderStub:
     """Builds what is missing of a dataset's index, then ends; a message per shard. Nothing is read again where the index is fresh."""
     PlanStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]
     """The sample ids of one step: arithmetic on an open dataset, no sample is read."""
+    PlanCost: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]
+    """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read."""
     OpenSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]
     Stream: _grpc.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -73,6 +75,8 @@ class LoaderAsyncStub(LoaderStub):
     """Builds what is missing of a dataset's index, then ends; a message per shard. Nothing is read again where the index is fresh."""
     PlanStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]  # type: ignore[assignment]
     """The sample ids of one step: arithmetic on an open dataset, no sample is read."""
+    PlanCost: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]  # type: ignore[assignment]
+    """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read."""
     OpenSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]  # type: ignore[assignment]
     Stream: _aio.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]  # type: ignore[assignment]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -114,6 +118,14 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.PlanStepResponse, _abc.Awaitable[_loader_pb2.PlanStepResponse]]:
         """The sample ids of one step: arithmetic on an open dataset, no sample is read."""
+
+    @_abc_1.abstractmethod
+    def PlanCost(
+        self,
+        request: _loader_pb2.PlanCostRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loader_pb2.PlanCostResponse, _abc.Awaitable[_loader_pb2.PlanCostResponse]]:
+        """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read."""
 
     @_abc_1.abstractmethod
     def OpenSession(

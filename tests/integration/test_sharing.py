@@ -1,0 +1,195 @@
+"""Jobs that want the same batches share them, and none of them can do another any harm."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+
+LENGTH, BATCH = 128, 32  # a batch is 16 KiB and more; the window is of 64
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
+    """A daemon with a short lease that serves 20,000 samples."""
+    np.random.default_rng(5).integers(0, 60_000, 20_000 * LENGTH).astype("<u4").tofile(tmp_path / "tokens.bin")
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    return gyred({"lease_s": 3.0, "datasets": {"tokens": tokens}})
+
+
+def status(daemon: Daemon) -> pb.DaemonStatus:
+    with grpc.insecure_channel(daemon.address) as channel:
+        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+
+
+def num_bytes_read(daemon: Daemon) -> int:
+    return sum(count.num_bytes for count in status(daemon).storage if count.kind == "read")
+
+
+def events(daemon: Daemon, name: str) -> list[dict[str, object]]:
+    return [event for event in daemon.events() if event["event"] == name]
+
+
+def loader(daemon: Daemon, job: str) -> Loader:
+    return Loader("tokens", batch_size=BATCH, seed=3, address=daemon.address, job=job)
+
+
+def ids_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
+    return [batch["sample_id"].tolist() for batch in batches]
+
+
+def right(daemon: Daemon, batch: dict[str, torch.Tensor]) -> bool:
+    """The tokens are those of the samples that the batch names."""
+    samples = np.memmap(daemon.config_path.parent.parent / "tokens.bin", "<u4").reshape(-1, LENGTH)
+    return bool((batch["tokens"].numpy() == samples[batch["sample_id"].numpy()]).all())
+
+
+def test_second_job_reads_nothing(daemon: Daemon) -> None:
+    with loader(daemon, "a") as first, loader(daemon, "b") as second:
+        for _ in range(400):
+            one, other = next(iter(first)), next(iter(second))
+            assert one["sample_id"].tolist() == other["sample_id"].tolist()
+            assert torch.equal(one["tokens"], other["tokens"])
+        assert right(daemon, one)
+        assert [session.num_sharing for session in status(daemon).sessions] == [2, 2]
+        bytes_per_batch = BATCH * LENGTH * 4
+        assert num_bytes_read(daemon) <= (400 + 3 * 64) * bytes_per_batch
+
+
+def test_other_orders_share_nothing(daemon: Daemon) -> None:
+    with (
+        loader(daemon, "a") as first,
+        Loader("tokens", batch_size=BATCH, seed=4, address=daemon.address) as seed,
+        Loader("tokens", batch_size=BATCH, seed=3, tail="drop", address=daemon.address) as tail,
+        Loader("tokens", batch_size=BATCH * 2, seed=3, rank=0, world_size=2, address=daemon.address) as rank,
+    ):
+        batches = [next(iter(each)) for each in (first, seed, tail, rank)]
+        assert [session.num_sharing for session in status(daemon).sessions] == [1, 1, 1, 1]
+        assert all(right(daemon, batch) for batch in batches)
+        assert len({str(batch["sample_id"].tolist()) for batch in (batches[0], batches[1])}) == 2
+
+
+def test_job_that_comes_a_little_late_catches_up(daemon: Daemon) -> None:
+    with loader(daemon, "a") as first:
+        ahead = [next(iter(first))["sample_id"].tolist() for _ in range(100)]
+        with loader(daemon, "b") as second:
+            behind = [next(iter(second))["sample_id"].tolist() for _ in range(100)]
+            assert behind == ahead
+            both = [(next(iter(first)), next(iter(second))) for _ in range(200)]
+            assert all(ids_of([one]) == ids_of([other]) and right(daemon, one) and right(daemon, other) for one, other in both)
+            assert [session.num_sharing for session in status(daemon).sessions] == [2, 2]
+    assert not events(daemon, "reader falls behind")
+
+
+def test_job_that_falls_behind_goes_on_alone(daemon: Daemon) -> None:
+    with loader(daemon, "fast") as fast, loader(daemon, "slow") as slow:
+        kept = [next(iter(slow)) for _ in range(5)]
+        batches = [next(iter(fast)) for _ in range(1000)]
+        wanted = ids_of(batches)
+        del batches
+        assert [event["job"] for event in events(daemon, "reader falls behind")] == ["slow"]
+        assert [session.num_sharing for session in status(daemon).sessions] == [1, 1]
+        assert ids_of(kept) == wanted[:5]
+        assert all(right(daemon, batch) for batch in kept)
+        for step in range(5, 1000):
+            batch = next(iter(slow))
+            assert batch["sample_id"].tolist() == wanted[step]
+            assert right(daemon, batch)
+
+
+def test_owner_of_a_feed_may_leave_it(daemon: Daemon) -> None:
+    first, second = loader(daemon, "a"), loader(daemon, "b")
+    with second:
+        wanted = [next(iter(first))["sample_id"].tolist() for _ in range(60)]
+        assert [next(iter(second))["sample_id"].tolist() for _ in range(10)] == wanted[:10]
+        first.close()
+        share = status(daemon).sessions[0].memory_limit_bytes
+        assert status(daemon).memory_reserved_bytes == share
+        for step in range(10, 600):
+            batch = next(iter(second))
+            assert step >= 60 or batch["sample_id"].tolist() == wanted[step]
+            assert right(daemon, batch)
+    assert status(daemon).memory_reserved_bytes == 0
+
+
+READER = """
+import sys
+from gyre_client import Loader
+loader = Loader("tokens", batch_size=32, seed=3, address=sys.argv[1], job=sys.argv[2], reattach_timeout_s=10)
+kept = [next(iter(loader)) for _ in range(3)]
+print("ready", flush=True)
+sys.stdin.readline()
+print(kept[0]["sample_id"].tolist(), kept[0]["tokens"].long().sum().item(), flush=True)
+print(next(iter(loader))["sample_id"].tolist(), flush=True)
+"""
+
+
+@pytest.fixture
+def reader(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
+    """A process that holds three batches and waits for a line."""
+    command = [sys.executable, "-c", READER, daemon.address, "other"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def test_killed_job_leaves_no_hole_in_shared_memory(daemon: Daemon) -> None:
+    with loader(daemon, "a") as survivor:
+        next(iter(survivor))
+        for _ in range(3):
+            command = [sys.executable, "-c", READER, daemon.address, "victim"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
+                assert victim.stdout
+                assert victim.stdout.readline() == "ready\n"
+                victim.send_signal(signal.SIGKILL)
+                victim.wait()
+            assert all(right(daemon, next(iter(survivor))) for _ in range(100))
+        deadline = time.monotonic() + 10
+        while len(sessions := status(daemon).sessions) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        session = sessions[0]
+        while session.num_in_flight:  # until the window is full again
+            time.sleep(0.05)
+            session = status(daemon).sessions[0]
+        num_batches = session.num_ready + session.num_held
+        slot_bytes = -(-(BATCH * LENGTH * 4 + BATCH * 8) // 4096) * 4096
+        assert session.memory_bytes <= num_batches * slot_bytes
+
+
+def test_frozen_job_wakes_to_intact_bytes_beside_one_that_went_on(daemon: Daemon, reader: "subprocess.Popen[str]") -> None:
+    assert reader.stdin
+    assert reader.stdout
+    with loader(daemon, "a") as survivor:
+        batches = [next(iter(survivor)) for _ in range(4)]
+        wanted = ids_of(batches)
+        total = batches[0]["tokens"].long().sum().item()
+        del batches
+        reader.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while len(status(daemon).sessions) > 1:
+            assert right(daemon, next(iter(survivor)))
+            assert time.monotonic() < deadline, "a frozen client's session must end with its lease"
+        assert all(right(daemon, next(iter(survivor))) for _ in range(500))
+        os.kill(reader.pid, signal.SIGCONT)
+        reader.stdin.write("go on\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline().strip() == f"{wanted[0]} {total}"
+        assert reader.stdout.readline().strip() == str(wanted[3])
+        assert reader.wait(20) == 0
+        assert all(right(daemon, next(iter(survivor))) for _ in range(300))
