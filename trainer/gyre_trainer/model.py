@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.flyweight import Constant, Init, Normal
 from gyre_trainer.layers.attention import Attention, Heads, rope_angles
+from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation import RotationPolicy
@@ -96,6 +96,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Logits (B, T, V) of the token after each of ``tokens_BT``, integers in [0, V)."""
+        logits_BTV: Tensor = self.head(self._features(tokens_BT))
+        return logits_BTV
+
+    def _features(self, tokens_BT: Tensor) -> Tensor:
+        """What the head is applied to."""
         config = self.config
         if tokens_BT.shape[1] > config.max_seq_len:
             raise ValueError(f"{tokens_BT.shape[1]} tokens are more than the model's max_seq_len, {config.max_seq_len}")
@@ -103,11 +108,11 @@ class GPT(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, angles)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        return logits_BTV
+        normed_BTD: Tensor = self.norm(x_BTD)
+        return normed_BTD
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy of ``targets_BT`` in nats, over this rank's tokens.
+        """Mean cross-entropy of ``targets_BT`` in nats, over this rank's tokens. The logits never exist as a whole.
 
         Args:
             tokens_BT: integers in [0, V).
@@ -115,11 +120,12 @@ class GPT(nn.Module):
             weights_BT: of each target in the mean, such as a mask of 0 and 1; None for equal ones. Where the weights' sums
                 differ among ranks, the average of the ranks' gradients is not that of the mean over the whole batch.
         """
-        losses = F.cross_entropy(self(tokens_BT).flatten(0, 1), targets_BT.flatten(), reduction="none")
+        x_BTD = self._features(tokens_BT)
         if weights_BT is None:
-            return losses.mean()
-        weights = weights_BT.flatten().to(losses.dtype)
-        return (losses * weights).sum() / weights.sum()
+            return linear_cross_entropy(self.head, x_BTD, targets_BT)
+        losses_BT = linear_cross_entropy(self.head, x_BTD, targets_BT, reduction="none")
+        weights_BT = weights_BT.to(losses_BT.dtype)
+        return (losses_BT * weights_BT).sum() / weights_BT.sum()
 
     def inits(self) -> Mapping[str, Init]:
         """GPT-2's: normal with std 0.02, smaller by sqrt(2 · num_layers) where a layer ends on the residual stream."""

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-
 from gyre_trainer.rotation import Rotation
 from gyre_trainer.rule import Rule
 from gyre_trainer.turn import run

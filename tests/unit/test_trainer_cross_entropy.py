@@ -1,0 +1,120 @@
+"""A head fused with cross-entropy, in one process: equal to torch's own, and never more logits than the bound."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gyre_trainer.layers import cross_entropy
+from gyre_trainer.layers.cross_entropy import linear_cross_entropy
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NUM_TOKENS, DIM, NUM_CLASSES = (3, 7), 5, 11
+
+
+def head(*, bias: bool = True, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(DIM, NUM_CLASSES, bias=bias, dtype=dtype)
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*NUM_TOKENS, DIM, generator=generator, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, NUM_CLASSES, NUM_TOKENS, generator=generator)
+    targets[0, 2] = targets[2, 6] = -1
+    return x, targets
+
+
+def plain(linear: nn.Linear, x: Tensor, targets: Tensor, *, z_loss: float, reduction: str, label_smoothing: float) -> Tensor:
+    """The same with all logits at once."""
+    logits, flat = linear(x).flatten(0, -2), targets.flatten()
+    losses = F.cross_entropy(logits, flat, ignore_index=-1, label_smoothing=label_smoothing, reduction="none")
+    losses = losses + z_loss * logits.logsumexp(-1).square() * (flat != -1)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() / ((flat != -1).sum() if reduction == "mean" else 1)
+
+
+@pytest.mark.parametrize("max_logits", [2**23, 4 * NUM_CLASSES, 1])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.03)])
+def test_loss_and_gradients_are_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+    max_logits: int,
+    bias: bool,
+    reduction: Literal["mean", "sum", "none"],
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", max_logits)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    found = outcome(linear_cross_entropy, head(bias=bias), {**options, "ignore_index": -1})
+    expected = outcome(plain, head(bias=bias), options)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def outcome(function: Any, linear: nn.Linear, options: dict[str, Any]) -> list[Tensor]:
+    """The loss, and the gradients of the input and the layer where tokens weigh differently."""
+    x, targets = data()
+    loss = function(linear, x, targets, **options)
+    (loss * torch.arange(1, loss.numel() + 1).view(loss.shape)).sum().backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad, *(p.grad for p in linear.parameters() if p.grad is not None)]
+
+
+def test_large_logits_neither_overflow_nor_vanish() -> None:
+    linear = head(bias=False, dtype=torch.float32)
+    x, targets = data(torch.float32)
+    expected = F.cross_entropy(linear.double()(x.double() * 1e4).flatten(0, -2), targets.flatten(), ignore_index=-1)
+    found = linear_cross_entropy(linear.float(), x * 1e4, targets, ignore_index=-1)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_bfloat16_logits_are_summed_in_float32() -> None:
+    linear, (x, targets) = head(dtype=torch.bfloat16), data(torch.bfloat16)
+    expected = F.cross_entropy(linear(x).float().flatten(0, -2), targets.flatten(), ignore_index=-1)
+    found = linear_cross_entropy(linear, x, targets, ignore_index=-1)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_nothing_is_left_to_learn_where_all_tokens_are_ignored() -> None:
+    x, targets = data()
+    assert linear_cross_entropy(head(), x, torch.full_like(targets, -1), ignore_index=-1).isnan()
+    assert linear_cross_entropy(head(), x, torch.full_like(targets, -1), ignore_index=-1, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("target", [-2, NUM_CLASSES])
+def test_a_target_that_is_no_class_is_refused(target: int) -> None:
+    x, targets = data()
+    targets[1, 1] = target
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(head(), x, targets, ignore_index=-1)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that is made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", 4 * NUM_CLASSES)
+    linear = head()
+    x = torch.randn(200, DIM, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, NUM_CLASSES, (200,))
+    with LargestTensor() as seen:
+        linear_cross_entropy(linear, x, targets, label_smoothing=0.1, z_loss=0.1).backward()  # type: ignore[no-untyped-call]
+    assert seen.numel == x.numel() < 200 * NUM_CLASSES

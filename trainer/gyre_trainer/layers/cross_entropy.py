@@ -1,0 +1,232 @@
+# ruff: noqa: N803, N806  # names carry shape letters
+"""A linear head fused with cross-entropy, by slices of the vocabulary: the logits of all tokens and classes never exist.
+
+What cross-entropy needs of the logits are three numbers per token: the log of the sum of their exponentials, the target's, and
+(for label smoothing) their sum. Each slice gives those of its own classes, they join exactly, and the loss is made of them. In
+backward a slice computes its logits once more. Within a slice, tokens are taken in chunks, so that even its logits are bounded.
+
+Dims: T tokens, D features, V classes of the slice, S statistics.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gyre_trainer.home import local_of
+from gyre_trainer.joined import Join
+from gyre_trainer.layout import Cut, Layout
+from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rule import Part, Rule
+from gyre_trainer.turn import run
+
+_MAX_LOGITS = 2**23  # alive at once: 32 MiB of float32; more is no faster
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_cross_entropy(
+    linear: nn.Linear,
+    x: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """`F.cross_entropy(linear(x), targets, ...)`, in float32 or better, without the logits.
+
+    Args:
+        linear: from features to classes; rotated or not. A layer that is tied to an embedding may be given too.
+        x: [..., D].
+        targets: [...] classes, or `ignore_index` where no loss is taken.
+        ignore_index: see ``targets``.
+        label_smoothing: in [0, 1]; that part of the target's probability is spread evenly over all classes.
+        z_loss: adds this times the square of the log of the sum of the exponentials (arXiv 2204.02311).
+        reduction: of the tokens' losses. "mean" is that of the tokens that are not ignored, and NaN where all are; "none" gives
+            each its own, 0 where it is ignored.
+
+    Raises:
+        RuntimeError: a target is neither a class nor `ignore_index` (on CUDA, when the device notices).
+    """
+    flat = targets.flatten()
+    counted = flat != ignore_index
+    statistics = _statistics(linear, x.flatten(0, -2), flat, counted, with_sum=label_smoothing > 0)
+    losses = _losses(statistics, linear.out_features, label_smoothing, z_loss).masked_fill(~counted, 0)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+def _losses(statistics_ST: Tensor, num_classes: int, label_smoothing: float, z_loss: float) -> Tensor:
+    """Each token's."""
+    log_sum_exp, target, *rest = statistics_ST.unbind()
+    losses = log_sum_exp - (1 - label_smoothing) * target
+    if label_smoothing:
+        losses = losses - label_smoothing / num_classes * rest[0]
+    return losses + z_loss * log_sum_exp.square() if z_loss else losses
+
+
+def _statistics(linear: nn.Linear, x_TD: Tensor, targets_T: Tensor, counted_T: Tensor, *, with_sum: bool) -> Tensor:
+    rule = StatisticsRule(linear.out_features, with_sum)
+    if isinstance(linear, RotatedModule):
+        statistics: Tensor = run(linear.rotation_by(rule), (x_TD, targets_T, counted_T), {})
+        return statistics
+    bias = None if linear.bias is None else local_of(linear.bias)
+    classes = _Classes(0, linear.out_features, linear.out_features)
+    return _of_slice(x_TD, local_of(linear.weight), bias, targets_T, counted_T, classes, with_sum)
+
+
+@dataclass(frozen=True)
+class StatisticsRule(Rule):
+    """For `nn.Linear`: not its outputs, but their statistics over all classes.
+
+    Attributes:
+        num_classes: output features of the whole layer.
+        with_sum: give their sum too.
+    """
+
+    num_classes: int
+    with_sum: bool
+
+    recompute_pays: ClassVar[bool] = False  # it computes its logits again anyway
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """Weight and bias, along the classes."""
+        return [Cut(name, tuple(parameter.shape), 0) for name, parameter in module.named_parameters()]
+
+    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Statistics [S, T] of the slice's own classes."""
+        x_TD, targets_T, counted_T = args
+        classes = _Classes(*part.bounds["weight"], self.num_classes)
+        return _of_slice(x_TD, part.weights["weight"], part.weights.get("bias"), targets_T, counted_T, classes, self.with_sum)
+
+    def join(self, layout: Layout, dtype: torch.dtype) -> Join:
+        """Logs of sums of exponentials join into one; the others add up."""
+        return _JoinedStatistics()
+
+
+class _JoinedStatistics:
+    """Statistics [S, T] over more and more classes."""
+
+    def __init__(self) -> None:
+        self._log_sum_exps: dict[int, Tensor] = {}
+        self._total: Tensor | None = None
+        self._log_sum_exp = torch.empty(0)
+
+    def add(self, index: int, output: Tensor) -> None:
+        """See `Join`."""
+        self._log_sum_exps[index] = output[0]
+        if self._total is None:
+            self._total = output.clone()
+        else:
+            torch.logaddexp(self._total[0], output[0], out=self._total[0])
+            self._total[1:] += output[1:]
+
+    def result(self) -> Tensor:
+        """See `Join`."""
+        total, self._total = self._total, None
+        assert total is not None
+        self._log_sum_exp = total[0].clone()
+        return total
+
+    def share(self, index: int, grad: Tensor) -> Tensor:
+        """The slice's part of the probability, and all of what adds up."""
+        part = grad.clone()
+        part[0] *= (self._log_sum_exps[index] - self._log_sum_exp).exp()
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class _Classes:
+    """The half-open range of classes that a slice has, of ``total``."""
+
+    start: int
+    stop: int
+    total: int
+
+
+def _of_slice(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    counted_T: Tensor,
+    classes: _Classes,
+    with_sum: bool,
+) -> Tensor:
+    """Statistics [S, T] of one slice: log of the sum of the exponentials of its logits, the target's logit or 0, their sum."""
+    if classes.start == classes.stop:
+        nothing = torch.zeros(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
+        nothing[0] = -torch.inf
+        return nothing
+    elsewhere = ~counted_T
+    if classes.start > 0:  # targets that no slice has are left to the first and the last one, for torch to refuse
+        elsewhere = elsewhere | (targets_T < classes.start)
+    if classes.stop < classes.total:
+        elsewhere = elsewhere | (targets_T >= classes.stop)
+    places_T = torch.where(elsewhere, 0, targets_T - classes.start)
+    statistics: Tensor = _Statistics.apply(x_TD, weight_VD, bias_V, places_T, elsewhere, with_sum)  # type: ignore[no-untyped-call]
+    return statistics
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(num_tokens: int, num_classes: int) -> list[slice]:
+    """Ranges of tokens whose logits fit together."""
+    size = max(1, _MAX_LOGITS // num_classes)
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+
+def _logits(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    return F.linear(x_TD, weight_VD, bias_V).to(_wide(x_TD.dtype))
+
+
+class _Statistics(torch.autograd.Function):
+    """Statistics of x_TD @ weight_VD.T + bias_V; it keeps none of the logits, and computes them again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, places_T: Tensor, elsewhere_T: Tensor, with_sum: bool
+    ) -> Tensor:
+        statistics = torch.empty(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
+        for chunk in _chunks(len(x_TD), len(weight_VD)):
+            logits_TV = _logits(x_TD[chunk], weight_VD, bias_V)
+            statistics[1, chunk] = logits_TV.gather(1, places_T[chunk, None]).squeeze(1)
+            if with_sum:
+                statistics[2, chunk] = logits_TV.sum(1)
+            statistics[0, chunk] = torch.logsumexp(logits_TV, 1)
+        statistics[1].masked_fill_(elsewhere_T, 0)
+        ctx.save_for_backward(x_TD, weight_VD, bias_V, places_T, elsewhere_T, statistics[0].clone())
+        return statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ST: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_VD, bias_V, places_T, elsewhere_T, log_sum_exp_T = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x_TD = torch.empty_like(x_TD) if needs_x else None
+        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
+        grad_target_T = grad_ST[1].masked_fill(elsewhere_T, 0)
+        for chunk in _chunks(len(x_TD), len(weight_VD)):
+            logits_TV = _logits(x_TD[chunk], weight_VD, bias_V)
+            grads_TV = logits_TV.sub_(log_sum_exp_T[chunk, None]).exp_().mul_(grad_ST[0, chunk, None])
+            grads_TV.scatter_add_(1, places_T[chunk, None], grad_target_T[chunk, None])
+            if len(grad_ST) > 2:
+                grads_TV += grad_ST[2, chunk, None]
+            narrow_TV = grads_TV.to(x_TD.dtype)
+            if grad_x_TD is not None:
+                torch.mm(narrow_TV, weight_VD, out=grad_x_TD[chunk])
+            if grad_weight_VD is not None:
+                grad_weight_VD.addmm_(narrow_TV.T, x_TD[chunk])
+            if grad_bias_V is not None:
+                grad_bias_V += narrow_TV.sum(0)
+        return grad_x_TD, grad_weight_VD, grad_bias_V, None, None, None
