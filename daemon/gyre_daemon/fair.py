@@ -77,22 +77,34 @@ class FairQueue:
             cost: what the turn will take, in any unit that is the same for all.
             urgency: within the flow the lowest goes first.
         """
-        lane = self._lane(flow)
-        if self._num_taken < self._capacity and not self._num_waiting:
-            self._charge(flow, lane, cost)
+        granted = self.ask(flow, cost, urgency)
+        if granted is None:
             return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not lane.waiting:
-            lane.virtual_time = max(lane.virtual_time, self._now)
-        heapq.heappush(lane.waiting, (urgency, next(self._arrivals), cost, granted))
-        self._num_waiting += 1
-        self._serve()  # those before it may have given up
         try:
             await granted
         except asyncio.CancelledError:
             if not granted.cancelled():
                 self.release()
             raise
+
+    def ask(self, flow: Flow, cost: float, urgency: int = 0) -> "asyncio.Future[None] | None":
+        """Queue for a turn without waiting for it; see `acquire`.
+
+        Returns:
+            None: it has its turn. Otherwise what is done when the turn comes; who cancels it before gives the turn up, and
+            after that must `release` it.
+        """
+        lane = self._lane(flow)
+        if self._num_taken < self._capacity and not self._num_waiting:
+            self._charge(flow, lane, cost)
+            return None
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not lane.waiting:
+            lane.virtual_time = max(lane.virtual_time, self._now)
+        heapq.heappush(lane.waiting, (urgency, next(self._arrivals), cost, granted))
+        self._num_waiting += 1
+        self._serve()  # those before it may have given up
+        return granted
 
     def release(self) -> None:
         """Give a turn back."""
