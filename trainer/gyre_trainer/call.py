@@ -96,7 +96,11 @@ class Call:
         missing = iter(tensors)
         return tree_unflatten([next(missing) if leaf is None else leaf for leaf in leaves], spec)
 
-    def forget(self) -> None:
-        """Keep nothing of the arguments any more."""
+    def finish(self) -> list[Tensor | None]:
+        """The gradients of passengers and arguments; nothing of the call is kept any more."""
+        grads = [total.total for total in self.sums]
         self.whole.clear()
+        self.sums.clear()
         self._leaves.clear()
+        del self.late
+        return grads

@@ -128,9 +128,8 @@ class Turn:
             if layout.cuts:
                 self._add(index, grads, relay)
         own = iter(layout.views(relay.finish().to(home.flat.dtype), self._ring.rank)) if layout.cuts else iter(())
-        call.forget()
         self._joins.clear()
-        return [next(own) if trainable else None for trainable in call.trainable] + [total.total for total in call.sums]
+        return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
 
     def _require_fresh(self) -> None:
         if self._rotation.home.version != self._version:
