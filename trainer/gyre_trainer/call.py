@@ -16,6 +16,10 @@ from gyre_trainer.rotation import Rotation
 from gyre_trainer.rule import Part, swapped
 
 
+class _Missing:
+    """Stands where a tensor will be."""
+
+
 class Call:
     """One call of a rotated module.
 
@@ -79,7 +83,7 @@ class Call:
         """The tensors of an output; its form and whatever else it has are the first slice's."""
         leaves, spec = tree_flatten(output)
         if self._output is None:
-            self._output = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            self._output = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
@@ -94,7 +98,7 @@ class Call:
         assert self._output is not None
         leaves, spec = self._output
         missing = iter(tensors)
-        return tree_unflatten([next(missing) if leaf is None else leaf for leaf in leaves], spec)
+        return tree_unflatten([next(missing) if leaf is _Missing else leaf for leaf in leaves], spec)
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of passengers and arguments; nothing of the call is kept any more."""

@@ -42,7 +42,7 @@ class Sum:
         if total is None or not self._owned or not total.is_contiguous() or not left.dtype == right.dtype == total.dtype:
             self.add((left @ right).view(shape), owned=True)
         else:
-            total.view(-1, right.shape[1]).addmm_(left, right)
+            total.view(left.shape[0], right.shape[1]).addmm_(left, right)
 
 
 class Join(Protocol):

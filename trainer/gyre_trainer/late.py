@@ -86,8 +86,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         source, weight = ctx.saved_tensors
-        grad = grad_output.reshape(-1, weight.shape[0])
-        ctx.late.products.append(Product(ctx.place, grad.t(), source.reshape(-1, weight.shape[1])))
+        grad = _rows(grad_output)
+        ctx.late.products.append(Product(ctx.place, grad.t(), _rows(source)))
         grad_source = grad_bias = None
         if ctx.needs_input_grad[0] and ctx.sum is None:
             grad_source = (grad @ weight).view(source.shape)
@@ -96,3 +96,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_source, None, grad_bias, None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """As a matrix of the last dim; also where that is empty, which `reshape` cannot guess the others for."""
+    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)
