@@ -11,6 +11,7 @@ IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH
 PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: setup demo test lint protos bench clean
+BENCH_STAMP := $(VENV)/.gyre-bench-setup
 
 setup: $(STAMP)
 
@@ -35,8 +36,14 @@ protos: setup
 	$(IN_VENV) python -m grpc_tools.protoc -I protos --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) \
 	  --mypy_out=quiet:$(PROTO_OUT) --mypy_grpc_out=quiet:$(PROTO_OUT) $(PROTO)
 
-bench: setup
+bench: $(BENCH_STAMP)
 	$(IN_VENV) python -m benchmarks
+
+# See the extra in pyproject.toml for why one comes without its requirements.
+$(BENCH_STAMP): $(STAMP)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,bench]'
+	$(PIP_INSTALL) --no-deps mosaicml-streaming
+	touch $@
 
 clean:
 	rm -rf $(VENV) .demo dist build

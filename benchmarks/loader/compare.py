@@ -1,177 +1,183 @@
-"""Gyre beside the DataLoader: same data, same machine, one run, rounds interleaved; ratios of medians.
+"""Gyre beside the loaders that people use: same data, same machine, one run, rounds interleaved; ratios of medians.
 
 python -m benchmarks.loader.compare [--full] [--save docs/benchmarks/NAME.md]
 """
 
 import argparse
 import datetime
-import json
 import os
 import platform
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_client.wire import dataset_ref
 
-from benchmarks.loader.data import Workload, shards, tokens
+from benchmarks.loader.data import FULL, SHORT, Scale, Workload, workloads
+from benchmarks.loader.markdown import table
+from benchmarks.loader.mosaic import is_installed
+from benchmarks.loader.processes import Daemon, daemon, load_average
+from benchmarks.loader.race import Contender, Result, race
+
+ONE_JOB = (
+    Contender("Gyre", "gyre"),
+    Contender("DataLoader, plain, in process", "plain"),
+    Contender("DataLoader, plain, 2 workers", "plain", 2),
+    Contender("DataLoader, tuned, in process", "tuned"),
+    Contender("DataLoader, tuned, 2 workers", "tuned", 2),
+)
+OTHERS = (
+    Contender("DataLoader, plain, 8 workers", "plain", 8),
+    Contender("DataLoader, tuned, 8 workers", "tuned", 8),
+    Contender("StatefulDataLoader, tuned, in process", "stateful"),
+    Contender("StatefulDataLoader, tuned, 2 workers", "stateful", 2),
+    Contender("RINAS, 2 workers", "rinas", 2),
+    Contender("webdataset, in process", "webdataset"),
+    Contender("mosaicml-streaming, in process", "mosaic"),
+)
+BRIEF_OTHERS = (
+    Contender("webdataset, 2 workers", "webdataset", 2),
+    Contender("mosaicml-streaming, 2 workers", "mosaic", 2),
+)
+FOUR_JOBS = (
+    Contender("Gyre, 4 jobs, same order", "gyre", num_jobs=4, same_seed=True),
+    Contender("Gyre, 4 jobs, an order each", "gyre", num_jobs=4),
+    Contender("DataLoader, tuned, in process, 4 jobs", "tuned", num_jobs=4),
+    Contender("DataLoader, plain, in process, 4 jobs", "plain", num_jobs=4),
+)
+OTHER_FOUR_JOBS = (
+    Contender("DataLoader, tuned, 2 workers, 4 jobs", "tuned", 2, num_jobs=4),
+    Contender("DataLoader, plain, 2 workers, 4 jobs", "plain", 2, num_jobs=4),
+)
+HEADLINE = (
+    "loader",
+    "samples/s per job",
+    "to DataLoader, plain",
+    "to DataLoader, tuned",
+    "first batch, s",
+    "CPU s per 1000, job",
+    "CPU s per 1000, daemon",
+    "memory, MiB",
+    "files, MiB",
+)
+LEGEND = """\
+Samples/s are of each job; rates are compared with the fastest DataLoader of as many jobs among its numbers of workers.
+
+* *Plain* is the DataLoader as tutorials have it: `__getitems__` returns a list of samples, which are then collated.
+* *Tuned* is the fastest form that we know: a batch is one gather into one tensor (tokens: `np.take` on the mapped file; tar:
+  mapped shards, one copy per sample), indices are arrays, nothing is collated. StatefulDataLoader has this form.
+* RINAS has a pool of 32 threads in each worker, and samples in order of arrival.
+* Webdataset shuffles by a buffer of 2,000 samples over 16 shards, mosaicml-streaming as it does by default, in its own format
+  (converted before). All others read a full shuffle by random access.
+
+The first batch is timed from nothing but imported modules; a DataLoader reads the headers of all tar shards first, Gyre's
+daemon has an index. Processor time is of the job with its workers, and of the daemon. Memory is that of all processes of all
+jobs and the daemon, each shared page counted once (PSS); *files* are pages of mapped files, which the page cache holds anyway.
+"""
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One way to read.
+class Form:
+    """How thorough a comparison is.
 
     Attributes:
-        label: for the table.
-        kind: of reader.
-        num_workers: of the DataLoader.
-        num_jobs: at once.
-        same_seed: the jobs read the same order.
+        scale: of the data.
+        contenders: in the order of the table.
+        num_rounds: of which medians are taken.
+        duration_s: that each contender reads in a round.
     """
 
-    label: str
-    kind: str
-    num_workers: int = 0
-    num_jobs: int = 1
-    same_seed: bool = True
+    scale: Scale
+    contenders: tuple[Contender, ...]
+    num_rounds: int
+    duration_s: float
 
 
-CONTENDERS = (
-    Contender("DataLoader, in process", "torch"),
-    Contender("DataLoader, 2 workers", "torch", num_workers=2),
-    Contender("Gyre, 1 job", "gyre"),
-    Contender("DataLoader, in process, each of 4 jobs", "torch", num_jobs=4, same_seed=False),
-    Contender("DataLoader, 2 workers, each of 4 jobs", "torch", num_workers=2, num_jobs=4, same_seed=False),
-    Contender("Gyre, each of 4 jobs", "gyre", num_jobs=4, same_seed=False),
-)
+BRIEF_FORM = Form(SHORT, ONE_JOB + BRIEF_OTHERS + FOUR_JOBS[:3], 1, 0.7)
+FULL_FORM = Form(FULL, ONE_JOB + OTHERS + BRIEF_OTHERS + FOUR_JOBS + OTHER_FOUR_JOBS, 3, 1.0)
+
+Rates = dict[str, dict[Contender, Result]]  # by workload
 
 
-@contextmanager
-def daemon(folder: Path, workloads: list[Workload]) -> Iterator[tuple[str, int]]:
-    """A daemon that serves all workloads: its address and process."""
-    lines = [f'listen = ["unix:{folder}/gyre.sock"]', f'index_dir = "{folder}/index"']
-    for workload in workloads:
-        lines += [f"[datasets.{workload.name}]", *(f"{key} = {json.dumps(value)}" for key, value in workload.config.items())]
-    (folder / "gyre.toml").write_text("\n".join(lines))
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gyre_daemon", "serve", "--config", str(folder / "gyre.toml")], stderr=log
-        )
-    try:
-        while "ready" not in (folder / "log").read_text():
-            time.sleep(0.05)
-        yield f"unix:{folder}/gyre.sock", process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
+def compare(sets: Sequence[Workload], server: Daemon, form: Form) -> Rates:
+    """The medians of all contenders on all workloads, page cache hot, indexes built."""
+    for workload in sets:
+        _warm(workload, server)
+    contenders = [each for each in form.contenders if each.kind != "mosaic" or is_installed()]
+    return {workload.name: race(workload, contenders, server, form.num_rounds, form.duration_s) for workload in sets}
 
 
-def run(contender: Contender, workload: Workload, address: str, duration_s: float, round_: int) -> dict[str, float]:
-    """The mean of a contender's jobs, all reading at once."""
-    task: dict[str, Any] = {
-        "kind": contender.kind,
-        "name": workload.name,
-        "config": workload.config,
-        "batch_size": workload.batch_size,
-        "num_workers": contender.num_workers,
-        "address": address,
-        "warmup_s": 0.5,
-        "duration_s": duration_s,
-    }
-    jobs = []
-    for job in range(contender.num_jobs):
-        seed = round_ * 100 + (0 if contender.same_seed else job)
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.readers", json.dumps(task | {"seed": seed})]
-        jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
-    results = [json.loads(job.communicate(timeout=120)[0]) for job in jobs]
-    return {key: statistics.mean(result[key] for result in results) for key in results[0]}
-
-
-def compare(workload: Workload, address: str, daemon_pid: int, num_rounds: int, duration_s: float) -> list[str]:
-    """The table of one workload, as Markdown."""
-    rounds: dict[str, list[dict[str, float]]] = {contender.label: [] for contender in CONTENDERS}
-    for round_ in range(num_rounds):
-        for contender in CONTENDERS:
-            before = psutil.Process(daemon_pid).cpu_times()
-            result = run(contender, workload, address, duration_s, round_)
-            after = psutil.Process(daemon_pid).cpu_times()
-            daemon_cpu_s = after.user + after.system - before.user - before.system
-            total = result["samples_per_s"] * (duration_s + 0.5) * contender.num_jobs
-            result["daemon_cpu_s_per_1000"] = daemon_cpu_s / total * 1000
-            rounds[contender.label].append(result)
-            print(f"  round {round_ + 1}  {contender.label:40} {result['samples_per_s']:>12,.0f} samples/s", file=sys.stderr)
-    return table(workload, rounds)
-
-
-def table(workload: Workload, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Medians, and the ratio to the best DataLoader setting with as many jobs."""
-    medians: dict[str, dict[str, float]] = {
-        label: {key: statistics.median(result[key] for result in results) for key in results[0]}
-        for label, results in rounds.items()
-    }
-    columns = (
-        "loader",
-        "samples/s per job",
-        "to the best DataLoader",
-        "first batch, s",
-        "CPU s per 1000, job",
-        "CPU s per 1000, daemon",
-        "resident, MiB per job",
-    )
-    lines = [
-        f"\n### {workload.name}: {workload.about}, batch {workload.batch_size}\n",
-        f"| {' | '.join(columns)} |",
-        f"|---|{'---:|' * (len(columns) - 1)}",
-    ]
-    for contender in CONTENDERS:
-        rivals = [other for other in CONTENDERS if other.kind == "torch" and other.num_jobs == contender.num_jobs]
-        best = max(medians[rival.label]["samples_per_s"] for rival in rivals)
-        its = medians[contender.label]
-        cells = (
-            contender.label,
-            f"{its['samples_per_s']:,.0f}",
-            f"{its['samples_per_s'] / best:.2f}",
-            f"{its['first_batch_s']:.2f}",
-            f"{its['cpu_s_per_1000']:.4f}",
-            f"{max(its['daemon_cpu_s_per_1000'], 0):.4f}",
-            f"{its['rss_bytes'] / 2**20:,.0f}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+def report(sets: Sequence[Workload], rates: Rates) -> list[str]:
+    """A table of each workload, as Markdown."""
+    lines = [LEGEND]
+    for workload in sets:
+        results = rates[workload.name]
+        lines += [f"### {workload.name}: {workload.about}, batch {workload.batch_size}", ""]
+        lines += [*table(HEADLINE, [_row(contender, results) for contender in results]), ""]
     return lines
+
+
+def best(results: Mapping[Contender, Result], kind: str, num_jobs: int) -> float:
+    """Samples/s of the fastest contender of a kind with so many jobs, whatever its number of workers."""
+    rates = [its["samples_per_s"] for each, its in results.items() if each.kind == kind and each.num_jobs == num_jobs]
+    return max(rates, default=float("nan"))
+
+
+def _row(contender: Contender, results: Mapping[Contender, Result]) -> tuple[str, ...]:
+    its = results[contender]
+    ratios = [its["samples_per_s"] / best(results, kind, contender.num_jobs) for kind in ("plain", "tuned")]
+    return (
+        contender.label,
+        f"{its['samples_per_s']:,.0f}",
+        *(f"{ratio:.2f}" if ratio == ratio else "-" for ratio in ratios),
+        f"{its['first_batch_s']:.3f}",
+        f"{its['cpu_s_per_1000']:.4f}",
+        f"{its['daemon_cpu_s_per_1000']:.4f}" if contender.kind == "gyre" else "-",
+        f"{its['own_bytes'] / 2**20:,.0f}",
+        f"{its['file_bytes'] / 2**20:,.0f}",
+    )
+
+
+def _warm(workload: Workload, server: Daemon) -> None:
+    """Its files are in the page cache and the daemon has its index."""
+    for root in (str(workload.config["uri"]), workload.tars, workload.mds):
+        path = Path(root)
+        for file in [path] if path.is_file() else sorted(path.rglob("*")) if root else []:
+            if file.is_file():
+                with file.open("rb") as opened:
+                    while opened.read(1 << 24):
+                        pass
+    with Connection(parse_address(server.address)) as connection:
+        connection.describe(dataset_ref(workload.name))
+
+
+def circumstances(command: str) -> list[str]:
+    """What a reader of the figures must know of the machine."""
+    return [
+        f"{datetime.date.today()}, `{command}`, {os.cpu_count()} cores, Python {platform.python_version()}, page cache hot.",
+        f"Load average at the start: {load_average():.1f}.",
+        "",
+    ]
 
 
 def main() -> None:
     """Compare on all workloads and print, or save, the tables."""
-    parser = argparse.ArgumentParser(description="Gyre's loader beside the DataLoader.")
-    parser.add_argument("--full", action="store_true", help="three longer rounds instead of one short one")
+    parser = argparse.ArgumentParser(description="Gyre's loader beside others.")
+    parser.add_argument("--full", action="store_true", help="all contenders, all data, three longer rounds")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the tables there")
     parsed = parser.parse_args()
-    num_rounds, duration_s = (3, 3.0) if parsed.full else (1, 2.0)
+    form = FULL_FORM if parsed.full else BRIEF_FORM
+    lines = ["# The loader beside others", "", *circumstances(f"python -m benchmarks.loader.compare {' '.join(sys.argv[1:])}")]
+    lines[-1:] = [f"Medians of {form.num_rounds} interleaved rounds of {form.duration_s:g} s.", ""]
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
-        folder = Path(name)
-        workloads = [
-            tokens(folder, 200_000),
-            shards(folder, "S10k", 32_000, 10 << 10),
-            shards(folder, "S100k", 4_800, 100 << 10),
-        ]
-        lines = [
-            "# The loader beside the DataLoader",
-            f"\n{datetime.date.today()}, `python -m benchmarks.loader.compare {' '.join(sys.argv[1:])}`,",
-            f"{os.cpu_count()} cores, Python {platform.python_version()}, page cache hot, medians of",
-            f"{num_rounds} interleaved rounds of {duration_s:g} s. Every reader touches every cache line.",
-            f"Load average at the start: {os.getloadavg()[0]:.1f}.",
-        ]
-        with daemon(folder, workloads) as (address, pid):
-            for workload in workloads:
-                lines += compare(workload, address, pid, num_rounds, duration_s)
-    text = "\n".join(lines) + "\n"
+        sets = workloads(Path(name), form.scale)
+        with daemon(Path(name), {workload.name: workload.config for workload in sets}) as server:
+            lines += report(sets, compare(sets, server, form))
+    text = "\n".join(lines)
     print(text)
     if parsed.save:
         parsed.save.write_text(text)

@@ -1,11 +1,19 @@
-"""The data that loaders are compared on, made once per folder."""
+"""The data that loaders are compared on: deterministic, made once per folder, and converted for those with their own format."""
 
+import math
 import tarfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+
+NUM_SHARDS = 16
+SEQUENCE_LENGTH = 512
+VOCABULARY = 50_000
+_TOKENS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -16,44 +24,110 @@ class Workload:
         name: `T`, `S10k` or `S100k`.
         batch_size: samples per batch.
         num_samples: in the dataset.
-        sample_bytes: about.
         config: the dataset's table for the daemon.
+        tars: a folder of tar shards with the same samples.
+        mds: a folder with the same samples in the streaming library's own format; empty if they were not converted.
         about: for the report.
     """
 
     name: str
     batch_size: int
     num_samples: int
-    sample_bytes: int
     config: dict[str, object]
+    tars: str
+    mds: str
     about: str
+
+    @property
+    def is_tokens(self) -> bool:
+        """Samples of one size, of int32 tokens; otherwise of bytes that differ in length."""
+        return self.name == "T"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many samples each workload has."""
+
+    tokens: int = 200_000
+    small: int = 32_000
+    large: int = 4_800
+
+
+FULL = Scale()
+SHORT = Scale(50_000, 9_600, 1_920)
+
+
+def workloads(folder: Path, scale: Scale) -> list[Workload]:
+    """All three, with every form that any loader needs."""
+    return [
+        tokens(folder, scale.tokens),
+        shards(folder, "S10k", scale.small, 10 << 10),
+        shards(folder, "S100k", scale.large, 100 << 10),
+    ]
 
 
 def tokens(folder: Path, num_samples: int) -> Workload:
     """T: one flat file of int32 tokens, 512 per sample."""
     path = folder / f"tokens-{num_samples}.bin"
     if not path.exists():
-        np.arange(num_samples * 512, dtype=np.int32).tofile(path)
-    config: dict[str, object] = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": 512}
-    return Workload("T", 64, num_samples, 2048, config, f"{num_samples} samples of 512 int32 tokens, one flat file")
+        write_tokens(path, num_samples * SEQUENCE_LENGTH)
+    samples = np.memmap(path, np.int32, "r").reshape(-1, SEQUENCE_LENGTH)
+    tars = _write_tars(folder / "T-tar", (row.tobytes() for row in samples), num_samples)
+    mds = _write_mds(folder / "T-mds", f"ndarray:int32:{SEQUENCE_LENGTH}", iter(samples))
+    config: dict[str, object] = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": SEQUENCE_LENGTH}
+    about = f"{num_samples:,} samples of {SEQUENCE_LENGTH} int32 tokens, one flat file"
+    return Workload("T", 64, num_samples, config, tars, mds, about)
+
+
+def write_tokens(path: Path, num_tokens: int) -> None:
+    """A file of int32 tokens whose frequencies fall as a language's do: the r-th token has a share of about 1/r."""
+    generator = np.random.default_rng(0)
+    with path.open("wb") as file:
+        for begin in range(0, num_tokens, _TOKENS_AT_ONCE):
+            ranks = np.exp(generator.random(min(_TOKENS_AT_ONCE, num_tokens - begin), np.float32) * math.log(VOCABULARY))
+            file.write(ranks.astype(np.int32).tobytes())
 
 
 def shards(folder: Path, name: str, num_samples: int, sample_bytes: int) -> Workload:
-    """S: tar shards of raw samples of about one size (uniform within a fifth of it)."""
-    directory = folder / f"{name}-{num_samples}"
-    if not directory.exists():
-        unfinished = folder / f"{name}.writing"
-        unfinished.mkdir(exist_ok=True)
+    """S: tar shards of incompressible samples, as images are, uniform within a fifth of their mean size."""
+
+    def samples() -> Iterator[bytes]:
         generator = np.random.default_rng(0)
-        for shard in range(16):
+        for _ in range(num_samples):
+            yield generator.bytes(int(generator.integers(sample_bytes * 4 // 5, sample_bytes * 6 // 5)))
+
+    tars = _write_tars(folder / name, samples(), num_samples)
+    mds = _write_mds(folder / f"{name}-mds", "bytes", samples())
+    config: dict[str, object] = {"uri": tars, "format": "webdataset"}
+    about = f"{num_samples:,} samples of about {sample_bytes >> 10} KiB in {NUM_SHARDS} tar shards"
+    return Workload(name, 256, num_samples, config, tars, mds, about)
+
+
+def _write_tars(folder: Path, samples: Iterator[bytes], num_samples: int) -> str:
+    """The samples in equal tar shards, each a member `.bin`; how many are the same in each."""
+    assert num_samples % NUM_SHARDS == 0
+    if not folder.exists():
+        unfinished = folder.with_suffix(".writing")
+        unfinished.mkdir()
+        for shard in range(NUM_SHARDS):
             with tarfile.open(unfinished / f"{shard:03}.tar", "w") as archive:
-                for index in range(num_samples // 16):
-                    size = int(generator.integers(sample_bytes * 4 // 5, sample_bytes * 6 // 5))
+                for index in range(num_samples // NUM_SHARDS):
+                    content = next(samples)
                     member = tarfile.TarInfo(f"{shard:03}{index:06}.bin")
-                    member.size = size
-                    archive.addfile(member, BytesIO(generator.bytes(size)))
-        unfinished.rename(directory)
-    config: dict[str, object] = {"uri": str(directory), "format": "webdataset"}
-    return Workload(
-        name, 256, num_samples // 16 * 16, sample_bytes, config, f"{num_samples} samples of {sample_bytes} B in 16 tar shards"
-    )
+                    member.size = len(content)
+                    archive.addfile(member, BytesIO(content))
+        unfinished.rename(folder)
+    return str(folder)
+
+
+def _write_mds(folder: Path, encoding: str, samples: Iterable[bytes | npt.NDArray[np.int32]]) -> str:
+    """The samples in the streaming library's format, uncompressed; an empty path where the library is not installed."""
+    from benchmarks.loader.mosaic import streaming  # noqa: PLC0415  (imports torch and much else, in one process only)
+
+    if streaming is None:
+        return ""
+    if not folder.exists():
+        with streaming.MDSWriter(out=str(folder), columns={"sample": encoding}, size_limit=1 << 26) as writer:
+            for sample in samples:
+                writer.write({"sample": sample})
+    return str(folder)

@@ -1,102 +1,25 @@
-"""The loaders that are compared. Each runs in a process of its own: `python -m benchmarks.loader.readers KIND JSON`.
+"""A process that reads: `python -m benchmarks.loader.readers`. Told what to do by lines of JSON, it answers each with one.
 
-A reader touches every cache line of every batch, as a copy to a device would, and prints one line of JSON at the end.
+A reader touches every cache line of every batch, as a copy to a device would.
 """
 
 import json
 import os
 import sys
-import tarfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
-from gyre_client import Loader
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+from benchmarks.loader import libraries
+from benchmarks.loader.data import Workload
+from benchmarks.loader.processes import cpu_s, family
 
 CACHE_LINE_BYTES = 64
-
-
-class TokenFile(Dataset[torch.Tensor]):
-    """The usual memory-mapped token dataset, with batched reads."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._tokens = np.memmap(config["uri"], config["dtype"], "r").reshape(-1, config["sequence_length"])
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(self._tokens[index].copy())
-
-    def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        """A whole batch at once: what the DataLoader calls where it is defined."""
-        return torch.from_numpy(self._tokens[indices])
-
-
-class TarFiles(Dataset[bytes]):
-    """Samples of indexed tar shards by random access, one `pread` each."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._places: list[tuple[int, int, int]] = []
-        self._paths = sorted(Path(config["uri"]).glob("*.tar"))
-        self._files: list[int] = []
-        for shard, path in enumerate(self._paths):
-            with tarfile.open(path) as archive:
-                self._places += [(shard, member.offset_data, member.size) for member in archive]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: list[int]) -> list[bytes]:
-        """A whole batch at once."""
-        if not self._files:
-            self._files = [os.open(path, os.O_RDONLY) for path in self._paths]
-        places = (self._places[index] for index in indices)
-        return [os.pread(self._files[shard], size, offset) for shard, offset, size in places]
-
-
-def as_is(batch: torch.Tensor) -> torch.Tensor:
-    """Collation of a batch that is a tensor already."""
-    return batch
-
-
-def ragged(samples: list[bytes]) -> torch.Tensor:
-    """Collation of samples of different lengths: all bytes back to back."""
-    return torch.frombuffer(bytearray(b"".join(samples)), dtype=torch.uint8)
-
-
-def torch_loader(task: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The DataLoader with a global shuffle, for ever."""
-    tokens = task["config"]["format"] == "tokens"
-    dataset: Dataset[Any] = TokenFile(task["config"]) if tokens else TarFiles(task["config"])
-    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(task["seed"]))  # type: ignore[arg-type]
-    collate: Callable[[Any], torch.Tensor] = as_is if tokens else ragged
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=BatchSampler(sampler, task["batch_size"], drop_last=True),
-        collate_fn=collate,
-        num_workers=task["num_workers"],
-        persistent_workers=task["num_workers"] > 0,
-        prefetch_factor=4 if task["num_workers"] else None,
-    )
-    while True:
-        yield from loader
-
-
-def gyre(task: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Gyre's loader, on a daemon that is there."""
-    field = "tokens" if task["config"]["format"] == "tokens" else "bin"
-    with Loader(task["name"], batch_size=task["batch_size"], seed=task["seed"], address=task["address"]) as loader:
-        for batch in loader:
-            yield batch[field]
+WARMUP_S = 0.3
+ROUND_BATCHES = 4  # between two looks at the clock
 
 
 def touch(batch: torch.Tensor) -> None:
@@ -105,38 +28,80 @@ def touch(batch: torch.Tensor) -> None:
     flat[:: CACHE_LINE_BYTES // flat.element_size()].sum()
 
 
-def measure(task: dict[str, Any]) -> dict[str, float]:
-    """Read for a time; what it took.
+class Reader:
+    """One job that reads one workload, over and over."""
 
-    Returns:
-        samples_per_s, first_batch_s, cpu_s_per_1000 (of this process and its children) and rss_bytes.
-    """
+    def __init__(self, task: dict[str, Any]) -> None:
+        self._workload = Workload(**task["workload"])
+        self._kind: str = task["kind"]
+        self._num_workers: int = task["num_workers"]
+        self._address: str = task["address"]
+        self._batches: libraries.Batches = iter(())
+        self._import()
+
+    def open(self, seed: int) -> dict[str, float]:
+        """Begin to read, in a new order; returns what the first batch took, from nothing but imported modules."""
+        began = time.perf_counter()
+        if self._kind == "gyre":
+            self._batches = libraries.gyre(self._workload, self._address, seed)
+        else:
+            self._batches = libraries.OPPONENTS[self._kind](self._workload, self._num_workers, seed)
+        touch(next(self._batches))
+        return {"first_batch_s": time.perf_counter() - began}
+
+    def run(self, duration_s: float) -> dict[str, float]:
+        """Read for a time.
+
+        Returns:
+            samples_per_s, and cpu_s_per_1000 of this process and its children.
+        """
+        self._read(WARMUP_S)
+        pids = family(os.getpid())
+        cpu_before = cpu_s(pids)
+        num_batches, elapsed_s = self._read(duration_s)
+        num_samples = num_batches * self._workload.batch_size
+        cpu = cpu_s(pids) - cpu_before
+        return {"samples_per_s": num_samples / elapsed_s, "cpu_s_per_1000": cpu / num_samples * 1000}
+
+    def close(self) -> dict[str, float]:
+        """Read no more."""
+        libraries.close(self._batches)
+        return {}
+
+    def _read(self, duration_s: float) -> tuple[int, float]:
+        num_batches, began = 0, time.perf_counter()
+        while (elapsed_s := time.perf_counter() - began) < duration_s:
+            for _ in range(ROUND_BATCHES):
+                touch(next(self._batches))
+            num_batches += ROUND_BATCHES
+        return num_batches, elapsed_s
+
+    def _import(self) -> None:
+        """What the loader needs is imported, which is no part of its time to the first batch."""
+        if self._kind == "gyre":
+            import gyre_client.loader  # noqa: F401, PLC0415
+        elif self._kind == "mosaic":
+            import benchmarks.loader.mosaic  # noqa: F401, PLC0415
+        elif self._kind == "webdataset":
+            import webdataset  # noqa: F401, PLC0415
+        elif self._kind == "stateful":
+            import torchdata.stateful_dataloader  # noqa: F401, PLC0415
+
+
+def main() -> None:
+    """Obey until the standard input ends. The first line says what to read."""
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    began = time.perf_counter()
-    batches = {"gyre": gyre, "torch": torch_loader}[task["kind"]](task)
-    touch(next(batches))
-    first_batch_s = time.perf_counter() - began
-    until = time.perf_counter() + task["warmup_s"]
-    while time.perf_counter() < until:
-        touch(next(batches))
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    cpu_before = sum(sum(process.cpu_times()[:2]) for process in family)
-    num_batches, began = 0, time.perf_counter()
-    while time.perf_counter() < began + task["duration_s"]:
-        for _ in range(8):
-            touch(next(batches))
-        num_batches += 8
-    elapsed_s = time.perf_counter() - began
-    num_samples = num_batches * task["batch_size"]
-    cpu_s = sum(sum(process.cpu_times()[:2]) for process in family) - cpu_before
-    return {
-        "samples_per_s": num_samples / elapsed_s,
-        "first_batch_s": first_batch_s,
-        "cpu_s_per_1000": cpu_s / num_samples * 1000,
-        "rss_bytes": float(sum(process.memory_info().rss for process in family)),
-    }
+    reader = Reader(json.loads(sys.stdin.readline()))
+    answer: dict[str, float] = {}
+    print(json.dumps(answer), flush=True)
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        commands: dict[str, Callable[..., dict[str, float]]] = {"open": reader.open, "run": reader.run, "close": reader.close}
+        answer = commands[command](*arguments)
+        print(json.dumps(answer), flush=True)
+    os._exit(0)  # workers need no farewell
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
-    os._exit(0)  # the DataLoader's workers need no farewell
+    main()

@@ -85,10 +85,24 @@ def test_a_client_brings_nothing_of_daemon_or_trainer() -> None:
     assert not {"uvloop", "obstore", "aiofiles", "tensorboard", "matplotlib", "pytest"} & names
 
 
-def test_every_need_is_pinned() -> None:
+def pinned() -> set[str]:
     lines = (ROOT / "constraints.txt").read_text().split()
-    pins = {canonicalize_name(line.partition("==")[0]) for line in lines}
-    needs = closure(declared(*PROJECT["optional-dependencies"]))
+    return {canonicalize_name(line.partition("==")[0]) for line in lines}
+
+
+def test_every_need_is_pinned() -> None:
+    pins = pinned()
+    needs = closure(declared(*(extra for extra in PROJECT["optional-dependencies"] if extra != "bench")))
     # What a build of torch for GPUs brings, it pins itself.
     of_a_device = {name for name in needs if name.startswith(("cuda-", "nvidia-", "triton"))}
     assert not needs - pins - of_a_device
+
+
+def test_what_only_benchmarks_need_is_pinned_and_stays_outside_of_dev() -> None:
+    """It is not installed where tests run, so the pins cannot be followed further than this."""
+    only = {canonicalize_name(need.name) for need in declared("bench")} - {
+        canonicalize_name(need.name) for need in declared("dev")
+    }
+    assert {"torchdata", "transformers"} <= only
+    assert only | {"mosaicml-streaming"} <= pinned()
+    assert not {"torchdata", "transformers"} & closure(declared("dev"))

@@ -1,0 +1,25 @@
+"""`streaming`, the library of mosaicml-streaming, or None where it is not installed.
+
+It imports its own vision datasets with itself, and these import torchvision, whose published build fits only torch's build for
+GPUs. The comparison uses neither, so they are left out.
+"""
+
+import importlib.util
+import sys
+import types
+import warnings
+from typing import Any
+
+streaming: Any = None
+
+
+def is_installed() -> bool:
+    """Whether the library is there."""
+    return streaming is not None
+
+
+if importlib.util.find_spec("streaming"):
+    sys.modules.setdefault("streaming.vision", types.ModuleType("streaming.vision"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import streaming

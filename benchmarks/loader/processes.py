@@ -1,0 +1,116 @@
+"""Processes that are measured: a daemon, and what processes take of processor and memory."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+BUDGET_BYTES = 1 << 30
+MEMORY_SLACK_BYTES = 64 << 20  # what a daemon may take beside its budget
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Daemon:
+    """A `gyred` process with datasets of its own.
+
+    Attributes:
+        address: of its Unix socket.
+        pid: of the process.
+        budget_bytes: its `memory_budget`.
+        peak_bytes: the most memory of its own (not mapped files) that `watch` has seen.
+    """
+
+    address: str
+    pid: int
+    budget_bytes: int
+    peak_bytes: int = 0
+
+    def watch(self) -> int:
+        """Look at its memory now."""
+        num_bytes = own_memory_bytes(self.pid)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+        return num_bytes
+
+    @property
+    def within_budget(self) -> bool:
+        """What was seen is no more than the budget and its slack."""
+        return self.peak_bytes <= self.budget_bytes + MEMORY_SLACK_BYTES
+
+
+@contextmanager
+def daemon(folder: Path, datasets: Mapping[str, Mapping[str, object]], budget_bytes: int = BUDGET_BYTES) -> Iterator[Daemon]:
+    """A daemon that serves these datasets; its files are in a folder of its own below `folder`."""
+    home = folder / f"daemon-{time.monotonic_ns()}"
+    home.mkdir()
+    lines = [f'listen = ["unix:{home}/gyre.sock"]', f'index_dir = "{folder}/index"', f"memory_budget = {budget_bytes}"]
+    for name, config in datasets.items():
+        lines += [f"[datasets.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in config.items())]
+    (home / "gyre.toml").write_text("\n".join(lines))
+    with (home / "log").open("wb") as log:
+        command = [sys.executable, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
+        process = subprocess.Popen(command, stderr=log)
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while '"ready"' not in (home / "log").read_text():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"the daemon did not start:\n{(home / 'log').read_text()}")
+            time.sleep(0.02)
+        yield Daemon(f"unix:{home}/gyre.sock", process.pid, budget_bytes)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor time of all these so far."""
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What processes hold, each page that several share counted once (PSS).
+
+    Attributes:
+        own_bytes: memory that only they need: private pages, and pages that they share.
+        file_bytes: pages of mapped files, which the page cache would hold anyway.
+    """
+
+    own_bytes: int
+    file_bytes: int
+
+    @classmethod
+    def of(cls, pids: Sequence[int]) -> "Memory":
+        """The sum over all these processes."""
+        rollups = [_kib_fields(Path(f"/proc/{pid}/smaps_rollup")) for pid in pids]
+        own = sum(fields["Pss_Anon"] + fields["Pss_Shmem"] for fields in rollups)
+        return cls(own, sum(fields["Pss_File"] for fields in rollups))
+
+
+def own_memory_bytes(pid: int) -> int:
+    """Resident memory of one process without the files that it maps."""
+    fields = _kib_fields(Path(f"/proc/{pid}/status"))
+    return fields["RssAnon"] + fields["RssShmem"]
+
+
+def _kib_fields(path: Path) -> dict[str, int]:
+    """The lines `Name:  123 kB` of a file in /proc, in bytes."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
+
+
+def load_average() -> float:
+    """Of the last minute."""
+    return os.getloadavg()[0]

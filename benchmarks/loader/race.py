@@ -1,0 +1,153 @@
+"""Contenders against each other: processes that stay, measured in turns, so that what disturbs one disturbs all alike."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import IO
+
+from benchmarks.loader.data import Workload
+from benchmarks.loader.processes import Daemon, Memory, cpu_s, family
+
+Result = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to read.
+
+    Attributes:
+        label: for tables.
+        kind: `gyre`, or of the opponents.
+        num_workers: of the DataLoader.
+        num_jobs: at once.
+        same_seed: all jobs read the same order.
+    """
+
+    label: str
+    kind: str
+    num_workers: int = 0
+    num_jobs: int = 1
+    same_seed: bool = False
+
+
+@dataclass
+class Entry:
+    """A contender with its processes and what they did.
+
+    Attributes:
+        contender: who.
+        results: one per round.
+    """
+
+    contender: Contender
+    results: list[Result] = field(default_factory=list)
+    _jobs: list["subprocess.Popen[str]"] = field(default_factory=list)
+    _words: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # on standard error
+
+    def start(self, workload: Workload, address: str) -> None:
+        """Its processes run and wait."""
+        task = asdict(self.contender) | {"workload": asdict(workload), "address": address}
+        for _ in range(self.contender.num_jobs):
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.readers"]
+            pipe = subprocess.PIPE
+            job = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._words, text=True)
+            self._jobs.append(job)
+            self._say(job, task)
+
+    def await_start(self) -> None:
+        """They are ready."""
+        for job in self._jobs:
+            self._hear(job)
+
+    def run(self, round_: int, duration_s: float, server: Daemon) -> None:
+        """One round: all jobs open, read at the same time, and close."""
+        openings = self._tell_all([["open", 100 * round_ + (0 if self.contender.same_seed else 7 * n)] for n in self._numbers])
+        daemon_before, began = cpu_s([server.pid]), time.perf_counter()
+        runs = self._tell_all([["run", duration_s] for _ in self._numbers])
+        elapsed_s, daemon_cpu_s = time.perf_counter() - began, cpu_s([server.pid]) - daemon_before
+        rates = [run["samples_per_s"] for run in runs]
+        pids = [pid for job in self._jobs for pid in family(job.pid)]
+        memory = Memory.of([*pids, server.pid] if self.contender.kind == "gyre" else pids)
+        server.watch()
+        self._tell_all([["close"] for _ in self._numbers])
+        mean = statistics.mean(rates)
+        self.results.append(
+            {
+                "samples_per_s": mean,
+                "slowest": min(rates) / mean,
+                "fastest": max(rates) / mean,
+                "first_batch_s": statistics.mean(opening["first_batch_s"] for opening in openings),
+                "cpu_s_per_1000": statistics.mean(run["cpu_s_per_1000"] for run in runs),
+                "daemon_cpu_s_per_1000": daemon_cpu_s / (sum(rates) * elapsed_s) * 1000,
+                "own_bytes": memory.own_bytes,
+                "file_bytes": memory.file_bytes,
+            }
+        )
+
+    def stop(self) -> None:
+        """Its processes are gone."""
+        for job in self._jobs:
+            if job.stdin:
+                job.stdin.close()
+        for job in self._jobs:
+            job.wait(30)
+            if job.stdout:
+                job.stdout.close()
+        self._jobs.clear()
+        self._words.close()
+
+    def median(self) -> Result:
+        """Of each figure over the rounds."""
+        return {key: statistics.median(result[key] for result in self.results) for key in self.results[0]}
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._jobs))
+
+    def _tell_all(self, commands: Sequence[object]) -> list[Result]:
+        for job, command in zip(self._jobs, commands, strict=True):
+            self._say(job, command)
+        return [self._hear(job) for job in self._jobs]
+
+    def _say(self, job: "subprocess.Popen[str]", what: object) -> None:
+        assert job.stdin
+        job.stdin.write(json.dumps(what) + "\n")
+        job.stdin.flush()
+
+    def _hear(self, job: "subprocess.Popen[str]") -> Result:
+        assert job.stdout
+        line = job.stdout.readline()
+        if not line:
+            self._words.seek(0)
+            raise RuntimeError(
+                f"{self.contender.label} ended with status {job.wait(10)}:\n{self._words.read().decode()[-2000:]}"
+            )
+        answer: Result = json.loads(line)
+        return answer
+
+
+def race(
+    workload: Workload, contenders: Sequence[Contender], server: Daemon, num_rounds: int, duration_s: float
+) -> dict[Contender, Result]:
+    """The medians of all contenders on one workload; round by round, one contender after the other."""
+    entries = [Entry(contender) for contender in contenders]
+    try:
+        for entry in entries:
+            entry.start(workload, server.address)
+        for entry in entries:
+            entry.await_start()
+        for round_ in range(num_rounds):
+            for entry in entries:
+                entry.run(round_, duration_s, server)
+                rate = entry.results[-1]["samples_per_s"]
+                about = f"{workload.name}  round {round_ + 1} of {num_rounds}  {entry.contender.label:42}"
+                print(f"  {about} {rate:>12,.0f} samples/s", file=sys.stderr, flush=True)
+    finally:
+        for entry in entries:
+            entry.stop()
+    return {entry.contender: entry.median() for entry in entries}
