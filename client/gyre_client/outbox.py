@@ -25,16 +25,18 @@ class Outbox:
         """
         self._session_id = session_id
         self._num_credits = num_credits
+        self._waited_s = 0.0
         self._num_together = num_together
         self._is_due = num_credits > 0
         self._released: list[int] = []
         self._closed = False
         self._changed = threading.Condition()
 
-    def credit(self, num_batches: int) -> None:
-        """So many batches more may be sent."""
+    def credit(self, num_batches: int, waited_s: float = 0.0) -> None:
+        """So many batches more may be sent; the consumer had nothing to go on with for so long."""
         with self._changed:
             self._num_credits += num_batches
+            self._waited_s += waited_s
             self._notify_if_due(self._num_credits)
 
     def release(self, step: int) -> None:
@@ -61,13 +63,14 @@ class Outbox:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due or self._closed, heartbeat_s)
                 num_credits, self._num_credits = self._num_credits, 0
+                waited_s, self._waited_s = (self._waited_s, 0.0) if num_credits else (0.0, self._waited_s)
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
                 self._is_due = bool(self._released)
             on_wake()
             if released:
                 yield pb.StreamRequest(release=pb.Release(steps=released))
             if num_credits:
-                yield pb.StreamRequest(credit=pb.Credit(num_batches=num_credits))
+                yield pb.StreamRequest(credit=pb.Credit(num_batches=num_credits, waited_s=waited_s))
             if not released and not num_credits:
                 yield pb.StreamRequest(heartbeat=pb.Heartbeat())
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -71,20 +72,28 @@ class BatchStream:
         Raises:
             GyreError: Why there is no next batch; again on every further call.
         """
+        waited_s = 0.0
+        try:
+            item = self._inbox.get_nowait()
+        except queue.Empty:
+            began_s = time.monotonic()
+            item = self._wait_for_item()
+            waited_s = time.monotonic() - began_s
+        if isinstance(item, Batch):
+            return self._taken(item, waited_s)
+        self._inbox.put(item)  # the end stays the end
+        if item is None:
+            return None
+        raise item
+
+    def _wait_for_item(self) -> Batch | GyreError | None:
         while True:
             is_alive = self._thread.is_alive()  # asked first: what it put before it ended is in the queue
             try:
-                item = self._inbox.get(timeout=POLL_S)
+                return self._inbox.get(timeout=POLL_S)
             except queue.Empty:
-                if is_alive:
-                    continue
-                raise DaemonFault("this stream was closed while it was being read") from None
-            if isinstance(item, Batch):
-                return self._taken(item)
-            self._inbox.put(item)  # the end stays the end
-            if item is None:
-                return None
-            raise item
+                if not is_alive:
+                    raise DaemonFault("this stream was closed while it was being read") from None
 
     def close(self) -> None:
         """Ends the session and the receiver. Batches taken stay valid."""
@@ -102,13 +111,13 @@ class BatchStream:
             while True:  # what nobody took lets go of its memory
                 self._inbox.get_nowait()
 
-    def _taken(self, batch: Batch) -> Batch:
+    def _taken(self, batch: Batch, waited_s: float) -> Batch:
         """The daemon may send one more; a batch is copied where its consumer holds on to too many."""
         with self._lock:
             self._num_unread -= 1
             if self._attachment is None:
                 return batch
-            self._attachment.outbox.credit(1)
+            self._attachment.outbox.credit(1, waited_s)
             return batch.copied() if self._attachment.must_copy(self._num_unread) else batch
 
     def _run(self, session: Session) -> None:

@@ -17,7 +17,8 @@ from gyre_daemon.config import DaemonConfig, EffectiveConfig, load
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import start_log
 from gyre_daemon.formats import make_format
-from gyre_daemon.listen import parse_address
+from gyre_daemon.limits import check_memory_budget, memory_limit_bytes
+from gyre_daemon.listen import parse_address, parse_metrics_address
 from gyre_daemon.server import Privacy, serve
 from gyre_daemon.storage import parse_location
 
@@ -72,7 +73,7 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
 def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     flags: dict[str, Any] = {key: getattr(parsed, key) for key in (*_FLAG_KEYS, "listen")}
     if getattr(parsed, "socket_dir", None):
-        flags["listen"] = [f"unix:{parsed.socket_dir}/gyre.sock"]
+        flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"], "metrics_listen": ""}
     return load(parsed.config, os.environ, flags)
 
 
@@ -81,6 +82,8 @@ def _serve(parsed: argparse.Namespace) -> int:
         raise ConfigError("--embedded and --socket-dir go together")
     config = _load(parsed).config
     _check(config)
+    if not parsed.embedded:  # whoever has a private daemon chose no budget
+        check_memory_budget(config.memory_budget, memory_limit_bytes())
     privacy = Privacy(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
     start_log(config.log_level)
     uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy))
@@ -90,6 +93,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     _check(effective.config)
+    check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
     for field in fields(DaemonConfig):
         if field.name in effective.origins:
             value = getattr(effective.config, field.name)
@@ -126,6 +130,8 @@ def _check(config: DaemonConfig) -> None:
     """Find every mistake before anything is bound."""
     for address in config.listen:
         parse_address(address)
+    if config.metrics_listen:
+        parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
     for name, dataset in config.datasets.items():
         make_format(name, dataset)
         try:

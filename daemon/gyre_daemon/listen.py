@@ -28,7 +28,7 @@ class UnixAddress:
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A port of a loopback interface; 0 for any that is free."""
+    """A port of an interface, by the interface's IP address; 0 for any that is free."""
 
     host: str
     port: int
@@ -56,15 +56,38 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
                 f"the socket path {path} is longer than {_MAX_SOCKET_PATH_BYTES} bytes, which no Unix socket can have"
             )
         return UnixAddress(path)
-    host, _, port = rest.rpartition(":")
-    host = host.strip("[]")
-    if kind != "tcp" or not host or not _PORT.fullmatch(port) or int(port) > 65535:
+    if kind != "tcp":
         raise ConfigError(f"address {text!r} is neither unix:PATH nor tcp:HOST:PORT")
-    if not _is_loopback(host):
+    address = _parse_tcp(text, rest)
+    if not _is_loopback(address.host):
         raise ConfigError(
             f"address {text!r} is open to other hosts, but TCP has no authentication; listen on 127.0.0.1 or a Unix socket"
         )
-    return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port))
+    return address
+
+
+def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
+    """Where metrics are served.
+
+    Args:
+        text: `tcp:HOST:PORT`.
+        is_public: it may be open to other hosts.
+
+    Raises:
+        ConfigError: another form, no IP address, or a host that is no loopback address where that was not said to be meant.
+    """
+    kind, _, rest = text.partition(":")
+    if kind != "tcp":
+        raise ConfigError(f"metrics_listen is {text!r}; it must be tcp:HOST:PORT")
+    address = _parse_tcp(text, rest)
+    if not _is_ip_address(address.host):
+        raise ConfigError(f"metrics_listen is {text!r}; HOST must be an IP address")
+    if not is_public and not _is_loopback(address.host):
+        raise ConfigError(
+            f"metrics_listen is {text!r}, which is open to other hosts: they would learn what each job reads and how fast; "
+            "listen on 127.0.0.1, or set metrics_public = true"
+        )
+    return address
 
 
 class SocketClaim:
@@ -126,8 +149,21 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _is_loopback(host: str) -> bool:
+def _parse_tcp(text: str, rest: str) -> TcpAddress:
+    host, _, port = rest.rpartition(":")
+    host = host.strip("[]")
+    if not host or not _PORT.fullmatch(port) or int(port) > 65535:
+        raise ConfigError(f"address {text!r} is neither unix:PATH nor tcp:HOST:PORT")
+    return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port))
+
+
+def _is_ip_address(host: str) -> bool:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_ip_address(host) and ipaddress.ip_address(host).is_loopback

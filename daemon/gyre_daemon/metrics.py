@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from gyre_daemon.jobs import Jobs
+
 RequestKind = Literal["read", "list", "stream"]
 Outcome = Literal["ok", "error"]
 
@@ -30,6 +32,7 @@ class Metrics:
     storage: dict[RequestLabels, RequestCount] = field(default_factory=dict)
     num_batches_sent: int = 0
     num_bytes_sent: int = 0
+    jobs: Jobs = field(default_factory=Jobs)
 
     def count_requests(self, labels: RequestLabels, num_requests: int, num_bytes: int) -> None:
         """Add requests of one kind and outcome."""

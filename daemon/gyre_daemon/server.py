@@ -17,13 +17,18 @@ from grpc_reflection.v1alpha import reflection
 from gyre_daemon.arena import Budget
 from gyre_daemon.cache import SidecarStore
 from gyre_daemon.catalog import Catalog
+from gyre_daemon.census import take_census
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import log_event
+from gyre_daemon.exposition import Exposition
 from gyre_daemon.fair import FairExecutor
-from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address
+from gyre_daemon.lag import LoopLag
+from gyre_daemon.limits import raise_descriptor_limit
+from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
+from gyre_daemon.scrape import ScrapeServer
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
 from gyre_daemon.session import SessionEnvironment
 from gyre_daemon.sessions import SessionTable
@@ -59,6 +64,7 @@ async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy
         ConfigError: an address cannot be used or is taken.
     """
     stopping = asyncio.Event()
+    raise_descriptor_limit()
     _stop_on_signals(stopping)
     if privacy:
         _stop_with_owner(privacy.parent_pid, stopping)
@@ -103,6 +109,8 @@ class _Daemon:
             SessionEnvironment(Budget(config.memory_budget), workers, metrics, config.session_memory, config.lease_s),
             config.job_weights,
         )
+        self._loop_lag = LoopLag()
+        self._scrapes = ScrapeServer(Exposition(lambda: take_census(self._sessions, self._loop_lag)).text)
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._health = HealthServicer()
         register(LoaderService(self._catalog, self._sessions, sides, config.prefetch_batches), self._server)
@@ -113,20 +121,31 @@ class _Daemon:
         self, addresses: Sequence[UnixAddress | TcpAddress], claims: Sequence[SocketClaim], stopping: asyncio.Event
     ) -> None:
         listening = [_bind(self._server, address) for address in addresses]
+        serving_metrics = await self._serve_metrics()
         await self._server.start()
         for claim in claims:
             claim.open_to_group()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        background = [asyncio.create_task(self._sessions.watch_leases()), asyncio.create_task(feed_watchdog())]
-        log_event("ready", {"listen": listening, "pid": os.getpid(), "datasets": sorted(self._config.datasets)})
+        routines = (self._sessions.watch_leases(), feed_watchdog(), self._loop_lag.watch())
+        background = [asyncio.create_task(routine) for routine in routines]
+        facts = {"listen": listening, "pid": os.getpid(), "datasets": sorted(self._config.datasets), **serving_metrics}
+        log_event("ready", facts)
         notify("READY=1")
         await stopping.wait()
         notify("STOPPING=1")
         await self._drain()
+        await self._scrapes.stop()
         for task in background:
             task.cancel()
         self._catalog.close()
         log_event("stopped")
+
+    async def _serve_metrics(self) -> dict[str, str]:
+        """What there is to log of it."""
+        if not self._config.metrics_listen:
+            return {}
+        address = parse_metrics_address(self._config.metrics_listen, is_public=self._config.metrics_public)
+        return {"metrics": await self._scrapes.start(address)}
 
     async def _drain(self) -> None:
         """NOT_SERVING, no new session, the batches that are under way, goodbye."""

@@ -6,6 +6,7 @@ over. Sessions that want the same batches read along in one feed; each has reser
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections import deque
@@ -22,7 +23,9 @@ from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.feed import Feed, Machinery, Spec, Subscription
 from gyre_daemon.fetch import Batch
+from gyre_daemon.jobs import SessionTotals
 from gyre_daemon.metrics import Metrics
+from gyre_daemon.occupancy import Occupancy
 from gyre_daemon.plan import Order, Plan, check_ranks
 from gyre_daemon.sidechannel import Peer
 from gyre_daemon.window import View
@@ -107,8 +110,7 @@ class SessionCounts:
 
     num_batches_sent: int = 0
     num_bytes_sent: int = 0
-    wait_storage_s: float = 0.0  # credit was there, no batch was
-    wait_trainer_s: float = 0.0  # a batch was there, no credit
+    trainer_waited_s: float = 0.0  # as its client tells
 
 
 class Session:
@@ -151,6 +153,7 @@ class Session:
         self._ended: GyreError | None = None
         self._draining = False
         self._seen = environment.clock()
+        self._occupancy = Occupancy(self._seen)
         self.share = self._reserve()
         self._path = self._find_path()  # the feed that it reads from, and the one that it catches up with
 
@@ -211,6 +214,12 @@ class Session:
         return self._here.feed.memory_bytes
 
     @property
+    def totals(self) -> SessionTotals:
+        """What it has done up to now."""
+        times = self._occupancy.at(self._environment.clock())
+        return SessionTotals(self.counts.num_batches_sent, self.counts.num_bytes_sent, times, self.counts.trainer_waited_s)
+
+    @property
     def lease_left_s(self) -> float:
         """Until the session is lost, unless its client is heard of."""
         return self._seen + self._environment.lease_s - self._environment.clock()
@@ -239,9 +248,12 @@ class Session:
         """The client was heard of."""
         self._seen = self._environment.clock()
 
-    def add_credit(self, num_batches: int) -> None:
-        """The client takes so many batches more."""
+    def add_credit(self, num_batches: int, waited_s: float = 0.0) -> None:
+        """The client takes so many batches more; its trainer stood still for so long."""
         self.credits += min(num_batches, _MAX_CREDITS - self.credits)
+        if 0 < waited_s < math.inf:
+            self.counts.trainer_waited_s += waited_s
+        self._note_window()
         self._sendable.set()
 
     def release(self, step: int) -> None:
@@ -347,6 +359,7 @@ class Session:
 
     def wake(self) -> None:
         """The batch it sends next is ready."""
+        self._note_window()
         self._sendable.set()
 
     def fail(self, reason: GyreError) -> None:
@@ -435,19 +448,30 @@ class Session:
             counts.num_batches_sent += 1
             counts.num_bytes_sent += batch.layout.num_bytes
 
+    def _note_window(self) -> None:
+        """Batches behind one that is missing cannot be sent, and do not count as ready here."""
+        if self._ended:
+            return
+        view = self._here.view
+        is_head_ready = view.head_is_sealed
+        num_left = self.window_size if self.num_steps is None else self.num_steps - view.next_to_send
+        self._occupancy.note(
+            self._environment.clock(),
+            view.num_ready if is_head_ready else 0,
+            min(self.window_size, num_left),
+            self.credits,
+            is_head_ready=is_head_ready,
+        )
+
     async def _wait_until_sendable(self) -> None:
-        began = self._environment.clock()
-        ready = self._here.view.head_is_sealed
-        self._waits_for_storage = bool(self.credits) and not ready
+        self._note_window()
+        self._waits_for_storage = bool(self.credits) and not self._here.view.head_is_sealed
         if self._waits_for_storage:
             self._here.feed.look_again()
         self._sendable.clear()
         try:
             await self._sendable.wait()
         finally:
-            waited = self._environment.clock() - began
-            self.counts.wait_trainer_s += waited if ready and not self.credits else 0.0
-            self.counts.wait_storage_s += waited if self._waits_for_storage else 0.0
             self._waits_for_storage = False
 
 

@@ -25,6 +25,7 @@ class SessionTable:
         self.environment = environment
         self._weights = weights
         self._sessions: dict[str, Session] = {}
+        self._counted_as: dict[str, str] = {}  # the job's name in the metrics, by session
         self._flows: WeakValueDictionary[str, Flow] = WeakValueDictionary()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -56,6 +57,7 @@ class SessionTable:
             self.close(other.session_id, Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"))
         session = Session(request, self._flow(reader.job), self.environment)
         self._sessions[session.session_id] = session
+        self._counted_as[session.session_id] = self.environment.metrics.jobs.open(reader.job)
         self._empty.clear()
         try:
             await session.start()
@@ -67,6 +69,11 @@ class SessionTable:
             {"session": session.session_id, "dataset": request.dataset.name, "job": reader.job, "rank": reader.rank},
         )
         return session
+
+    def by_job(self) -> Iterator[tuple[str, Session]]:
+        """Over all that are open, with the name that each one's job has in the metrics."""
+        for session in self:
+            yield self._counted_as[session.session_id], session
 
     def get(self, session_id: str) -> Session:
         """An open session.
@@ -86,6 +93,7 @@ class SessionTable:
         if session:
             if not self._sessions:
                 self._empty.set()
+            self.environment.metrics.jobs.close(self._counted_as.pop(session_id), session.totals)
             session.end(reason)
             facts = {"session": session_id, "batches": session.counts.num_batches_sent, "reason": reason}
             log_event("session closed", facts)

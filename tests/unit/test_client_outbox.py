@@ -54,3 +54,17 @@ def test_closing_ends_it() -> None:
     next(messages)
     outbox.close()
     assert list(messages) == []
+
+
+def test_the_time_that_was_waited_travels_once_with_the_credit_that_ended_it() -> None:
+    outbox = Outbox("abc", 0, num_together=2)
+    messages = outbox.messages(60.0, lambda: None)
+    next(messages)
+    outbox.credit(1, waited_s=0.5)
+    outbox.release(1)
+    outbox.release(2)
+    assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[1, 2]))
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=1, waited_s=0.5))
+    outbox.credit(1, waited_s=0.25)
+    outbox.credit(1, waited_s=0.25)
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=2, waited_s=0.5))

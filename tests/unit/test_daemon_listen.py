@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address
+from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,22 @@ def test_no_addresses(text: str) -> None:
 def test_hosts_that_others_can_reach_are_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="is open to other hosts, but TCP has no authentication"):
         parse_address(f"tcp:{host}:80")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "169.254.169.254", "[::ffff:10.0.0.1]"])
+def test_metrics_are_open_to_other_hosts_only_where_that_is_said(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"is open to other hosts: .* or set metrics_public = true"):
+        parse_metrics_address(f"tcp:{host}:9847", is_public=False)
+    assert parse_metrics_address(f"tcp:{host}:9847", is_public=True) == TcpAddress(host.strip("[]"), 9847)
+
+
+@pytest.mark.parametrize("is_public", [True, False])
+def test_metrics_are_served_at_a_port_of_an_ip_address(is_public: bool) -> None:
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert parse_metrics_address(f"tcp:{host}:0", is_public=is_public).port == 0
+    for text in ("unix:/run/metrics", "127.0.0.1:80", "http://127.0.0.1:80", "tcp:example.com:80", "tcp:127.0.0.1"):
+        with pytest.raises(ConfigError, match=r"metrics_listen is .*; |neither unix:PATH nor tcp:HOST:PORT"):
+            parse_metrics_address(text, is_public=is_public)
 
 
 @pytest.mark.parametrize("path", ["/run/\0.sock", "/run/x\ny.sock", "/run/%41.sock"])

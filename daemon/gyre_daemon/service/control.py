@@ -23,7 +23,7 @@ def take(session: Session, request: pb.StreamRequest) -> None:
     session.renew()
     match request.WhichOneof("event"):
         case "credit":
-            session.add_credit(request.credit.num_batches)
+            session.add_credit(request.credit.num_batches, request.credit.waited_s)
         case "release":
             for step in request.release.steps:
                 session.release(step)

@@ -106,15 +106,15 @@ def _from_layout(layout: BatchLayout) -> list[pb.Tensor]:
 
 def from_session(session: Session) -> pb.SessionState:
     """Where a session stands."""
-    reader, view, counts = session.request.reader, session.view, session.counts
+    reader, view, totals = session.request.reader, session.view, session.totals
     num_ready = view.num_ready
     return pb.SessionState(
         session_id=session.session_id,
         dataset=session.request.dataset.name,
         reader=pb.Reader(job=reader.job, rank=reader.rank, world_size=reader.world_size, generation=reader.generation),
         next_step=view.next_to_send,
-        num_batches_sent=counts.num_batches_sent,
-        num_bytes_sent=counts.num_bytes_sent,
+        num_batches_sent=totals.num_batches,
+        num_bytes_sent=totals.num_bytes,
         num_ready=num_ready,
         num_in_flight=view.num_begun - num_ready,
         num_held=session.num_held,
@@ -122,8 +122,11 @@ def from_session(session: Session) -> pb.SessionState:
         memory_bytes=session.memory_bytes,
         memory_limit_bytes=session.share.num_bytes,
         credits=session.credits,
-        wait_storage_s=counts.wait_storage_s,
-        wait_trainer_s=counts.wait_trainer_s,
+        wait_storage_s=totals.times.wait_storage_s,
+        wait_trainer_s=totals.times.wait_trainer_s,
+        window_ready_batch_s=totals.times.ready_batch_s,
+        window_size_batch_s=totals.times.size_batch_s,
+        trainer_waited_s=totals.trainer_waited_s,
         attached=session.attached,
         num_sharing=session.num_sharing,
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,

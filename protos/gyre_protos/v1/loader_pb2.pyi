@@ -906,15 +906,19 @@ class Credit(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BATCHES_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     num_batches: _builtins.int
+    waited_s: _builtins.float
+    """for so long the trainer had no batch to go on with since the last Credit"""
     def __init__(
         self,
         *,
         num_batches: _builtins.int = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batches", b"num_batches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batches", b"num_batches", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1267,6 +1271,9 @@ class SessionState(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     NUM_SHARING_FIELD_NUMBER: _builtins.int
+    WINDOW_READY_BATCH_S_FIELD_NUMBER: _builtins.int
+    WINDOW_SIZE_BATCH_S_FIELD_NUMBER: _builtins.int
+    TRAINER_WAITED_S_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     dataset: _builtins.str
     next_step: _builtins.int
@@ -1285,13 +1292,20 @@ class SessionState(_message.Message):
     memory_limit_bytes: _builtins.int
     credits: _builtins.int
     wait_storage_s: _builtins.float
-    """had credit, no batch was ready"""
+    """had credit, the next batch was not ready"""
     wait_trainer_s: _builtins.float
     """a batch was ready, no credit"""
     attached: _builtins.bool
     transport: Global___Transport.ValueType
     num_sharing: _builtins.int
     """sessions that read along in the same feed, this one among them"""
+    window_ready_batch_s: _builtins.float
+    """Integrals over time since the session's start. Between two answers, the growth of the first by that of the second is the mean
+    occupancy of the prefetch window, from 0 (storage-bound) to 1 (trainer-bound).
+    """
+    window_size_batch_s: _builtins.float
+    trainer_waited_s: _builtins.float
+    """for so long the trainer had no batch to go on with, as its client told"""
     @_builtins.property
     def reader(self) -> Global___Reader: ...
     def __init__(
@@ -1315,10 +1329,13 @@ class SessionState(_message.Message):
         attached: _builtins.bool = ...,
         transport: Global___Transport.ValueType = ...,
         num_sharing: _builtins.int = ...,
+        window_ready_batch_s: _builtins.float = ...,
+        window_size_batch_s: _builtins.float = ...,
+        trainer_waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "session_id", b"session_id", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

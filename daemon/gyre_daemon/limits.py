@@ -1,0 +1,66 @@
+"""What the machine lets this process have: descriptors, and the memory of its control groups."""
+
+import resource
+from pathlib import Path
+
+from gyre_daemon.errors import ConfigError
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def raise_descriptor_limit() -> int:
+    """The process may open as many descriptors as it was ever allowed to; gives their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # a filter of system calls, or a kernel with a lower ceiling
+        return soft
+    return hard
+
+
+def check_memory_budget(budget_bytes: int, limit_bytes: int | None) -> None:
+    """Refuse a budget that would have the kernel kill the daemon before it is used up.
+
+    Args:
+        budget_bytes: `memory_budget`.
+        limit_bytes: of the control group; None for none.
+
+    Raises:
+        ConfigError: the budget is larger.
+    """
+    if limit_bytes is not None and budget_bytes > limit_bytes:
+        raise ConfigError(
+            f"memory_budget is {budget_bytes} bytes, but this process's control group may use {limit_bytes}: "
+            "lower memory_budget, and leave some for the daemon itself, or raise the limit (MemoryMax=, --memory)"
+        )
+
+
+def memory_limit_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
+    """The lowest memory limit of this process's control group and those around it; None where there is none.
+
+    See cgroups(7): a line of the membership is `ID:CONTROLLERS:PATH`, of version 2 `0::PATH`. In a container the path may be
+    the host's; the limit then stands at the root of what is mounted.
+
+    Args:
+        cgroups: where the control groups are mounted.
+        membership: says which of them the process is in.
+    """
+    limits = []
+    for line in _text(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        mount, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        inside = Path("" if ".." in path.split("/") else path.lstrip("/"))
+        texts = [_text(mount / folder / name) for folder in (inside, *inside.parents)]
+        limits += [int(text) for text in texts if text.strip().isdecimal()]
+    lowest = min(limits, default=None)
+    return None if lowest is None or lowest >= 1 << 62 else lowest  # version 1 writes "none" as a number of that size
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""

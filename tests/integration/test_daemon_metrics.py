@@ -1,0 +1,133 @@
+"""Metrics and states of sessions from a real daemon that real loaders read from."""
+
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import Daemon, StartDaemon
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
+    dataset = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    return gyred({"metrics_listen": "tcp:127.0.0.1:0", "datasets": {"tokens": dataset}})
+
+
+def metrics_url(daemon: Daemon) -> str:
+    ready = next(event for event in daemon.events() if event["event"] == "ready")
+    return f"http://{ready['metrics'].removeprefix('tcp:')}/metrics"
+
+
+def scrape(daemon: Daemon) -> str:
+    with urllib.request.urlopen(metrics_url(daemon), timeout=10) as response:
+        text: str = response.read().decode()
+        return text
+
+
+def of_job(daemon: Daemon, job: str) -> dict[str, float]:
+    """A job's metrics, without their common beginning."""
+    families = text_string_to_metric_families(scrape(daemon))
+    samples = [sample for family in families for sample in family.samples if sample.labels.get("job") == job]
+    return {sample.name.removeprefix("gyre_job_"): sample.value for sample in samples}
+
+
+def state(daemon: Daemon) -> pb.SessionState:
+    with Connection(parse_address(daemon.address)) as connection:
+        (session,) = connection.status().sessions
+    return session
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_job_s_counters_outlive_its_sessions(daemon: Daemon) -> None:
+    for num_batches in (30, 50):
+        with Loader("tokens", batch_size=20, job="train", address=daemon.address) as loader:
+            taken = [next(loader) for _ in range(num_batches)]
+            until(lambda: of_job(daemon, "train")["sessions"] == 1)
+            assert of_job(daemon, "train")["memory_reserved_bytes"] > 0
+        del taken
+        until(lambda: of_job(daemon, "train")["sessions"] == 0)
+    found = of_job(daemon, "train")
+    assert found["batches_sent_total"] >= 80
+    assert found["sent_bytes_total"] >= 80 * 20 * (10 * 2 + 8)
+    assert found["memory_reserved_bytes"] == found["memory_bytes"] == found["held_batches"] == 0
+    assert 0 < found["window_ready_batch_seconds_total"] <= found["window_size_batch_seconds_total"]
+    assert found["trainer_starved_seconds_total"] > 0, "a trainer waits for its first batch at least"
+
+
+def test_a_trainer_that_takes_nothing_fills_its_window(daemon: Daemon) -> None:
+    with Loader("tokens", batch_size=20, prefetch_batches=4, job="slow", address=daemon.address) as loader:
+        next(loader)
+        until(lambda: state(daemon).num_ready == state(daemon).prefetch_batches)
+        before = state(daemon)
+        until(lambda: state(daemon).window_size_batch_s > before.window_size_batch_s + 0.1)
+        after = state(daemon)
+        size_s = after.window_size_batch_s - before.window_size_batch_s
+        assert after.window_ready_batch_s - before.window_ready_batch_s == pytest.approx(size_s)
+        assert after.wait_trainer_s > before.wait_trainer_s, "what is under way counts already"
+        assert after.wait_storage_s == before.wait_storage_s
+        assert after.trainer_waited_s == before.trainer_waited_s
+
+
+def test_nobody_reads_and_nothing_falls(daemon: Daemon) -> None:
+    first, second = ({line.split()[0] for line in scrape(daemon).splitlines() if line[0] != "#"} for _ in range(2))
+    assert first == second
+    assert {"gyre_sessions", "gyre_memory_budget_bytes", "gyre_event_loop_lag_seconds_count", "process_open_fds"} <= first
+    assert not any("job=" in name for name in first)
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool comes with Debian's package prometheus")
+def test_promtool_finds_nothing_to_complain_about(daemon: Daemon) -> None:
+    with Loader("tokens", batch_size=20, job='a "job"\nwith \\', address=daemon.address) as loader:
+        next(loader)
+        text = scrape(daemon)
+    assert 'job="a \\"job\\"\\nwith \\\\"' in text
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "gyre_daemon", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_metrics_for_other_hosts_must_be_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "gyre.toml"
+    path.write_text('metrics_listen = "tcp:0.0.0.0:9847"')
+    for command in ("check-config", "serve"):
+        refused = gyred_command(command, "--config", str(path))
+        assert refused.returncode == 2
+        assert "metrics_public = true" in refused.stderr
+    path.write_text('metrics_listen = "tcp:0.0.0.0:9847"\nmetrics_public = true')
+    assert gyred_command("check-config", "--config", str(path)).returncode == 0
+
+
+def test_a_port_in_use_ends_the_daemon_before_it_serves(daemon: Daemon, tmp_path: Path) -> None:
+    port = metrics_url(daemon).removesuffix("/metrics").rpartition(":")[2]
+    path = tmp_path / "gyre.toml"
+    path.write_text(f'listen = ["unix:{tmp_path}/second.sock"]\nmetrics_listen = "tcp:127.0.0.1:{port}"')
+    refused = gyred_command("serve", "--config", str(path))
+    assert refused.returncode == 2
+    assert f"metrics_listen: cannot listen on 127.0.0.1:{port}" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "second.sock").exists()

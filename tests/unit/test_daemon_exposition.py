@@ -1,0 +1,122 @@
+"""What Prometheus reads: one text for any daemon, by the library's own parsers."""
+
+import pytest
+from gyre_daemon.exposition import Census, Exposition, JobNow
+from gyre_daemon.jobs import SessionTotals
+from gyre_daemon.lag import BOUNDS_S, LoopLag
+from gyre_daemon.metrics import RequestCount, RequestLabels
+from gyre_daemon.occupancy import WindowTimes
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+HOSTILE = 'quo"te \\ back\nnew line {} \u2028 \x1b[31m'
+
+
+def late(*delays_s: float) -> LoopLag:
+    lag = LoopLag()
+    for delay_s in delays_s:
+        lag.note(delay_s)
+    return lag
+
+
+CENSUS = Census(
+    version="1.2.3",
+    is_draining=False,
+    memory_budget_bytes=1000,
+    memory_reserved_bytes=600,
+    num_batches_sent=12,
+    num_bytes_sent=3400,
+    storage={
+        RequestLabels("s3", "read", "error"): RequestCount(2, 0),
+        RequestLabels("file", "read", "ok"): RequestCount(7, 4096),
+    },
+    totals={
+        "train": SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0), 0.25),
+        HOSTILE: SessionTotals(2, 400),
+    },
+    jobs={"train": JobNow(2, 3, 1, 8, 300, 600)},
+    loop_lag=late(-0.1, 0.0, 0.003, 0.0025, 100.0),
+)
+
+
+def samples(text: str, parse: object = parse_text) -> dict[tuple[str, str], float]:
+    """By name and the value of the label `job`."""
+    assert callable(parse)
+    return {
+        (sample.name, sample.labels.get("job", "")): sample.value
+        for family in parse(text)
+        for sample in family.samples
+        if not sample.name.startswith("gyre_event_loop_lag_seconds_bucket")
+    }
+
+
+def test_numbers_are_those_of_the_census() -> None:
+    body, content_type = Exposition(lambda: CENSUS).text("")
+    assert content_type.startswith("text/plain; version=0.0.4")
+    found = samples(body.decode())
+    assert found["gyre_memory_budget_bytes", ""] == 1000
+    assert found["gyre_memory_reserved_bytes", ""] == 600
+    assert found["gyre_sessions", ""] == 2
+    assert found["gyre_batches_sent_total", ""] == 12
+    assert found["gyre_sent_bytes_total", ""] == 3400
+    assert found["gyre_draining", ""] == 0
+    of_job = {name.removeprefix("gyre_job_"): value for (name, job), value in found.items() if job == "train"}
+    assert of_job == {
+        "batches_sent_total": 10,
+        "sent_bytes_total": 3000,
+        "window_ready_batch_seconds_total": 6.0,
+        "window_size_batch_seconds_total": 8.0,
+        "wait_for_storage_seconds_total": 0.5,
+        "wait_for_trainer_seconds_total": 2.0,
+        "trainer_starved_seconds_total": 0.25,
+        "sessions": 2,
+        "window_ready_batches": 3,
+        "window_size_batches": 8,
+        "held_batches": 1,
+        "memory_bytes": 300,
+        "memory_reserved_bytes": 600,
+    }
+    assert found["gyre_job_batches_sent_total", HOSTILE] == 2, "a job may be named as it likes"
+    assert found["gyre_job_sessions", HOSTILE] == 0, "a job without a session keeps its counters"
+    assert found["process_open_fds", ""] > 0
+
+
+def test_storage_requests_are_told_apart_by_kind_and_outcome() -> None:
+    (family,) = (
+        family
+        for family in parse_text(Exposition(lambda: CENSUS).text("")[0].decode())
+        if family.name == "gyre_storage_requests"
+    )
+    assert [([sample.labels[name] for name in RequestLabels._fields], sample.value) for sample in family.samples] == [
+        (["file", "read", "ok"], 7.0),
+        (["s3", "read", "error"], 2.0),
+    ]
+
+
+def test_lag_is_a_histogram() -> None:
+    text = Exposition(lambda: CENSUS).text("")[0].decode()
+    (family,) = (family for family in parse_text(text) if family.name == "gyre_event_loop_lag_seconds")
+    by_bound = {sample.labels["le"]: sample.value for sample in family.samples if sample.name.endswith("_bucket")}
+    assert len(by_bound) == len(BOUNDS_S) + 1
+    assert (by_bound["0.001"], by_bound["0.0025"], by_bound["0.005"], by_bound["5.0"], by_bound["+Inf"]) == (2, 3, 4, 4, 5)
+    assert CENSUS.loop_lag.sum_s == pytest.approx(100.0055)
+
+
+def test_openmetrics_says_the_same_to_those_who_ask_for_it() -> None:
+    body, content_type = Exposition(lambda: CENSUS).text("application/openmetrics-text; version=1.0.0, text/plain;q=0.5")
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    assert body.endswith(b"# EOF\n")
+    found = samples(body.decode(), parse_openmetrics)
+    assert found["gyre_job_window_size_batch_seconds_total", "train"] == 8.0
+    assert found["gyre_job_batches_sent_total", HOSTILE] == 2
+
+
+@given(
+    st.text() | st.from_regex(r"(application/openmetrics-text|text/plain)(;\s?(version|escaping)=\S{0,6}){0,3}", fullmatch=True)
+)
+def test_whatever_is_accepted_gets_metrics(accept: str) -> None:
+    body, content_type = Exposition(lambda: CENSUS).text(accept)
+    assert b"gyre_memory_budget_bytes" in body
+    assert content_type
