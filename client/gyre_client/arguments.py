@@ -8,17 +8,26 @@ from typing import SupportsIndex
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.wire import tail_value
+from gyre_client.wire import order_value, tail_value
 
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
 
 
-def order(batch_size: int, world_size: int, seed: int, tail: str) -> pb.OrderSpec:
+def order(
+    batch_size: int,
+    world_size: int,
+    seed: int,
+    tail: str,
+    mode: str = "full",
+    io_block_bytes: int = 0,
+    window_blocks: int = 0,
+) -> pb.OrderSpec:
     """Returns the order in which a dataset is gone through.
 
     Raises:
-        InvalidRequest: A number out of its range, a batch that the ranks cannot share equally, or an unknown tail.
+        InvalidRequest: A number out of its range, a batch that the ranks cannot share equally, an unknown order or tail, or
+            blocks for an order that has none.
     """
     batch_size, world_size = whole("batch_size", batch_size, 1, MAX_UINT32), whole("world_size", world_size, 1, MAX_UINT32)
     if batch_size % world_size:
@@ -26,12 +35,17 @@ def order(batch_size: int, world_size: int, seed: int, tail: str) -> pb.OrderSpe
             f"batch_size is the global batch size, over all ranks; "
             f"{batch_size} is not divisible by the world size, {world_size}: every rank reads an equal part"
         )
-    return pb.OrderSpec(
-        mode=pb.ORDER_MODE_FULL,
+    spec = pb.OrderSpec(
+        mode=order_value(mode),
         tail=tail_value(tail),
         seed=whole("seed", seed, 0, MAX_UINT64),
         global_batch_size=batch_size,
+        io_block_bytes=whole("io_block_bytes", io_block_bytes, 0, MAX_UINT64),
+        window_blocks=whole("window_blocks", window_blocks, 0, MAX_UINT64),
     )
+    if mode != "block" and (spec.io_block_bytes or spec.window_blocks):
+        raise InvalidRequest(f"io_block_bytes and window_blocks belong to order='block', not to {mode!r}")
+    return spec
 
 
 def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:

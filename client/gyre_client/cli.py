@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.arguments import MAX_UINT32, MAX_UINT64, order, whole
+from gyre_client.arguments import MAX_UINT32, whole
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset, find_endpoint, given_address
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, UnknownDataset
+from gyre_client.planning import add_plan_arguments, cost_of_orders, plan_of_steps
 from gyre_client.report import duration, facts, size, table, to_json
-from gyre_client.wire import TAILS, dataset_ref, plain
+from gyre_client.wire import dataset_ref, plain
 
 _BAD_INPUT = (InvalidRequest, ConfigError, UnknownDataset)
 
@@ -99,22 +100,10 @@ def _shape(field: pb.Field) -> str:
 
 
 def _plan(connection: Connection, args: argparse.Namespace) -> Answer:
-    request = pb.PlanStepRequest(
-        dataset=_ref(args),
-        order=order(args.batch_size, args.world_size, args.seed, args.tail),
-        step=whole("step", args.step, 0, MAX_UINT64),
-        rank=whole("rank", args.rank, 0, args.world_size - 1),
-        world_size=args.world_size,
-    )
-    plan = connection.plan_step(request)
-    head = f"step {args.step} begins at position {plan.first_position}, in epoch {plan.epoch}"
-    return Answer(plain(plan), f"{head}; rank {args.rank} of {args.world_size} reads the samples\n{' '.join(_marked(plan))}")
-
-
-def _marked(plan: pb.PlanStepResponse) -> list[str]:
-    """The sample ids, padding in brackets."""
-    counts = plan.mask or [True] * len(plan.sample_ids)
-    return [str(sample) if counted else f"({sample})" for sample, counted in zip(plan.sample_ids, counts, strict=True)]
+    if args.cost == (args.step is not None):
+        raise InvalidRequest("what is to be planned? Give --step S, --step A:B or --cost")
+    answer = cost_of_orders(connection, _ref(args), args) if args.cost else plan_of_steps(connection, _ref(args), args)
+    return Answer(*answer)
 
 
 def _index(connection: Connection, args: argparse.Namespace) -> Answer:
@@ -217,13 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("describe", parents=[dataset], help="what a dataset is").set_defaults(run=_describe)
     commands.add_parser("index", parents=[dataset], help="build what is missing of a dataset's index").set_defaults(run=_index)
     commands.add_parser("status", parents=[common], help="what a daemon is doing").set_defaults(run=_status)
-    plan = commands.add_parser("plan", parents=[shuffle], help="which samples make a step")
+    plan = commands.add_parser("plan", parents=[shuffle], help="which samples make a step, or what each order costs")
     plan.set_defaults(run=_plan)
-    plan.add_argument("--step", type=int, required=True)
-    plan.add_argument("--batch-size", type=int, required=True, help="the global batch size, over all ranks")
-    plan.add_argument("--rank", type=int, default=0)
-    plan.add_argument("--world-size", type=int, default=1)
-    plan.add_argument("--tail", choices=tuple(TAILS), default="wrap")
+    add_plan_arguments(plan)
     cat = commands.add_parser("cat", parents=[shuffle], help="print the first samples of the shuffle")
     cat.set_defaults(run=_cat)
     cat.add_argument("--num", type=int, default=3, help="how many")

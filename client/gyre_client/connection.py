@@ -145,6 +145,10 @@ class Connection:
         """Returns the sample ids of one step."""
         return self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
 
+    def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:
+        """Returns what reading a dataset costs in each order."""
+        return self._call(self._stub.PlanCost, request, OPEN_TIMEOUT_S)
+
     def open_session(
         self, request: pb.OpenSessionRequest, timeout_s: float = OPEN_TIMEOUT_S, side_token: str = ""
     ) -> pb.SessionOpened:

@@ -11,13 +11,14 @@ import torch.distributed
 from gyre_protos.v1 import loader_pb2 as pb
 from torch.utils.data import IterableDataset
 
-from gyre_client.arguments import MAX_UINT32, MAX_UINT64, order, reader, whole
+from gyre_client.arguments import MAX_UINT32, MAX_UINT64, reader, whole
+from gyre_client.arguments import order as order_spec
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset
 from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
 from gyre_client.outage import Outage
 from gyre_client.stream import BatchStream
-from gyre_client.wire import dataset_ref
+from gyre_client.wire import dataset_ref, join_value
 
 
 class Loader(IterableDataset[dict[str, torch.Tensor]]):
@@ -49,6 +50,10 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         world_size: int | None = None,
         address: str | None = None,
         tail: str = "wrap",
+        order: str = "full",
+        io_block_bytes: int = 0,
+        window_blocks: int = 0,
+        join: str = "alone",
         epochs: int | None = None,
         job: str | None = None,
         prefetch_batches: int = 0,
@@ -68,6 +73,12 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 daemon is started, which ends with this process.
             tail: What becomes of samples that do not fill an epoch's last batch: `wrap` (batches run on into the next epoch),
                 `drop`, or `pad` (batches are filled up; the tensor `mask` is false there).
+            order: `full`, a global shuffle; `block`, for cold object storage: blocks of samples that lie together, each read with
+                one request, in a random order, and each mixed with those in a window around it; `sequential`, by sample id.
+            io_block_bytes: With `block`, about how long a block is; 0 lets the window fit into 1 GiB.
+            window_blocks: With `block`, how many blocks are mixed with each other; 0 for four times `batch_size`.
+            join: `alone`, or `rotate`: to begin where a running job of the same order on the same data reads now, so that both
+                read what is at hand; every epoch goes round from there. With several ranks, give each rank 0's state.
             epochs: How many epochs until the stream ends; None for no end.
             job: Who reads; two loaders of one job and rank displace each other, the younger the older. A name of its own if
                 None.
@@ -83,10 +94,11 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         rank, world_size = _place(rank, world_size)
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options),
-            order=order(batch_size, world_size, seed, tail),
+            order=order_spec(batch_size, world_size, seed, tail, order, io_block_bytes, window_blocks),
             reader=reader(job, rank, world_size),
             num_epochs=0 if epochs is None else whole("epochs", epochs, 1, MAX_UINT64),
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
+            join=join_value(join),
         )
         self._reattach_timeout_s = reattach_timeout_s
         self._cursor = b""

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
@@ -19,9 +19,13 @@ from gyre_client.errors import DaemonFault, InvalidRequest
 MAX_CHUNK_BYTES = 1 << 20
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 4  # the tag, and three bytes of varint for 2^20
 
+_Value = TypeVar("_Value")
+
 _DATA_TAG = 0x0A  # field 1, length-delimited
 
 TAILS = {"wrap": pb.TAIL_WRAP, "drop": pb.TAIL_DROP, "pad": pb.TAIL_PAD}
+ORDERS = {"full": pb.ORDER_MODE_FULL, "block": pb.ORDER_MODE_BLOCK, "sequential": pb.ORDER_MODE_SEQUENTIAL}
+JOINS = {"alone": pb.JOIN_ALONE, "rotate": pb.JOIN_ROTATE}
 
 
 def chunk_data(frame: bytes) -> memoryview:
@@ -49,9 +53,31 @@ def tail_value(tail: str) -> pb.Tail.ValueType:
     Raises:
         InvalidRequest: There is no such tail.
     """
-    if tail not in TAILS:
-        raise InvalidRequest(f"tail is {tail!r}; it can be {', '.join(map(repr, TAILS))}")
-    return TAILS[tail]
+    return _value("tail", tail, TAILS)
+
+
+def order_value(order: str) -> pb.OrderMode.ValueType:
+    """Returns the protocol's value for the order of that name.
+
+    Raises:
+        InvalidRequest: There is no such order.
+    """
+    return _value("order", order, ORDERS)
+
+
+def join_value(join: str) -> pb.Join.ValueType:
+    """Returns the protocol's value for a way to begin.
+
+    Raises:
+        InvalidRequest: There is no such way.
+    """
+    return _value("join", join, JOINS)
+
+
+def _value(argument: str, word: str, values: Mapping[str, _Value]) -> _Value:
+    if word not in values:
+        raise InvalidRequest(f"{argument} is {word!r}; it can be {', '.join(map(repr, values))}")
+    return values[word]
 
 
 def dataset_ref(

@@ -3,11 +3,11 @@
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.permutation import ALGORITHM_VERSION
-from gyre_daemon.plan import Order
+from gyre_daemon.plan import MAX_START_POSITION, Order
 
 _MAGIC = b"GYRE"
 _FORMAT_VERSION = 1
@@ -21,7 +21,7 @@ class Cursor:
 
     Attributes:
         fingerprint: of the dataset.
-        order: mode, tail, seed and G.
+        order: mode, tail, seed and G; of the order `block` its blocks and window; where the job joined another one.
         algorithm: version of the permutation.
         position: the first that has not been consumed; a multiple of G.
         num_substitutes: samples replaced so far.
@@ -39,8 +39,8 @@ class Cursor:
 
     def encoder(self) -> Callable[[int], bytes]:
         """Encodes this cursor at any position; what does not change is encoded once."""
-        fields = {**asdict(self), "position": 0}
-        text = json.dumps([_FORMAT_VERSION, fields], separators=(",", ":"), sort_keys=True)
+        told = {**asdict(self), "order": _given(self.order), "position": 0}
+        text = json.dumps([_FORMAT_VERSION, told], separators=(",", ":"), sort_keys=True)
         before, after = (part.encode() for part in text.rsplit("0", 1))  # `position` sorts last
 
         def encode(position: int) -> bytes:
@@ -60,7 +60,7 @@ def decode_cursor(data: bytes) -> Cursor:
     if len(data) > _MAX_BYTES or data[:4] != _MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[4:8]:
         raise CursorRejected("the cursor is damaged or is none of this loader's; pass the bytes as state_dict() gave them")
     try:
-        version, fields = json.loads(body)
+        version, told = json.loads(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise CursorRejected("the cursor cannot be read; pass the bytes as state_dict() gave them") from error
     if version != _FORMAT_VERSION:
@@ -68,7 +68,7 @@ def decode_cursor(data: bytes) -> Cursor:
             f"the cursor has format version {version}, but this daemon reads version {_FORMAT_VERSION}; upgrade the daemon"
         )
     try:
-        cursor = Cursor(**{**fields, "order": Order(**fields["order"])})
+        cursor = Cursor(**{**told, "order": Order(**told["order"])})
     except (TypeError, KeyError) as error:
         raise CursorRejected("the cursor lacks what its version promises; pass the bytes as state_dict() gave them") from error
     if not _is_possible(cursor):
@@ -90,6 +90,9 @@ def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Ord
         ("the tail", cursor.order.tail, order.tail),
         ("the seed", cursor.order.seed, order.seed),
         ("the global batch size", cursor.order.global_batch_size, order.global_batch_size),
+        ("the block size (io_block) in bytes", cursor.order.io_block_bytes, order.io_block_bytes),
+        ("the window in blocks", cursor.order.window_blocks, order.window_blocks),
+        ("the position of another job at which it joined", cursor.order.start_position, order.start_position),
     ]
     if cursor.fingerprint != fingerprint:
         raise CursorRejected(
@@ -102,9 +105,28 @@ def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Ord
             raise CursorRejected(f"the cursor does not fit: {what} is {theirs} there and {ours} here", {"differs": what})
 
 
+def joined_at(data: bytes) -> int:
+    """The start position of the job that a cursor is of: who resumes stays where it joined.
+
+    Raises:
+        CursorRejected: see `decode_cursor`.
+    """
+    return decode_cursor(data).order.start_position
+
+
+def _given(order: Order) -> dict[str, object]:
+    """What is said of an order: a field that its mode has no use for is left out, as in cursors from before there was one."""
+    defaults = {field.name: field.default for field in fields(Order)}
+    return {name: value for name, value in asdict(order).items() if value != defaults[name]}
+
+
 def _is_possible(cursor: Cursor) -> bool:
     """Whether a job can have come there; a checksum proves no more than that the bytes travelled well."""
-    size, position, num_substitutes = cursor.order.global_batch_size, cursor.position, cursor.num_substitutes
-    if not all(type(number) is int for number in (cursor.algorithm, cursor.order.seed, size, position, num_substitutes)):
+    order, position, num_substitutes = cursor.order, cursor.position, cursor.num_substitutes
+    size, start = order.global_batch_size, order.start_position
+    of_order = (order.seed, size, order.io_block_bytes, order.window_blocks, start)
+    if not all(type(number) is int for number in (cursor.algorithm, position, num_substitutes, *of_order)):
+        return False
+    if not 0 <= start <= MAX_START_POSITION:
         return False
     return size > 0 and 0 <= num_substitutes <= position < _MAX_POSITION and position % size == 0

@@ -5,6 +5,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.blocks import BlockTable
 from gyre_daemon.formats import FieldSpec, SampleIndex
 from gyre_daemon.storage import Shard, Storage
 
@@ -43,6 +47,33 @@ class Dataset:
     def num_bytes(self) -> int:
         """Of all shards together."""
         return sum(shard.size_bytes for shard in self.storage.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRanges:
+    """The range request of each of n blocks: the bytes `[start, stop)` of a shard.
+
+    Attributes:
+        shard: int64 [n].
+        start: int64 [n].
+        stop: int64 [n].
+    """
+
+    shard: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    stop: npt.NDArray[np.int64]
+
+
+def block_ranges(index: SampleIndex, table: BlockTable, blocks: npt.NDArray[np.int64]) -> BlockRanges:
+    """Where blocks lie: every field of every one of a block's samples is within its range.
+
+    Args:
+        index: of the samples, which lie in their shard in the order of their ids.
+        table: from `index.blocks`.
+        blocks: int64 [n].
+    """
+    first, last = index.locate(table.first_sample(blocks)), index.locate(table.first_sample(blocks + 1) - 1)
+    return BlockRanges(first.shard, first.start.min(axis=1), (last.start + last.size).max(axis=1))
 
 
 def fingerprint(shards: Sequence[Shard], index: SampleIndex, probes: Sequence[bytes]) -> str:

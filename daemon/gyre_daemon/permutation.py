@@ -9,7 +9,7 @@ it permutes a power of two evenly, so that half of the keys exchange the samples
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +21,12 @@ MAX_SAMPLES = 1 << 62
 _MAX_TABLE_SAMPLES = 4096
 _NUM_ROUNDS = 8  # even, so that the two halves come back to their places
 _KEY_FORMAT = f"<{_NUM_ROUNDS}IB"
+KEY_BYTES = struct.calcsize(_KEY_FORMAT)
 
 Int64Array = npt.NDArray[np.int64]
+Word = npt.NDArray[np.uint64]
+RoundKey = np.uint32 | npt.NDArray[np.uint32]
 _Half = npt.NDArray[np.uint32]
-_Word = npt.NDArray[np.uint64]
 
 
 def epoch_key(seed: int, epoch: int) -> bytes:
@@ -34,9 +36,7 @@ def epoch_key(seed: int, epoch: int) -> bytes:
         seed: in `[0, 2**64)`.
         epoch: in `[0, 2**64)`.
     """
-    return hashlib.blake2b(
-        struct.pack("<QQ", seed, epoch), digest_size=struct.calcsize(_KEY_FORMAT), person=b"gyre.permutation"
-    ).digest()
+    return hashlib.blake2b(struct.pack("<QQ", seed, epoch), digest_size=KEY_BYTES, person=b"gyre.permutation").digest()
 
 
 class _Bijection(Protocol):
@@ -87,13 +87,11 @@ class _Network:
     """A Feistel network with cycle walking."""
 
     def __init__(self, key: bytes, num_samples: int) -> None:
-        num_bits = (num_samples - 1).bit_length()
+        self._num_bits = (num_samples - 1).bit_length()
         self._num_samples = num_samples
         *round_keys, last = struct.unpack(_KEY_FORMAT, key)
         self._round_keys = [np.uint32(word) for word in round_keys]
         self._exchanges = last & 1
-        self._left_bits = num_bits // 2
-        self._right_bits = num_bits - self._left_bits
 
     def forward(self, values: Int64Array) -> Int64Array:
         return self._exchange(self._walk(values, self._encrypt))
@@ -107,7 +105,7 @@ class _Network:
             values[np.flatnonzero(values < 2)] ^= 1
         return values
 
-    def _walk(self, values: Int64Array, step: Callable[[_Word], _Word]) -> Int64Array:
+    def _walk(self, values: Int64Array, step: Callable[[Word], Word]) -> Int64Array:
         result = step(values.astype(np.uint64))
         outside = np.flatnonzero(result >= self._num_samples)
         while outside.size:
@@ -116,33 +114,49 @@ class _Network:
             outside = outside[walked >= self._num_samples]
         return result.astype(np.int64)
 
-    def _encrypt(self, values: _Word) -> _Word:
-        left, right = self._split(values, self._right_bits)
-        left_bits, right_bits = self._left_bits, self._right_bits
-        for key in self._round_keys:
-            left, right = right, left ^ _mix(right, key, left_bits)
-            left_bits, right_bits = right_bits, left_bits
-        return _join(left, right, right_bits)
+    def _encrypt(self, values: Word) -> Word:
+        return encrypt(values, self._round_keys, self._num_bits)
 
-    def _decrypt(self, values: _Word) -> _Word:
-        left, right = self._split(values, self._right_bits)
-        left_bits, right_bits = self._left_bits, self._right_bits
-        for key in reversed(self._round_keys):
-            left, right = right ^ _mix(left, key, right_bits), left
-            left_bits, right_bits = right_bits, left_bits
-        return _join(left, right, right_bits)
-
-    @staticmethod
-    def _split(values: _Word, right_bits: int) -> tuple[_Half, _Half]:
-        mask = np.uint64((1 << right_bits) - 1)
-        return (values >> np.uint64(right_bits)).astype(np.uint32), (values & mask).astype(np.uint32)
+    def _decrypt(self, values: Word) -> Word:
+        return decrypt(values, self._round_keys, self._num_bits)
 
 
-def _join(left: _Half, right: _Half, right_bits: int) -> _Word:
+def encrypt(values: Word, round_keys: Sequence[RoundKey], num_bits: int) -> Word:
+    """A bijection of the numbers below 2**num_bits.
+
+    Args:
+        values: uint64 [n].
+        round_keys: an even number of them, each uint32, one for all values or [n].
+        num_bits: 2 to 64.
+    """
+    left_bits, right_bits = num_bits // 2, num_bits - num_bits // 2
+    left, right = _split(values, right_bits)
+    for key in round_keys:
+        left, right = right, left ^ _mix(right, key, left_bits)
+        left_bits, right_bits = right_bits, left_bits
+    return _join(left, right, right_bits)
+
+
+def decrypt(values: Word, round_keys: Sequence[RoundKey], num_bits: int) -> Word:
+    """The inverse of `encrypt`."""
+    left_bits, right_bits = num_bits // 2, num_bits - num_bits // 2
+    left, right = _split(values, right_bits)
+    for key in reversed(round_keys):
+        left, right = right ^ _mix(left, key, right_bits), left
+        left_bits, right_bits = right_bits, left_bits
+    return _join(left, right, right_bits)
+
+
+def _split(values: Word, right_bits: int) -> tuple[_Half, _Half]:
+    mask = np.uint64((1 << right_bits) - 1)
+    return (values >> np.uint64(right_bits)).astype(np.uint32), (values & mask).astype(np.uint32)
+
+
+def _join(left: _Half, right: _Half, right_bits: int) -> Word:
     return (left.astype(np.uint64) << np.uint64(right_bits)) | right
 
 
-def _mix(half: _Half, key: np.uint32, num_bits: int) -> _Half:
+def _mix(half: _Half, key: RoundKey, num_bits: int) -> _Half:
     """The round function: the finaliser of MurmurHash3 over half and key, its top `num_bits` bits."""
     mixed = half ^ key
     mixed ^= mixed >> np.uint32(16)

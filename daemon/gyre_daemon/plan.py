@@ -1,24 +1,36 @@
-"""Which samples make a batch: a pure function of dataset size, order, seed, global batch size and step. Nothing here waits.
+"""Which samples make a batch: a pure function of dataset, order, seed, global batch size and step. Nothing here waits.
 
 Position `p` of a stream lies in epoch `e = p // L` at place `q = p % L`, where L is the length of an epoch in positions: N
 with the tail `wrap`, N rounded down to whole global batches with `drop`, rounded up with `pad`. The sample there is
-`perm(key(seed, e), N)(q)`; padding places repeat the epoch's first samples and are masked. Global step `s` owns the positions
-`[sG, (s+1)G)`, rank `r` of W their r-th contiguous part.
+`perm(key(seed, e), N)(q)` in the order `full`, `BlockOrder` of the place in `block`, and `q` itself in `sequential`; padding
+places repeat the epoch's first samples and are masked. Global step `s` owns the positions `[sG, (s+1)G)`, rank `r` of W their
+r-th contiguous part.
+
+A job that joins a running one begins at a position `(E, q0)` of that one, and each of its epochs goes round from there: its
+epoch e is the running job's epoch E + e from place q0 to the end and then from the beginning to q0.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.block_order import BlockOrder
+from gyre_daemon.blocks import BlockTable
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.formats import SampleIndex
 from gyre_daemon.permutation import MAX_SAMPLES, Int64Array, Permutation, epoch_key
 
-OrderMode = Literal["full"]
+OrderMode = Literal["full", "block", "sequential"]
 Tail = Literal["wrap", "drop", "pad"]
 
+NEVER = (1 << 63) - 1  # a position that no job reaches
+MAX_START_POSITION = 1 << 62
+
 _MAX_EPOCHS_PER_BATCH = 4096  # each takes some 10 us, while all other sessions wait
+_MAX_EPOCH_ORDERS = 3  # a batch touches the epoch that ends and the one that begins; a next use may lie in the one after
+_MAX_EPOCHS_AHEAD = 8  # in which a next use is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +38,23 @@ class Order:
     """How a job goes through a dataset.
 
     Attributes:
-        mode: `full`, a global shuffle.
+        mode: `full`, a global shuffle; `block`, a shuffle of blocks, each mixed with those in a window around it; `sequential`,
+            by sample id.
         tail: what becomes of samples that do not fill a global batch.
         seed: in `[0, 2**64)`.
         global_batch_size: G, samples per step over all ranks.
+        io_block_bytes: about how long a block is; 0 but for `block`.
+        window_blocks: how many blocks are mixed with each other; 0 but for `block`.
+        start_position: of a running job of the same order that starts at 0, where this one begins; 0 for a job of its own.
     """
 
     mode: OrderMode
     tail: Tail
     seed: int
     global_batch_size: int
+    io_block_bytes: int = 0
+    window_blocks: int = 0
+    start_position: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +74,23 @@ class BatchPlan:
     mask: npt.NDArray[np.bool_] | None
 
 
-class Plan:
-    """The batches of one order over one dataset size."""
+class _EpochOrder(Protocol):
+    """A bijection from the places of one epoch to sample ids."""
 
-    def __init__(self, order: Order, num_samples: int) -> None:
+    def __call__(self, places: Int64Array) -> Int64Array: ...
+    def inverse(self, sample_ids: Int64Array) -> Int64Array: ...
+
+
+class Plan:
+    """The batches of one order over one dataset."""
+
+    def __init__(self, order: Order, num_samples: int, blocks: BlockTable | None = None) -> None:
         """Check that the order can go through so many samples.
+
+        Args:
+            order: how to go.
+            num_samples: N.
+            blocks: which samples lie together; needed by the order `block`, and by no other.
 
         Raises:
             InvalidRequest: the dataset is empty, G is not positive or thousands of times the dataset, or `drop` would leave no
@@ -82,7 +113,9 @@ class Plan:
                 f"an epoch of {num_samples} samples has no whole batch of {order.global_batch_size}; with tail `drop` the "
                 "global batch size must not exceed the dataset"
             )
-        self._permutations: dict[int, Permutation] = {}
+        self._blocks = blocks
+        self._start_epoch, self._start_place = divmod(order.start_position, self.epoch_length)
+        self._epoch_orders: dict[int, _EpochOrder] = {}
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
         """What a rank reads in a step; `world_size` divides G and `rank` is below it."""
@@ -97,13 +130,14 @@ class Plan:
             -1
         )  # small numbers, however far the step
         epochs, places = np.divmod(first_place + ahead, self.epoch_length)
+        places = (places + self._start_place) % self.epoch_length
         mask = places < self.num_samples if self.order.tail == "pad" else None
         if mask is not None:
             places %= self.num_samples
         sample_ids = np.empty(len(places), np.int64)
         for epoch in range(int(epochs[-1]) + 1):
             of_epoch = slice(*np.searchsorted(epochs, (epoch, epoch + 1)).tolist())
-            sample_ids[of_epoch] = self._permutation(first_epoch + epoch)(places[of_epoch])
+            sample_ids[of_epoch] = self._epoch_order(first_epoch + epoch)(places[of_epoch])
         return [
             BatchPlan(
                 first_step + index,
@@ -118,12 +152,78 @@ class Plan:
         """Whole steps in so many epochs; what is left of the last one with `wrap` is not handed out."""
         return num_epochs * self.epoch_length // self.order.global_batch_size
 
-    def _permutation(self, epoch: int) -> Permutation:
-        if epoch not in self._permutations:
-            if len(self._permutations) >= 2:  # a batch touches the epoch that ends and the one that begins
-                self._permutations.clear()
-            self._permutations[epoch] = Permutation(epoch_key(self.order.seed, epoch), self.num_samples)
-        return self._permutations[epoch]
+    def sample_ids_at(self, places: Int64Array) -> Int64Array:
+        """The samples at places of the first epoch, in `[0, N)`, of the running order: without ranks, tails or a start."""
+        return self._epoch_order(0)(places)
+
+    def running_position(self, step: int) -> int:
+        """Where a step begins, as a position of a job that started at 0: there another job may join and read the same samples."""
+        epoch, place = divmod(step * self.order.global_batch_size, self.epoch_length)
+        return (self._start_epoch + epoch) * self.epoch_length + (place + self._start_place) % self.epoch_length
+
+    def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
+        """The first position at or after `position` at which each sample is read; NEVER where that is not within some epochs."""
+        found = np.full(len(sample_ids), NEVER)
+        first_epoch = position // self.epoch_length
+        for epoch in range(first_epoch, first_epoch + _MAX_EPOCHS_AHEAD):
+            left = np.flatnonzero(found == NEVER)
+            if not left.size:
+                break
+            found[left] = self._use_in_epoch(sample_ids[left], epoch, position - epoch * self.epoch_length)
+        return found
+
+    def next_use_of_blocks(self, table: BlockTable, blocks: Int64Array, position: int) -> Int64Array:
+        """The first position at or after `position` at which any sample of each block is read; see `next_use`."""
+        sizes = table.sizes(blocks)
+        begins = np.cumsum(sizes) - sizes
+        ids = np.arange(sizes.sum()) + np.repeat(table.first_sample(blocks) - begins, sizes)
+        return np.minimum.reduceat(self.next_use(ids, position), begins) if len(blocks) else np.empty(0, np.int64)
+
+    def _use_in_epoch(self, sample_ids: Int64Array, epoch: int, after: int) -> Int64Array:
+        """The first position in an epoch, at least `after` places from its beginning, of each sample."""
+        first = self._epoch_order(epoch).inverse(sample_ids)
+        best = np.full(len(sample_ids), NEVER)
+        for repeated in range(-(-self.epoch_length // self.num_samples)):  # padding reads samples again
+            places = first + repeated * self.num_samples
+            own = (places - self._start_place) % self.epoch_length
+            usable = (places < self.epoch_length) & (own >= after)
+            best[usable] = np.minimum(best[usable], epoch * self.epoch_length + own[usable])
+        return best
+
+    def _epoch_order(self, epoch: int) -> _EpochOrder:
+        """Of an epoch of this job."""
+        if epoch not in self._epoch_orders:
+            if len(self._epoch_orders) >= _MAX_EPOCH_ORDERS:
+                del self._epoch_orders[min(self._epoch_orders)]
+            self._epoch_orders[epoch] = self._make_epoch_order(self._start_epoch + epoch)
+        return self._epoch_orders[epoch]
+
+    def _make_epoch_order(self, epoch: int) -> _EpochOrder:
+        order = self.order
+        if order.mode == "sequential":
+            return _Sequential()
+        if order.mode == "full":
+            return Permutation(epoch_key(order.seed, epoch), self.num_samples)
+        assert self._blocks is not None
+        return BlockOrder(order.seed, epoch, self._blocks, order.window_blocks)
+
+
+class _Sequential:
+    def __call__(self, places: Int64Array) -> Int64Array:
+        return places
+
+    def inverse(self, sample_ids: Int64Array) -> Int64Array:
+        return sample_ids
+
+
+def plan_of(order: Order, index: SampleIndex) -> Plan:
+    """The batches of an order over a dataset; looks at every sample the first time that blocks of this size are wanted.
+
+    Raises:
+        InvalidRequest: see `Plan`.
+    """
+    blocks = index.blocks(order.io_block_bytes) if order.mode == "block" and index.num_samples else None
+    return Plan(order, index.num_samples, blocks)
 
 
 def check_ranks(order: Order, rank: int, world_size: int) -> None:

@@ -7,6 +7,7 @@ from typing import BinaryIO, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.blocks import BlockTable
 from gyre_daemon.cache import Arrays
 from gyre_daemon.storage import Shard
 
@@ -67,6 +68,9 @@ class SampleIndex(Protocol):
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """An upper bound of the bytes that the ragged fields of samples at `num_samples` successive positions have together."""
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """Runs of successive samples of one shard, about `io_block_bytes` long; nothing of a sample is outside its block."""
 
     def digest(self) -> bytes:
         """Changes whenever a sample id would mean other bytes of the same shards."""

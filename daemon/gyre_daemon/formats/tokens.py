@@ -7,6 +7,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.blocks import BlockTable, blocks_of_equal_samples
 from gyre_daemon.cache import Arrays
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.formats.base import Extents, FieldSpec
@@ -85,6 +86,10 @@ class TokensIndex:
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`: no field is ragged."""
         return 0
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`: arithmetic, a few bytes per shard."""
+        return blocks_of_equal_samples(np.diff(self._first), self._stride_bytes, io_block_bytes)
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
