@@ -64,12 +64,28 @@ def some_reads() -> Reads:
 
 def test_a_cold_file_is_announced_and_a_hot_one_is_not(shard: OpenShard) -> None:
     ahead = ReadAhead([shard.listed])
-    assert ahead.announce(some_reads(), {0: shard}) == 0, "it was just written"
     evict(shard)
-    assert 0 < ahead.announce(some_reads(), {0: shard}) <= 100
+    for _ in range(3):
+        assert 0 < ahead.announce(some_reads(), {0: shard}) <= 100
+        evict(shard)
     for start in some_reads().start.tolist():
         assert os.pread(shard.descriptor, 1, start) == b"\0"
     assert ahead.announce(some_reads(), {0: shard}) == 0
+
+
+def test_the_longer_a_file_is_hot_the_less_it_is_looked_at(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that turns cold again is noticed all the same, and from then on always looked at."""
+    ahead = ReadAhead([shard.listed])
+    looks = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: looks.append(1) or preadv(*arguments))
+    for _ in range(1000):
+        assert ahead.announce(some_reads(), {0: shard}) == 0
+    assert len(looks) < 1000 * 16 / 40
+    evict(shard)
+    assert any(ahead.announce(some_reads(), {0: shard}) for _ in range(64))
+    evict(shard)
+    assert ahead.announce(some_reads(), {0: shard})
 
 
 def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +93,9 @@ def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(os, "preadv", unsupported)
-    ahead = ReadAhead([shard.listed])
-    assert ahead.announce(some_reads(), {0: shard}) == 0
+    assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) == 0
     evict(shard)
-    assert ahead.announce(some_reads(), {0: shard}) > 0
+    assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) > 0
 
 
 def test_advice_that_nobody_takes_is_no_error(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Telling the kernel which pages of local files are about to be copied, so that a cold file is read many blocks at once.
 
 Without it a copy out of a mapping waits for one block after the other. Nothing is told of files that are in memory already: of
-each job a few reads are looked up, and only where one of them is not there, the whole job is announced.
+a job a few reads are looked up, and only where one of them is not there, the whole job is announced. While nothing is missing,
+fewer and fewer jobs are looked at: every look-up gives the interpreter's lock away, which costs more than the look.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from gyre_daemon.storage.base import Reads, Shard
 from gyre_daemon.storage.openfiles import OpenShard
 
 _NUM_PROBES = 16
+_MAX_STRIDE = 64  # jobs of which one is looked at
 _WHOLE_GRAIN_BYTES = 128 << 10
 
 _Ranges = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -36,6 +38,8 @@ class ReadAhead:
         """
         fits = sum(shard.size_bytes for shard in shards) <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
         self.grain_bytes = _WHOLE_GRAIN_BYTES if fits else mmap.PAGESIZE
+        self._stride = 1
+        self._num_unseen = 0
 
     def announce(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int:
         """Have the kernel begin to read what is not in memory.
@@ -45,10 +49,16 @@ class ReadAhead:
             opened: by shard.
 
         Returns:
-            How many ranges were announced: 0 where all that was looked up is in memory.
+            How many ranges were announced: 0 where all that was looked up is in memory, or nothing was looked up.
         """
-        if all(_is_resident(opened[shard], start) for shard, start in _probes(reads)):
+        if self._num_unseen + 1 < self._stride:
+            self._num_unseen += 1
             return 0
+        self._num_unseen = 0
+        if all(_is_resident(opened[shard], start) for shard, start in _probes(reads)):
+            self._stride = min(2 * self._stride, _MAX_STRIDE)
+            return 0
+        self._stride = 1
         shards, starts, stops = blocks(reads.shard, reads.start, reads.start + reads.size, self.grain_bytes)
         with contextlib.suppress(OSError):  # it is advice: where it cannot be given, the copy waits
             for shard, start, stop in zip(shards.tolist(), starts.tolist(), stops.tolist(), strict=True):
