@@ -6,7 +6,9 @@ from typing import Literal, NamedTuple
 from gyre_daemon.jobs import Jobs
 
 RequestKind = Literal["read", "list", "stream"]
-Outcome = Literal["ok", "error"]
+# Of each request that was sent: its bytes were used; it was answered 429 or 503, or reached nobody; it failed otherwise and was
+# tried again; its twin was faster; nobody waited any more; it failed for good.
+Outcome = Literal["ok", "refused", "retried", "hedged", "abandoned", "error"]
 
 
 class RequestLabels(NamedTuple):
@@ -19,10 +21,41 @@ class RequestLabels(NamedTuple):
 
 @dataclass(slots=True)
 class RequestCount:
-    """How many requests there were and how many bytes they brought."""
+    """How many requests there were, how many bytes they brought, and what they took together where that was timed."""
 
     num_requests: int = 0
     num_bytes: int = 0
+    first_byte_s: float = 0.0
+    body_s: float = 0.0
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What the node cache did, in reads and in blocks.
+
+    Attributes:
+        num_hits: reads whose block was there.
+        num_misses: reads that found none.
+        num_joined: reads whose block was on its way for another.
+        num_past: reads that went to the storage beside the cache; those of `num_misses` that a block could not be had for.
+        num_blocks_fetched: whole blocks.
+        num_bytes_fetched: their bytes.
+        num_evicted: blocks that went for others.
+        num_corrupt: blocks on disk that were not what was written, and were fetched anew.
+        memory_bytes: held now.
+        disk_bytes: held now.
+    """
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_joined: int = 0
+    num_past: int = 0
+    num_blocks_fetched: int = 0
+    num_bytes_fetched: int = 0
+    num_evicted: int = 0
+    num_corrupt: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -33,9 +66,16 @@ class Metrics:
     num_batches_sent: int = 0
     num_bytes_sent: int = 0
     jobs: Jobs = field(default_factory=Jobs)
+    cache: CacheCounts = field(default_factory=CacheCounts)
 
     def count_requests(self, labels: RequestLabels, num_requests: int, num_bytes: int) -> None:
         """Add requests of one kind and outcome."""
         count = self.storage.setdefault(labels, RequestCount())
         count.num_requests += num_requests
         count.num_bytes += num_bytes
+
+    def time_request(self, labels: RequestLabels, first_byte_s: float, body_s: float) -> None:
+        """Add what a counted request took until its answer began, and from there until it was whole."""
+        count = self.storage[labels]
+        count.first_byte_s += first_byte_s
+        count.body_s += body_s

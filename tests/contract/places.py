@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 from gyre_daemon.errors import first_error
-from gyre_daemon.storage import Reads
+from gyre_daemon.storage import Reads, StorageOpener
 
 from tests.conftest import S3Server
 from tests.contract.objects import ObjectServer
@@ -121,8 +121,21 @@ class Targets:
             assert (memory[16 + size :] == GUARD).all()
 
 
+openers: list[StorageOpener] = []
+
+
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(work)
+    """On a loop of its own, after which nothing is open."""
+
+    async def whole() -> Result:
+        try:
+            return await work
+        finally:
+            for opener in openers:
+                opener.close()
+            await asyncio.sleep(0.01)
+
+    return asyncio.run(whole())
 
 
 async def first_of(work: Coroutine[Any, Any, Result]) -> Result:

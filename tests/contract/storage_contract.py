@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Reads, Storage, StorageOpener, local, parse_location, remote
+from gyre_daemon.storage import Reads, Storage, StorageOpener, Terms, local, parse_location, remote
 
-from tests.contract.places import GUARD, Place, Targets, first_of, noise, run
+from tests.contract.places import GUARD, Place, Targets, first_of, noise, openers, run
 
 
 class StorageContract:
@@ -34,9 +34,12 @@ class StorageContract:
         with ThreadPoolExecutor(3) as executor:
 
             def open_storage(uri: str, settings: Mapping[str, Any], pattern: str = "*.bin") -> Coroutine[Any, Any, Storage]:
-                return StorageOpener(executor, 3, 16, metrics).open(parse_location(uri), settings, pattern)
+                opener = StorageOpener(executor, 3, Terms(16, 10.0), metrics)
+                openers.append(opener)
+                return opener.open(parse_location(uri), settings, pattern)
 
             yield open_storage
+        openers.clear()
 
     def names(self, opener: Any, place: Place, rest: str) -> list[str]:
         return [shard.name for shard in run(opener(place.root + rest, place.settings)).shards]

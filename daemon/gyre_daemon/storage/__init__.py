@@ -4,9 +4,21 @@ A `Location` is what the operator wrote. `StorageOpener` lists its shards and gi
 ranges of shards, each with the memory where its bytes belong. Reading waits; it never decodes.
 """
 
-from gyre_daemon.storage.base import Reads, Shard, Storage
+from gyre_daemon.storage.base import Bounds, NextUse, Reads, Shard, Storage
+from gyre_daemon.storage.endpoint import Terms
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.openfiles import file_error
 
-__all__ = ["Location", "Reads", "Shard", "Storage", "StorageOpener", "file_error", "parse_location"]
+__all__ = [
+    "Bounds",
+    "Location",
+    "NextUse",
+    "Reads",
+    "Shard",
+    "Storage",
+    "StorageOpener",
+    "Terms",
+    "file_error",
+    "parse_location",
+]

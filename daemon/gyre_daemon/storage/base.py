@@ -1,6 +1,6 @@
 """The seam: what a dataset needs of any storage."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fair import NO_JOB, Flow
+from gyre_daemon.storage.delays import Delays
+
+NextUse = Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ class Reads:
         memory: what owns the targets: it must live until the last byte is there, even where nobody waits for it any more.
         flow: for which job.
         urgency: among the job's reads the lowest goes first.
+        block_bytes: the job soon reads what lies around these: a cache fetches blocks of about this size, whole; 0 where it
+            does not, and the cache does what is cheapest.
+        next_use: given the `block_bytes` of a cache and int64 [m] blocks of that size, in how many samples from now the job
+            reads each, int64 [m]; a bound method; None where nobody knows.
+        delays: told what the requests took, where there are any.
     """
 
     shard: npt.NDArray[np.int64]
@@ -54,13 +62,16 @@ class Reads:
     memory: tuple[object, ...]
     flow: Flow = NO_JOB
     urgency: int = 0
+    block_bytes: int = 0
+    next_use: NextUse | None = None
+    delays: Delays | None = None
 
     def __len__(self) -> int:
         """The number of reads."""
         return len(self.shard)
 
-    def part(self, which: slice) -> "Reads":
-        """Some of the reads; a view."""
+    def part(self, which: slice | npt.NDArray[np.int64]) -> "Reads":
+        """Some of the reads; a view where they follow each other."""
         return self._selected(which)
 
     def nonempty(self) -> "Reads":
@@ -72,7 +83,7 @@ class Reads:
         """Those from some shards."""
         return self._selected(np.isin(self.shard, shards))
 
-    def _selected(self, which: npt.NDArray[np.bool_] | slice) -> "Reads":
+    def _selected(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> "Reads":
         return replace(
             self,
             shard=self.shard[which],

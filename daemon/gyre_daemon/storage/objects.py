@@ -1,22 +1,28 @@
 """The default driver of object storages: obstore behind fsspec's interface. Imported only where a dataset needs it."""
 
+import asyncio
+import datetime
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+import obstore
 from obstore.exceptions import BaseError
 from obstore.fsspec import FsspecStore
 from obstore.store import ObjectStore
 
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.storage.answer import Answer, failure
 from gyre_daemon.storage.location import redact
+from gyre_daemon.storage.source import Done, Sent
 
 _NO_LISTING = ("http", "https")
-_RETRY_CONFIG = {"max_retries": 4}
+_LISTING_RETRIES = 4
+_SIGNED_FOR = datetime.timedelta(hours=1)
 
 
 class ObjectFileSystem(FsspecStore):
-    """obstore's file system, with globs, with keys that hold `#` or `?`, and with reads that ask for one version."""
+    """obstore's file system, with globs, and with keys that hold `#` or `?`."""
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -42,25 +48,90 @@ class ObjectFileSystem(FsspecStore):
             raise NotImplementedError("a web server lists nothing; name every shard, for example with a brace list")
         return await super()._glob(path, **kwargs)
 
-    async def read_version(self, path: str, start: int, stop: int, etag: str) -> bytes:
-        """The bytes `[start, stop)` of an object as long as it has this etag.
+
+class ObjectSource:
+    """Reads with obstore; see `Source`. It sends each request once."""
+
+    def __init__(self, scheme: str, settings: Mapping[str, Any], path: str) -> None:
+        """Read the datasets that `open_objects` lists.
 
         Raises:
-            PreconditionError: it has another one.
+            ConfigError: see there.
         """
-        bucket, key = self._split_path(path)
-        store: ObjectStore = self._construct_store(bucket)
-        result = await store.get_async(key, options={"range": (start, stop), "if_match": etag})
-        return bytes(await result.bytes_async())
+        self._about = scheme, settings, path
+        self._filesystem = open_objects(scheme, settings, path, max_retries=0)
+
+    def get(self, path: str, start: int, stop: int, done: Done) -> Sent:
+        """See `Source.get`."""
+        store, key = self._store(path)
+        return _Get(store.get_async(key, options={"range": (start, stop)}), done)
+
+    def refresh(self, status: int) -> None:
+        """See `Source.refresh`: a new store knows nothing of the credentials that the old one held."""
+        self._filesystem = open_objects(*self._about, max_retries=0)
+
+    def close(self) -> None:
+        """See `Source.close`: connections go with the store."""
+
+    async def signed_url(self, path: str) -> str:
+        """A URL with which anybody may read an object for an hour.
+
+        Raises:
+            BaseError: there are no credentials to sign with.
+        """
+        store, key = self._store(path)
+        (url,) = await obstore.sign_async(store, "GET", [key], _SIGNED_FOR)
+        return url
+
+    def _store(self, path: str) -> tuple[Any, str]:
+        bucket, key = self._filesystem._split_path(path)
+        return self._filesystem._construct_store(bucket), key
 
 
-def open_objects(scheme: str, settings: Mapping[str, Any], path: str) -> ObjectFileSystem:
+class _Get:
+    """One request: first its answer's head, then its body."""
+
+    def __init__(self, head: "asyncio.Future[Any]", done: Done) -> None:
+        self.first_byte_at: float | None = 0.0
+        self._done = done
+        self._answer = Answer(206)
+        self._awaited: asyncio.Future[Any] = head
+        head.add_done_callback(self._begun)
+
+    def cancel(self) -> None:
+        """See `Sent.cancel`."""
+        self._awaited.cancel()
+
+    def _begun(self, head: "asyncio.Future[Any]") -> None:
+        if head.cancelled():
+            return
+        self.first_byte_at = head.get_loop().time()
+        if error := head.exception():
+            self._done(failure(error))
+            return
+        result = head.result()
+        self._answer.etag, self._answer.object_bytes = result.meta["e_tag"] or "", result.meta["size"]
+        self._awaited = cast("asyncio.Future[Any]", result.bytes_async())
+        self._awaited.add_done_callback(self._whole)
+
+    def _whole(self, body: "asyncio.Future[Any]") -> None:
+        if body.cancelled():
+            return
+        if error := body.exception():
+            self._done(failure(error))
+            return
+        self._answer.data = bytes(body.result())
+        self._done(self._answer)
+
+
+def open_objects(scheme: str, settings: Mapping[str, Any], path: str, max_retries: int = _LISTING_RETRIES) -> ObjectFileSystem:
     """A file system for one dataset, whose settings the driver understands.
 
     Args:
         scheme: of the dataset.
         settings: endpoint, region, credentials; names and values as obstore has them.
         path: of the dataset; nothing connects to it yet.
+        max_retries: of each request.
 
     Raises:
         ConfigError: an unknown setting, or a value that makes no sense.
@@ -73,7 +144,7 @@ def open_objects(scheme: str, settings: Mapping[str, Any], path: str) -> ObjectF
         "gs" if scheme == "gcs" else scheme,
         config=dict(settings) or None,
         client_options={"allow_http": scheme == "http" or any(endpoint.startswith("http://") for endpoint in endpoints)},
-        retry_config=_RETRY_CONFIG,
+        retry_config={"max_retries": max_retries},
         asynchronous=True,
         skip_instance_cache=True,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -11,12 +12,16 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing, first_error
+from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable, first_error
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.storage.answer import failure, told
 from gyre_daemon.storage.base import Shard, Storage
+from gyre_daemon.storage.drivers import DriverSource
+from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
 from gyre_daemon.storage.location import Location, relative_names
-from gyre_daemon.storage.remote import RemoteStorage, driver_error
+from gyre_daemon.storage.remote import RemoteStorage
+from gyre_daemon.storage.source import Source
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
 _LISTING_DEADLINE_S = 60.0
@@ -27,11 +32,13 @@ _Entries = list[tuple[str, dict[str, Any]]]
 class StorageOpener:
     """Opens locations with one daemon's threads, limits and counters."""
 
-    def __init__(self, executor: Executor, num_threads: int, max_requests: int, metrics: Metrics) -> None:
+    def __init__(self, executor: Executor, num_threads: int, terms: Terms, metrics: Metrics) -> None:
         self._executor = executor
         self._num_threads = num_threads
-        self._max_requests = max_requests
+        self._terms = terms
         self._metrics = metrics
+        self.endpoints: dict[str, Endpoint] = {}
+        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
     async def open(self, location: Location, settings: Mapping[str, Any], pattern: str) -> Storage:
         """List the shards of a location and stand ready to read them.
@@ -52,7 +59,31 @@ class StorageOpener:
             return LocalStorage(paths, shards, self._executor, self._num_threads, self._metrics)
         filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(filesystem, location, pattern)
-        return RemoteStorage(location.scheme, filesystem, names, shards, self._max_requests, self._metrics)
+        source = await self._make_source(filesystem, location.scheme, settings, names[0])
+        self._sources.add(source)
+        return RemoteStorage(source, self._endpoint(location.scheme, settings, names[0]), names, shards)
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        for source in list(self._sources):
+            source.close()
+
+    async def _make_source(self, filesystem: AsyncFileSystem, scheme: str, settings: Mapping[str, Any], path: str) -> Source:
+        """What carries the reads of a dataset that was listed."""
+        if scheme not in _OBJECT_SCHEMES:
+            return DriverSource(filesystem)
+        from gyre_daemon.storage.objects import ObjectSource  # noqa: PLC0415  an extra, which local files do without
+        from gyre_daemon.storage.plainsources import plain_source  # noqa: PLC0415
+
+        return await plain_source(ObjectSource(scheme, settings, path), scheme, settings, path)
+
+    def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
+        """What datasets share that lie in one bucket, or on one web server."""
+        where = next((str(value) for key, value in settings.items() if "endpoint" in key.lower()), f"{scheme}:/")
+        name = f"{where.rstrip('/')}/{path.partition('://')[2].partition('/')[0]}"
+        if name not in self.endpoints:
+            self.endpoints[name] = Endpoint(name, scheme, self._terms, self._metrics)
+        return self.endpoints[name]
 
     async def _make_filesystem(self, location: Location, settings: Mapping[str, Any]) -> AsyncFileSystem:
         """A file system of its own for one dataset: an instance shared between datasets would share credentials."""
@@ -75,7 +106,7 @@ class StorageOpener:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the storage settings of a {scheme}:// dataset cannot be used: {error}") from error
         except Exception as error:
-            raise driver_error(location.text, error, _LISTING_DEADLINE_S) from error
+            raise listing_error(location.text, error) from error
 
     async def _list_remote(
         self, filesystem: AsyncFileSystem, location: Location, pattern: str
@@ -90,16 +121,16 @@ class StorageOpener:
 
         try:
             async with asyncio.timeout(_LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
-                for _ in range(min(self._max_requests, len(location.paths))):
+                for _ in range(min(self._terms.max_requests, len(location.paths))):
                     group.create_task(list_next())
             outcome = "ok"
         except ExceptionGroup as errors:
             error = first_error(errors)
             if isinstance(error, ValueError | NotImplementedError):
                 raise InvalidRequest(f"the storage cannot list {location.text}: {error}") from errors
-            raise driver_error(location.text, error, _LISTING_DEADLINE_S) from errors
+            raise listing_error(location.text, error) from errors
         except TimeoutError as error:
-            raise driver_error(location.text, error, _LISTING_DEADLINE_S) from error
+            raise listing_error(location.text, error) from error
         finally:
             self._count_listing(location.scheme, len(location.paths), outcome)
         entries = [entry for of_path in found for entry in of_path]
@@ -137,6 +168,18 @@ async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Ent
         for name, info in sorted(found.items())
         if info["type"] == "file"
     ]
+
+
+def listing_error(place: str, error: Exception) -> GyreError:
+    """What a driver's exception about a location means."""
+    answer, facts = failure(error), {"location": place}
+    if answer.status == 404:
+        return ShardMissing(f"{place} does not exist; restore it or correct the dataset's URI", facts)
+    if answer.status in (401, 403):
+        return NotAllowed(f"the storage refused access to {place}; check the daemon's credentials", facts)
+    if isinstance(error, TimeoutError):
+        return StorageUnavailable(f"the storage did not answer for {place} within {_LISTING_DEADLINE_S:g} s", facts)
+    return StorageUnavailable(f"the storage failed for {place}: {told(answer)}", facts)
 
 
 def _version(info: Mapping[str, Any]) -> str:

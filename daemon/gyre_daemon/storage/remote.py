@@ -1,53 +1,55 @@
-"""Object storage and every other fsspec driver: one request per sample, many in flight."""
+"""Object storage and every other fsspec driver: one request per sample, many in flight, each in its place when it comes."""
 
 import asyncio
 import ctypes
-import re
+import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-from fsspec.asyn import AsyncFileSystem
-
-from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
-from gyre_daemon.metrics import Metrics, Outcome, RequestKind, RequestLabels
-from gyre_daemon.storage.base import Bounds, Reads, Shard, changed, truncated
-from gyre_daemon.storage.location import redact
+from gyre_daemon.errors import GyreError
+from gyre_daemon.fair import NO_JOB, Flow
+from gyre_daemon.metrics import RequestKind
+from gyre_daemon.storage.answer import Range
+from gyre_daemon.storage.base import Bounds, Reads, Shard
+from gyre_daemon.storage.endpoint import Endpoint
+from gyre_daemon.storage.request import Request
+from gyre_daemon.storage.source import Source
 
 _STREAM_CHUNK_BYTES = 8 << 20
-_READ_DEADLINE_S = 60.0
-_STATUS = re.compile(r"status code: (\d{3})")
 _MAX_GAP_BYTES = 4096  # between two fields of a sample: reading over it is cheaper than another request
+
+_Key = tuple[int, int, int]  # shard, start, stop
+_Places = tuple[tuple[int, int, int], ...]  # of each read its begin within the request, its size, and its address
 
 
 class RemoteStorage:
-    """Shards behind an asynchronous fsspec file system that was made on this event loop."""
+    """Shards behind an endpoint that many datasets may share. Identical ranges that several wait for are one request."""
 
     reads_in_bulk = False
 
-    def __init__(
-        self,
-        scheme: str,
-        filesystem: AsyncFileSystem,
-        paths: Sequence[str],
-        shards: Sequence[Shard],
-        max_requests: int,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, source: Source, endpoint: Endpoint, paths: Sequence[str], shards: Sequence[Shard]) -> None:
         self.shards = shards
-        self._scheme = scheme
-        self._filesystem = filesystem
+        self._source = source
+        self._endpoint = endpoint
         self._paths = paths
         self._bounds = Bounds(shards)
-        self._slots = asyncio.Semaphore(max_requests)
-        self._metrics = metrics
+        self._in_flight: dict[_Key, _Joint] = {}
 
     async def read(self, reads: Reads) -> None:
         """See `Storage.read`; each request brings the fields of one sample that lie close together."""
         self._bounds.check(reads)
-        reads = reads.nonempty()
-        async with asyncio.TaskGroup() as group:
-            for request in _requests(reads):
-                group.create_task(self._read_one(reads, request))
+        wanted = list(_pieces(reads.nonempty()))
+        if not wanted:
+            return
+        arrival = _Arrival(reads, len(wanted))
+        try:
+            for key, places in wanted:
+                self._join(key, arrival, places)
+            await arrival.whole
+        finally:
+            arrival.is_over = True
+            for joint in list(arrival.joints):
+                self._leave(joint, arrival)
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`; the next chunk is requested while this one is used."""
@@ -56,9 +58,9 @@ class RemoteStorage:
         try:
             for start in range(0, size, _STREAM_CHUNK_BYTES):
                 stop = min(start + _STREAM_CHUNK_BYTES, size)
-                chunk = await (ahead or self._get(shard, start, stop, "stream"))
+                chunk = await (ahead or self._get(shard, start, stop))
                 following = min(stop + _STREAM_CHUNK_BYTES, size)
-                ahead = asyncio.create_task(self._get(shard, stop, following, "stream")) if following > stop else None
+                ahead = asyncio.create_task(self._get(shard, stop, following)) if following > stop else None
                 yield chunk
         finally:
             if ahead:
@@ -69,76 +71,114 @@ class RemoteStorage:
         """See `Storage.local_path`: nowhere."""
         return None
 
-    async def _read_one(self, reads: Reads, request: range) -> None:
-        first, last = request[0], request[-1]
-        shard, start, stop = int(reads.shard[first]), int(reads.start[first]), int(reads.start[last] + reads.size[last])
-        data = await self._get(shard, start, stop, "read")
-        source = memoryview(data)
-        for index in request:
-            begin, size = int(reads.start[index]) - start, int(reads.size[index])
-            ctypes.memmove(int(reads.target[index]), bytes(source[begin : begin + size]) if begin else data, size)
-
-    async def _get(self, shard: int, start: int, stop: int, kind: RequestKind) -> bytes:
+    async def _get(self, shard: int, start: int, stop: int) -> bytes:
         """The bytes `[start, stop)` of a shard."""
-        outcome: Outcome = "error"
-        data = b""
-        name = self.shards[shard].name
+        arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def finish(data: bytes, error: GyreError | None) -> None:
+            if arrived.done():
+                return
+            if error:
+                arrived.set_exception(error)
+            else:
+                arrived.set_result(data)
+
+        request = self._request((shard, start, stop), "stream", NO_JOB, 0)
+        request.finish = finish
+        self._endpoint.submit(request)
         try:
-            async with self._slots, asyncio.timeout(_READ_DEADLINE_S):
-                data = await self._request(shard, start, stop)
-            if len(data) != stop - start:
-                raise truncated(name, start, stop, len(data))
-            outcome = "ok"
-        except GyreError:
-            raise
-        except Exception as error:
-            raise driver_error(name, error, _READ_DEADLINE_S) from error
+            return await arrived
         finally:
-            self._metrics.count_requests(RequestLabels(self._scheme, kind, outcome), 1, len(data))
-        return data
+            self._endpoint.abandon(request)
 
-    async def _request(self, shard: int, start: int, stop: int) -> bytes:
-        path, version = self._paths[shard], self.shards[shard].version
-        if version.startswith('"') and hasattr(self._filesystem, "read_version"):  # a strong etag
-            data: bytes = await self._filesystem.read_version(path, start, stop, version)
-            return data
-        return bytes(await self._filesystem._cat_file(path, start=start, end=stop))
+    def _request(self, key: _Key, kind: RequestKind, flow: Flow, urgency: int) -> Request:
+        shard, start, stop = key
+        return Request(self._source, self._paths[shard], Range(self.shards[shard], start, stop), kind, flow, urgency)
 
+    def _join(self, key: _Key, arrival: "_Arrival", places: _Places) -> None:
+        joint = self._in_flight.get(key)
+        if joint:
+            joint.waiting.append((arrival, places))
+            arrival.joints[joint] = None
+            arrival.note_joined()
+            return
+        request = self._request(key, "read", arrival.reads.flow, arrival.reads.urgency)
+        joint = self._in_flight[key] = _Joint(key, request, [(arrival, places)])
+        arrival.joints[joint] = None
+        request.finish = functools.partial(self._finish, joint)
+        self._endpoint.submit(request)
 
-def driver_error(name: str, error: Exception, deadline_s: float) -> GyreError:
-    """What a driver's exception about a shard or a location means.
+    def _leave(self, joint: "_Joint", arrival: "_Arrival") -> None:
+        joint.waiting = [each for each in joint.waiting if each[0] is not arrival]
+        if not joint.waiting:
+            self._in_flight.pop(joint.key, None)
+            self._endpoint.abandon(joint.request)
 
-    Drivers raise what they like: builtin meanings and HTTP statuses are kept, all else is the storage's fault.
-    """
-    facts = {"shard": name}
-    status = _status(error)
-    if isinstance(error, FileNotFoundError) or status == 404:
-        return ShardMissing(f"{name} does not exist; restore it or correct the dataset's URI", facts)
-    if isinstance(error, PermissionError) or status in (401, 403):
-        return NotAllowed(f"the storage refused access to {name}; check the daemon's credentials", facts)
-    if status in (412, 416):
-        return changed(name)
-    if isinstance(error, TimeoutError):
-        return StorageUnavailable(f"the storage did not answer for {name} within {deadline_s:g} s", facts)
-    first_line = redact(str(error)).partition("\n")[0][:300]
-    return StorageUnavailable(f"the storage failed for {name}: {type(error).__name__}: {first_line}", facts)
-
-
-def _status(error: Exception) -> int:
-    """The HTTP status that the driver was answered with; 0 where there is none."""
-    found = _STATUS.search(str(error))
-    status = getattr(error, "status", int(found[1]) if found else 0)
-    return status if isinstance(status, int) else 0
+    def _finish(self, joint: "_Joint", data: bytes, error: GyreError | None) -> None:
+        """A range is there, or never will be."""
+        del self._in_flight[joint.key]
+        for arrival, places in joint.waiting:
+            arrival.joints.pop(joint, None)
+            arrival.take(joint.request, places, data, error)
 
 
-def _requests(reads: Reads) -> Iterator[range]:
-    """The reads of each request, as ranges of indices."""
-    begin = 0
-    stops = reads.start + reads.size
-    for index in range(1, len(reads) + 1):
-        if index < len(reads) and reads.sample[index] == reads.sample[begin]:
-            gap = reads.start[index] - stops[index - 1]
-            if reads.shard[index] == reads.shard[begin] and 0 <= gap <= _MAX_GAP_BYTES:
-                continue
-        yield range(begin, index)
-        begin = index
+class _Joint:
+    """A request, and all who wait for it."""
+
+    __slots__ = ("key", "request", "waiting")
+
+    def __init__(self, key: _Key, request: Request, waiting: list[tuple["_Arrival", _Places]]) -> None:
+        self.key = key
+        self.request = request
+        self.waiting = waiting
+
+
+class _Arrival:
+    """One call of `read` that waits until all is there."""
+
+    def __init__(self, reads: Reads, num_missing: int) -> None:
+        self.reads = reads  # keeps the memory
+        self.joints: dict[_Joint, None] = {}
+        self.is_over = False
+        self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_missing = num_missing
+        if reads.delays:
+            reads.delays.num_requests += num_missing
+
+    def note_joined(self) -> None:
+        """Somebody else asked for it already."""
+        if self.reads.delays:
+            self.reads.delays.num_joined += 1
+
+    def take(self, request: Request, places: _Places, data: bytes, error: GyreError | None) -> None:
+        """One request has ended."""
+        if self.is_over or self.whole.done():
+            return
+        if self.reads.delays:
+            request.add_to(self.reads.delays)
+        if error:
+            self.whole.set_exception(error)
+            return
+        for begin, size, address in places:
+            ctypes.memmove(address, data[begin : begin + size] if begin else data, size)
+        self._num_missing -= 1
+        if not self._num_missing:
+            self.whole.set_result(None)
+
+
+def _pieces(reads: Reads) -> Iterator[tuple[_Key, _Places]]:
+    """The requests: what each brings, and where to."""
+    columns = reads.shard, reads.start, reads.size, reads.target, reads.sample
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    places: list[tuple[int, int, int]] = []
+    first = begin = end = last_sample = -1
+    for shard, start, size, target, sample in rows:
+        if places and sample == last_sample and shard == first and 0 <= start - end <= _MAX_GAP_BYTES:
+            places.append((start - begin, size, target))
+        else:
+            if places:
+                yield (first, begin, end), tuple(places)
+            places, first, begin, last_sample = [(0, size, target)], shard, start, sample
+        end = start + size
+    if places:
+        yield (first, begin, end), tuple(places)

@@ -1,0 +1,263 @@
+"""One endpoint's requests: how many are in flight, who goes first, what is tried again, and when it is given up.
+
+A request waits for its turn in a fair queue whose capacity is the adaptive limit. What fails waits, without a turn, for a pause
+that is drawn at random and for a token of the retry budget. What is late is sent a second time, and the first answer counts.
+Nothing here knows what carries the requests, and no task is spent on one: callbacks, and one timer for all.
+"""
+
+import asyncio
+import functools
+import heapq
+import itertools
+import random
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from gyre_daemon.errors import GyreError, StorageUnavailable
+from gyre_daemon.fair import FairQueue
+from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, told
+from gyre_daemon.storage.hedges import Hedges
+from gyre_daemon.storage.limit import AdaptiveLimit
+from gyre_daemon.storage.request import Request, Try
+from gyre_daemon.storage.retries import RetryBudget, pause_s
+from gyre_daemon.storage.source import Source
+
+_TICK_S = 0.005
+_TICKS_PER_LOOK = 20  # at deadlines
+_SILENCE = 1 / 3  # of the deadline: a try without a first byte for as long is given up
+_BASE_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How an endpoint is treated.
+
+    Attributes:
+        max_requests: in flight at most, whatever it would take.
+        deadline_s: of a request, from its first try on.
+        hedges: late requests are sent a second time.
+    """
+
+    max_requests: int
+    deadline_s: float
+    hedges: bool = True
+
+
+class Endpoint:
+    """All requests to one endpoint, of all datasets and jobs. Used from one event loop."""
+
+    def __init__(self, name: str, scheme: str, terms: Terms, metrics: Metrics) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.name = name
+        self.queue = FairQueue(0)
+        self.limit = AdaptiveLimit(terms.max_requests)
+        self.budget = RetryBudget(terms.max_requests, self._loop.time())
+        self._scheme = scheme
+        self._terms = terms
+        self._metrics = metrics
+        self._hedges = Hedges()
+        self._live: dict[Request, None] = {}
+        self._under_way: dict[int, OrderedDict[Try, None]] = {}  # by size class, the oldest first
+        self._to_retry: list[tuple[float, int, Request]] = []
+        self._numbers = itertools.count()
+        self._ticks = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._good_at = self._loop.time()
+        self._refreshed_at: weakref.WeakKeyDictionary[Source, float] = weakref.WeakKeyDictionary()
+        self.queue.resize(self.limit.limit)
+
+    def submit(self, request: Request) -> None:
+        """Have a range brought; `request.finish` is told."""
+        request.asked_at = self._loop.time()
+        self.budget.earn()
+        self._hedges.earn()
+        self._live[request] = None
+        if self._timer is None:
+            self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._ask(request, is_hedge=False)
+
+    def abandon(self, request: Request) -> None:
+        """Nobody needs it any more."""
+        if not request.is_over:
+            self._end(request, "abandoned")
+
+    def _ask(self, request: Request, *, is_hedge: bool) -> None:
+        turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge)
+        if turn is None:
+            self._send(request, is_hedge=is_hedge)
+        else:
+            request.turn = turn
+            turn.add_done_callback(functools.partial(self._granted, request, is_hedge))
+
+    def _granted(self, request: Request, is_hedge: bool, turn: "asyncio.Future[None]") -> None:
+        if turn.cancelled():
+            return
+        request.turn = None
+        if request.is_over or (is_hedge and not request.tries):
+            self.queue.release()
+        else:
+            self._send(request, is_hedge=is_hedge)
+
+    def _send(self, request: Request, *, is_hedge: bool) -> None:
+        now = self._loop.time()
+        request.begun_at = request.begun_at or now
+        request.num_tries += 1
+        try_ = Try(request, now, self.limit.round, is_hedge=is_hedge)
+        request.tries.append(try_)
+        self._under_way.setdefault(try_.size, OrderedDict())[try_] = None
+        wanted, done = request.wanted, functools.partial(self._done, try_)
+        try:
+            try_.sent = request.source.get(request.path, wanted.start, wanted.stop, done)
+        except Exception as error:  # a client that cannot even begin
+            try_.sent = _NotSent(self._loop.call_soon(done, failure(error)))
+
+    def _done(self, try_: Try, answer: Answer) -> None:
+        request = try_.request
+        now = self._loop.time()
+        means = meaning(request.wanted, answer, request.num_tries)
+        if means in (Meaning.GOOD, Meaning.REFUSED):
+            self._learn(try_, now, is_good=means is Meaning.GOOD)
+        self._give_back(try_)
+        if means is Meaning.GOOD:
+            self._good_at = now
+            request.delays = request.account(try_, now)
+            self._end(request, "hedged")
+            self._count("ok", request, request.num_bytes)
+            self._metrics.time_request(self._labels("ok", request), request.delays.first_byte_s, request.delays.body_s)
+            request.finish(answer.data, None)
+        elif means is Meaning.FINAL or (means is Meaning.REFRESH and request.was_refreshed):
+            self._count("error", request, len(answer.data))
+            self._fail(request, final_error(request.wanted, answer), "abandoned")
+        else:
+            request.num_refused += means is Meaning.REFUSED
+            self._count("refused" if means is Meaning.REFUSED else "retried", request, len(answer.data))
+            self._try_again(request, try_, answer, now, at_once=means is Meaning.REFRESH)
+
+    def _learn(self, try_: Try, now: float, *, is_good: bool) -> None:
+        first_byte_s = None
+        if is_good:
+            self._hedges.note(try_.request.num_bytes, now - try_.sent_at)
+            first_byte_s = (try_.first_byte_at or now) - try_.sent_at
+        if self.limit.done(try_.of_round, self.queue.num_taken, first_byte_s):
+            self._resize()
+
+    def _resize(self) -> None:
+        """Let as many in as the limit says; after rounds that brought nothing at all, none for a while."""
+        failed = self.limit.num_failed_rounds
+        if self._pause:
+            self._pause.cancel()
+            self._pause = None
+        if failed:
+            pause = random.random() * min(_MAX_PAUSE_S, _BASE_PAUSE_S * 2 ** min(failed, 16))
+            self._pause = self._loop.call_later(pause, self.queue.resize, self.limit.limit)
+        self.queue.resize(0 if failed else self.limit.limit)
+
+    def _try_again(self, request: Request, try_: Try, answer: Answer, now: float, *, at_once: bool) -> None:
+        request.last, request.failed_at = answer, now
+        if at_once:
+            request.was_refreshed = True
+            if self._refreshed_at.get(request.source, 0.0) <= try_.sent_at:  # otherwise it was sent with the old ones
+                self._refreshed_at[request.source] = now
+                request.source.refresh(answer.status)
+        if not request.tries:
+            pause = 0.0 if at_once else pause_s(request.num_tries, random.random())
+            heapq.heappush(self._to_retry, (now + pause, next(self._numbers), request))
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        self._ticks += 1
+        self._retry(now)
+        if self._terms.hedges and not self.limit.is_refused:
+            self._hedge(now)
+        if self._ticks % _TICKS_PER_LOOK == 0:
+            self._look_at_deadlines(now)
+        self._timer = self._loop.call_later(_TICK_S, self._tick) if self._live else None
+
+    def _retry(self, now: float) -> None:
+        while self._to_retry and self._to_retry[0][0] <= now:
+            request = self._to_retry[0][2]
+            if not request.is_over:
+                if not self.budget.take(now):
+                    return
+                request.num_retries += 1
+                self._ask(request, is_hedge=False)
+            heapq.heappop(self._to_retry)
+
+    def _hedge(self, now: float) -> None:
+        for size, tries in self._under_way.items():
+            late_s = self._hedges.late_after_s(size)
+            while late_s is not None and tries:
+                oldest = next(iter(tries))
+                request = oldest.request
+                if now - oldest.sent_at < late_s:
+                    break
+                if request.num_hedges or request.kind != "read":
+                    del tries[oldest]
+                    continue
+                if not self._hedges.take():
+                    return
+                del tries[oldest]
+                request.num_hedges = 1
+                self._ask(request, is_hedge=True)
+
+    def _look_at_deadlines(self, now: float) -> None:
+        deadline_s = self._terms.deadline_s
+        for request in list(self._live):
+            since = request.begun_at or max(request.asked_at, self._good_at)
+            if now - since > deadline_s:
+                self._fail(request, self._too_late(request), "error")
+                continue
+            for try_ in list(request.tries):
+                if try_.first_byte_at == 0 and now - try_.sent_at > deadline_s * _SILENCE:
+                    try_.sent.cancel()
+                    silence = f"no answer within {deadline_s * _SILENCE:g} s"
+                    self._done(try_, Answer(0, detail=silence, unreachable=True))
+
+    def _too_late(self, request: Request) -> GyreError:
+        name, last = request.wanted.shard.name, request.last
+        return StorageUnavailable(
+            f"the storage at {self.name} did not answer for {name} within {self._terms.deadline_s:g} s: "
+            f"{request.num_tries} requests were sent; the last one that failed said: {told(last) if last else 'nothing'}",
+            {"shard": name, "endpoint": self.name, "num_tries": request.num_tries},
+        )
+
+    def _fail(self, request: Request, error: GyreError, under_way: Outcome) -> None:
+        self._end(request, under_way)
+        request.finish(b"", error)
+
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        """It is over; what is still under way for it has this outcome."""
+        request.is_over = True
+        del self._live[request]
+        if request.turn:
+            request.turn.cancel()
+        for try_ in list(request.tries):
+            try_.sent.cancel()
+            self._count(outcome, request, 0)
+            self._give_back(try_)
+
+    def _give_back(self, try_: Try) -> None:
+        try_.request.tries.remove(try_)
+        self._under_way[try_.size].pop(try_, None)
+        self.queue.release()
+
+    def _count(self, outcome: Outcome, request: Request, num_bytes: int) -> None:
+        self._metrics.count_requests(self._labels(outcome, request), 1, num_bytes)
+
+    def _labels(self, outcome: Outcome, request: Request) -> RequestLabels:
+        return RequestLabels(self._scheme, request.kind, outcome)
+
+
+class _NotSent:
+    """A request that its client refused to send."""
+
+    first_byte_at = None
+
+    def __init__(self, answering: asyncio.Handle) -> None:
+        self._answering = answering
+
+    def cancel(self) -> None:
+        self._answering.cancel()

@@ -1,0 +1,107 @@
+"""One range that is needed, from being asked for to being there."""
+
+import asyncio
+from collections.abc import Callable
+
+from gyre_daemon.errors import GyreError
+from gyre_daemon.fair import Flow
+from gyre_daemon.metrics import RequestKind
+from gyre_daemon.storage.answer import Answer, Range
+from gyre_daemon.storage.delays import Delays, RequestDelays
+from gyre_daemon.storage.hedges import size_class
+from gyre_daemon.storage.source import Sent, Source
+
+
+class Request:
+    """What is needed and how far it is. Its tries may be several, at most two of them at the same time.
+
+    Attributes:
+        source: who carries it.
+        path: of the object, as the source knows it.
+        wanted: which bytes of which shard.
+        kind: for the counters.
+        flow: for which job.
+        urgency: among the job's requests the lowest goes first.
+        finish: called once, with the bytes or the error, unless it is abandoned.
+        turn: it waits for one.
+        tries: under way.
+        asked_at: when it was needed.
+        begun_at: when its first try was sent; 0 before.
+        failed_at: when its last failed try ended; 0 before.
+        last: the answer to that.
+        is_over: it is there, has failed, or is abandoned.
+    """
+
+    __slots__ = (
+        "asked_at", "begun_at", "delays", "failed_at", "finish", "flow", "is_over", "kind", "last", "num_hedges", "num_refused",
+        "num_retries", "num_tries", "path", "source", "tries", "turn", "urgency", "wanted", "was_refreshed",
+    )  # fmt: skip
+
+    def __init__(self, source: Source, path: str, wanted: Range, kind: RequestKind, flow: Flow, urgency: int) -> None:
+        self.source = source
+        self.path = path
+        self.wanted = wanted
+        self.kind: RequestKind = kind
+        self.flow = flow
+        self.urgency = urgency
+        self.finish: Callable[[bytes, GyreError | None], None]
+        self.turn: asyncio.Future[None] | None = None
+        self.tries: list[Try] = []
+        self.asked_at = 0.0
+        self.begun_at = 0.0
+        self.failed_at = 0.0
+        self.last: Answer | None = None
+        self.is_over = False
+        self.was_refreshed = False
+        self.num_tries = 0
+        self.num_retries = 0
+        self.num_hedges = 0
+        self.num_refused = 0
+        self.delays: RequestDelays | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """How many are needed."""
+        return self.wanted.stop - self.wanted.start
+
+    def account(self, successful: "Try", now: float) -> RequestDelays:
+        """Where the time went, now that it is there."""
+        first_byte_at = successful.first_byte_at or now
+        return RequestDelays(
+            shard=self.wanted.shard.name,
+            start=self.wanted.start,
+            stop=self.wanted.stop,
+            queue_s=self.begun_at - self.asked_at,
+            tried_s=successful.sent_at - self.begun_at,
+            first_byte_s=first_byte_at - successful.sent_at,
+            body_s=now - first_byte_at,
+            num_tries=self.num_tries,
+        )
+
+    def add_to(self, delays: Delays) -> None:
+        """Tell those who waited what it took."""
+        delays.num_refused += self.num_refused
+        delays.num_retries += self.num_retries
+        delays.num_hedges += self.num_hedges
+        delays.num_bytes += self.num_bytes
+        if self.delays and (delays.slowest is None or self.delays.total_s > delays.slowest.total_s):
+            delays.slowest = self.delays
+
+
+class Try:
+    """One request that was sent."""
+
+    __slots__ = ("is_hedge", "of_round", "request", "sent", "sent_at", "size")
+
+    def __init__(self, request: Request, sent_at: float, of_round: int, *, is_hedge: bool) -> None:
+        self.request = request
+        self.sent_at = sent_at
+        self.of_round = of_round
+        self.is_hedge = is_hedge
+        self.size = size_class(request.num_bytes)
+        self.sent: Sent
+
+    @property
+    def first_byte_at(self) -> float | None:
+        """See `Sent.first_byte_at`."""
+        return self.sent.first_byte_at

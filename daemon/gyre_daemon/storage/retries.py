@@ -1,0 +1,54 @@
+"""How often requests are sent again. Pure: the caller brings the clock and the dice.
+
+What fails is tried again, after a pause that is drawn anew each time (full jitter), as long as the budget lasts: a small part
+of all requests, and once everything that can be in flight. So a storage that is in trouble is not drowned in repetitions, and
+one that failed for a moment loses nothing.
+"""
+
+_SHARE = 0.15
+_REFILL_S = 60.0
+_BASE_S, _MAX_S = 0.1, 5.0
+
+
+class RetryBudget:
+    """Tokens: a repetition takes one, a first request brings a part of one, an empty bucket is full again after a minute."""
+
+    def __init__(self, reserve: int, now: float) -> None:
+        """Full.
+
+        Args:
+            reserve: how many repetitions it can hold.
+            now: the time.
+        """
+        self._reserve = float(reserve)
+        self._tokens = self._reserve
+        self._at = now
+
+    @property
+    def num_left(self) -> int:
+        """Repetitions that could be made at once, when it was last asked."""
+        return int(self._tokens)
+
+    def earn(self) -> None:
+        """A read was begun."""
+        self._tokens = min(self._reserve, self._tokens + _SHARE)
+
+    def take(self, now: float) -> bool:
+        """Whether a repetition may be sent now; if so, it counts as sent."""
+        self._tokens = min(self._reserve, self._tokens + (now - self._at) * self._reserve / _REFILL_S)
+        self._at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+def pause_s(num_tries: int, dice: float) -> float:
+    """How long to wait before the next try.
+
+    Args:
+        num_tries: that failed so far, at least 1.
+        dice: uniform in `[0, 1)`.
+    """
+    longest_s: float = min(_MAX_S, _BASE_S * 2 ** min(num_tries - 1, 16))
+    return dice * longest_s

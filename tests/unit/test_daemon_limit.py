@@ -1,0 +1,95 @@
+"""How many requests an endpoint is given: up by trying, down by what was refused, and back."""
+
+from gyre_daemon.storage.limit import AdaptiveLimit
+
+
+def play(limit: AdaptiveLimit, num_rounds: int, share_refused: float = 0.0, first_byte_s: float = 0.02) -> None:
+    """Rounds in which the whole limit is in flight."""
+    for _ in range(num_rounds):
+        of_round, num_in_flight = limit.round, limit.limit
+        num_refused = round(num_in_flight * share_refused)
+        for number in range(num_in_flight):
+            refused = number * num_refused // num_in_flight != (number + 1) * num_refused // num_in_flight
+            limit.done(of_round, num_in_flight, None if refused else first_byte_s)
+
+
+def test_it_doubles_until_the_ceiling() -> None:
+    limit = AdaptiveLimit(1000)
+    seen = []
+    for _ in range(4):
+        seen.append(limit.limit)
+        play(limit, 1)
+    assert seen == [256, 512, 1000, 1000]
+
+
+def test_what_is_not_used_is_not_raised() -> None:
+    limit = AdaptiveLimit(1000)
+    for _ in range(5000):
+        limit.done(limit.round, 20, 0.02)
+    assert limit.limit == 256
+
+
+def test_a_refused_round_leaves_what_got_through_and_it_climbs_by_a_constant() -> None:
+    limit = AdaptiveLimit(1000)
+    play(limit, 1, share_refused=0.25)
+    assert limit.limit == 192
+    assert limit.is_refused
+    play(limit, 1)
+    assert limit.limit == 200
+    assert not limit.is_refused
+    play(limit, 100)
+    assert limit.limit == 1000
+
+
+def test_it_finds_what_the_storage_takes_and_stays_near_it() -> None:
+    limit, capacity = AdaptiveLimit(2000), 150
+    for _ in range(300):
+        play(limit, 1, share_refused=max(0.0, 1 - capacity / limit.limit))
+    assert capacity * 0.9 <= limit.limit <= capacity * 1.1
+
+
+def test_a_storm_takes_it_to_the_floor_at_once_and_its_end_lets_it_recover() -> None:
+    limit = AdaptiveLimit(512)
+    play(limit, 2)
+    num_sent = limit.limit
+    for _ in range(num_sent):  # all that was in flight is refused
+        limit.done(2, num_sent, None)
+    assert limit.limit == 4
+    for number in range(1, 10):
+        play(limit, 1, share_refused=1.0)
+        assert limit.num_failed_rounds > number
+    play(limit, 1)
+    assert limit.num_failed_rounds == 0
+    play(limit, 64)
+    assert limit.limit == 512
+
+
+def test_answers_to_what_was_sent_before_it_was_lowered_lower_it_no_further() -> None:
+    limit = AdaptiveLimit(256)
+    sent_in = limit.round
+    for _ in range(128):
+        limit.done(sent_in, 256, None)
+    lowered = limit.limit
+    for _ in range(128):
+        assert not limit.done(sent_in, 256, None)
+    assert limit.limit == lowered
+
+
+def test_late_first_bytes_lower_it_slowly_and_never_far() -> None:
+    limit = AdaptiveLimit(512)
+    play(limit, 2, first_byte_s=0.02)
+    assert limit.limit == 512
+    play(limit, 1, first_byte_s=0.2)
+    assert limit.limit == 460
+    play(limit, 100, first_byte_s=0.2)
+    assert limit.limit == 64
+    assert not limit.is_refused
+    play(limit, 80, first_byte_s=0.02)
+    assert limit.limit == 512
+
+
+def test_a_storage_that_is_slower_for_good_is_the_new_normal() -> None:
+    limit = AdaptiveLimit(512)
+    play(limit, 2, first_byte_s=0.02)
+    play(limit, 1200, first_byte_s=0.2)
+    assert limit.limit == 512

@@ -1,0 +1,43 @@
+"""The budget of repetitions, and the pauses before them."""
+
+from gyre_daemon.storage.retries import RetryBudget, pause_s
+
+
+def test_all_that_is_in_flight_can_be_tried_again_once() -> None:
+    budget = RetryBudget(64, 0.0)
+    assert sum(budget.take(0.0) for _ in range(1000)) == 64
+    assert budget.num_left == 0
+
+
+def test_repetitions_are_a_small_part_of_all_requests() -> None:
+    budget = RetryBudget(10, 0.0)
+    num_taken = 0
+    for _ in range(10_000):  # every request fails
+        budget.earn()
+        num_taken += budget.take(0.0)
+    assert 1500 <= num_taken <= 1511
+
+
+def test_what_is_not_used_is_not_saved_up() -> None:
+    budget = RetryBudget(10, 0.0)
+    for _ in range(10_000):
+        budget.earn()
+    assert sum(budget.take(0.0) for _ in range(1000)) == 10
+
+
+def test_time_fills_it_again_so_that_nothing_waits_for_ever() -> None:
+    budget = RetryBudget(60, 0.0)
+    while budget.take(0.0):
+        pass
+    assert not budget.take(0.5)
+    assert budget.take(1.001)
+    assert not budget.take(1.002)
+    assert sum(budget.take(1000.0) for _ in range(100)) == 60
+
+
+def test_pauses_are_drawn_from_nothing_to_twice_as_long_each_time_up_to_a_bound() -> None:
+    assert [pause_s(num_tries, 0.0) for num_tries in (1, 2, 30)] == [0, 0, 0]
+    longest = [pause_s(num_tries, 1.0) for num_tries in range(1, 40)]
+    assert longest[:3] == [0.1, 0.2, 0.4]
+    assert longest == sorted(longest)
+    assert longest[-1] == 5.0
