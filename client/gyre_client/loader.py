@@ -73,8 +73,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 daemon is started, which ends with this process.
             tail: What becomes of samples that do not fill an epoch's last batch: `wrap` (batches run on into the next epoch),
                 `drop`, or `pad` (batches are filled up; the tensor `mask` is false there).
-            order: `full`, a global shuffle; `block`, for cold object storage: blocks of samples that lie together, each read with
-                one request, in a random order, and each mixed with those in a window around it; `sequential`, by sample id.
+            order: `full`, a global shuffle; `block`, for cold object storage: blocks of samples that lie together come in a
+                random order, each with one request, and are mixed with those in a window around; `sequential`, by sample id.
             io_block_bytes: With `block`, about how long a block is; 0 lets the window fit into 1 GiB.
             window_blocks: With `block`, how many blocks are mixed with each other; 0 for four times `batch_size`.
             join: `alone`, or `rotate`: to begin where a running job of the same order on the same data reads now, so that both

@@ -2,8 +2,8 @@
 
 Places of an epoch become sample ids in two steps.
 
-*The belt* is all samples, block after block, the blocks in a keyed random order. It is cut into as many equal *sections* as there
-are blocks; a section has the samples of one to three blocks that follow each other on the belt.
+*The belt* is all samples, block after block, the blocks in a keyed random order. It is cut into as many equal *sections* as
+there are blocks; a section has the samples of one to three blocks that follow each other on the belt.
 
 *The sliding window.* Places are cut into *groups* as long as the sections. Group g takes its samples from the sections
 `[g - h, g + h]`, evenly from all of them, and every section gives its samples evenly to the groups around it: element k of
@@ -13,10 +13,10 @@ mirrored k. As the offsets are symmetric this is a bijection, with its inverse a
 one stretch of `2h + 1` groups and never again.
 
 Within a section the samples are permuted. Within a group, the elements come in runs that have every offset once: first the even
-ones in a random order, then the odd ones, since neighbouring sections may share a block. So successive samples, up to half a
-window of them, come from as many different blocks: a batch of that size is as mixed as one of a global shuffle. Where a group is
-shorter than the window, a batch spans several, and neighbouring groups read neighbouring sections; so groups come *interlaced*:
-in stretches of as many groups as reach every section of the window once, first every fourth one, then those behind them.
+ones in a random order, then the odd ones, since neighbouring sections may share a block. Where a group is shorter than the
+window, a batch spans several, and neighbouring groups read neighbouring sections; so groups come *interlaced*: in stretches of
+as many groups as reach every section of the window once, first every fourth one, then those behind them. So successive samples,
+up to a quarter of the window, come from nearly as many blocks, and a batch of that size is as mixed as one of a global shuffle.
 """
 
 import hashlib
@@ -159,7 +159,8 @@ class _Sections:
 class _Belt:
     """All samples, block after block, the blocks in a keyed random order.
 
-    Where a block begins on the belt follows from its turn, were all of one size; the others are few, and kept with their places.
+    Where a block begins on the belt would follow from its turn, were all of one size. The others are kept with their places:
+    one of each shard where samples are of one size.
     """
 
     def __init__(self, key: bytes, table: BlockTable) -> None:

@@ -168,18 +168,18 @@ def _recommend(question: Question, averages: _Averages, estimates: Sequence[Esti
         )
     if samples_per_block < _WORTH_WHILE:
         return (
-            f"Take `full`: a block of {question.order.io_block_bytes} bytes would bring only {samples_per_block:.1f} samples, so "
-            "the order `block` saves few requests."
+            f"Take `full`: a block of {question.order.io_block_bytes} bytes would bring only {samples_per_block:.1f} samples, "
+            "so the order `block` saves few requests."
         )
     if block.quality.worst < GOOD_QUALITY:
         return (
             f"Take `full`, or `block` with a wider window than {question.order.window_blocks} blocks: this one shuffles only "
             f"{block.quality.worst:.2f} as well as a global shuffle."
         )
-    saved = _saved(full, block)
+    fewer = f"{full.num_requests / max(block.num_requests, 1):,.0f} times fewer"
     return (
-        f"Take `block`: it asks for {full.num_requests / max(block.num_requests, 1):,.0f} times fewer requests than `full`{saved}, and "
-        f"shuffles {block.quality.worst:.2f} as well."
+        f"Take `block`: it asks for {fewer} requests than `full`{_saved(full, block)}, and shuffles {block.quality.worst:.2f} "
+        "as well."
     )
 
 

@@ -157,12 +157,12 @@ class Plan:
         return self._epoch_order(0)(places)
 
     def running_position(self, step: int) -> int:
-        """Where a step begins, as a position of a job that started at 0: there another job may join and read the same samples."""
+        """Where a step begins, as a position of a job that started at 0: whoever joins there reads the same samples."""
         epoch, place = divmod(step * self.order.global_batch_size, self.epoch_length)
         return (self._start_epoch + epoch) * self.epoch_length + (place + self._start_place) % self.epoch_length
 
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
-        """The first position at or after `position` at which each sample is read; NEVER where that is not within some epochs."""
+        """The first position at or after `position` at which each sample is read; NEVER if that is not within some epochs."""
         found = np.full(len(sample_ids), NEVER)
         first_epoch = position // self.epoch_length
         for epoch in range(first_epoch, first_epoch + _MAX_EPOCHS_AHEAD):

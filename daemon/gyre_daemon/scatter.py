@@ -31,7 +31,7 @@ class Scatter:
         self._key = np.uint64(struct.unpack("<Q", key)[0])
 
     def __call__(self, ranges: Int64Array, values: Int64Array, sizes: Int64Array) -> Int64Array:
-        """Where each value goes within `[0, sizes)` by the permutation of its range; all int64 [n], sizes at most `MAX_SIZE`."""
+        """Where each value goes within `[0, sizes)` by its range's permutation; all int64 [n], sizes at most `MAX_SIZE`."""
         return self._permute(ranges, values, sizes, inverse=False)
 
     def inverse(self, ranges: Int64Array, values: Int64Array, sizes: Int64Array) -> Int64Array:

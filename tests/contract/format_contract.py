@@ -13,6 +13,7 @@ import pytest
 from gyre_daemon.batch import max_batch_bytes
 from gyre_daemon.cache import Arrays, SidecarKey, SidecarStore
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.dataset import block_ranges
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.formats import Format, SampleIndex, make_format
 from gyre_daemon.storage import Shard
@@ -98,6 +99,24 @@ class FormatContract:
         assert found.start.tolist() == whole.start[wanted].tolist()
         assert found.size.tolist() == whole.size[wanted].tolist()
         assert index.locate(np.array([], np.int64)).start.shape == (0, len(index.fields))
+
+    @pytest.mark.parametrize("io_block_bytes", [1, 50, 700, 1 << 30])
+    def test_one_range_of_one_shard_has_all_of_a_block(self, io_block_bytes: int) -> None:
+        shards, samples = self.shards()
+        index = self.index(shards)
+        table = index.blocks(io_block_bytes)
+        everyone, every_block = np.arange(len(samples)), np.arange(table.num_blocks)
+        assert table.num_samples == len(samples)
+        extents, ranges = index.locate(everyone), block_ranges(index, table, every_block)
+        block = table.block_of(everyone)
+        assert np.array_equal(extents.shard, ranges.shard[block])
+        assert (extents.start.min(axis=1) >= ranges.start[block]).all()
+        assert ((extents.start + extents.size).max(axis=1) <= ranges.stop[block]).all()
+        longest = int((extents.start + extents.size - extents.start.min(axis=1)[:, None]).max())
+        within_shard = ranges.stop - ranges.start
+        assert within_shard.max() <= 1.5 * io_block_bytes + 2 * longest + 1024
+        if io_block_bytes == 1 << 30:
+            assert table.num_blocks == len(np.unique(extents.shard)), "a shard that is short is one block"
 
     def test_fields_have_codecs_that_take_them(self) -> None:
         shards, samples = self.shards()
