@@ -9,6 +9,7 @@ import bisect
 import fcntl
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,12 +85,13 @@ class Arena:
         """
         self.num_bytes = _whole_pages(num_bytes)
         self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self.descriptor)
         try:
             os.posix_fallocate(self.descriptor, 0, self.num_bytes)
             self._mapping = mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
-            os.close(self.descriptor)
+            self._close()
             raise Overloaded(f"this machine has no {self.num_bytes} bytes of memory for a session: {error.strerror}") from error
         self._memory = memoryview(self._mapping)
         self._address = np.frombuffer(self._mapping, np.uint8).ctypes.data
@@ -120,7 +122,7 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the memory; it lives on while anybody still reads or writes a slot, and is never used for another batch."""
-        os.close(self.descriptor)
+        self._close()
         self._free.clear()
 
 
@@ -134,6 +136,7 @@ class Share:
         num_ahead: batches in flight or ready: the prefetch window.
         num_queued: batches that its client may have received and not taken.
         num_kept: batches that its client may go on to use after it took the next.
+        may_grow: nobody asked for just this window.
     """
 
     batch_bytes: int
@@ -141,22 +144,26 @@ class Share:
     num_ahead: int
     num_queued: int
     num_kept: int
+    may_grow: bool
 
 
-def divide(batch_bytes: int, num_ahead: int, limit_bytes: int) -> Share:
+def divide(batch_bytes: int, num_ahead: int, limit_bytes: int, *, may_grow: bool = False) -> Share:
     """The share of a session that wants to be so many batches ahead: within the limit, but room for one batch in any case.
 
     Args:
         batch_bytes: upper bound of a batch.
         num_ahead: the prefetch window it would like.
         limit_bytes: what it may have.
+        may_grow: whether more may be added later.
     """
     batch_bytes = _whole_pages(batch_bytes)
     num_kept = max(2, num_ahead // 4)
     num_slots = max(1, min(2 * num_ahead + num_kept, limit_bytes // batch_bytes))
     num_ahead = min(num_ahead, max(1, (num_slots - 1) // 2))
     num_queued = min(num_ahead, max(1, num_slots - num_ahead))
-    return Share(batch_bytes, num_slots * batch_bytes, num_ahead, num_queued, max(0, num_slots - num_ahead - num_queued))
+    return Share(
+        batch_bytes, num_slots * batch_bytes, num_ahead, num_queued, max(0, num_slots - num_ahead - num_queued), may_grow
+    )
 
 
 def _whole_pages(num_bytes: int) -> int:

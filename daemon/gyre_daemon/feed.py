@@ -8,71 +8,47 @@ the others waiting for longer than patience lasts is cast off and goes on by its
 import asyncio
 import logging
 import traceback
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakSet
 
-from gyre_daemon.arena import Arena, Budget, Share, Slot
-from gyre_daemon.dataset import Dataset
-from gyre_daemon.errors import GyreError, first_error
+from gyre_daemon.arena import Budget, Share, Slot
+from gyre_daemon.arenas import Arenas
+from gyre_daemon.errors import GyreError
 from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
-from gyre_daemon.fetch import Batch, Fetch, Fetcher
 from gyre_daemon.patience import Patience
-from gyre_daemon.plan import Order, Plan
+from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
 from gyre_daemon.window import View, Window
 
-_MAX_PLANNED = 64  # batches that are planned at once
-_BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
-_PATIENCE_S, _PATIENCE_FORGIVEN = 0.05, 0.05
+_PATIENCE_S, _PATIENCE_FORGIVEN = 0.25, 0.05  # a slow subscriber may cost the others so much once, and so much for ever
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What is fetched. Feeds of one spec give the same batches.
+class Machinery:
+    """What all feeds of a daemon share.
 
     Attributes:
-        dataset: open.
-        order: how to go through it.
-        rank: whose part of each global batch.
-        world_size: of how many.
+        budget: of what windows that grow take more.
+        arena_limit_bytes: so much memory a feed may have in all.
+        feeds: all that are open.
     """
-
-    dataset: Dataset
-    order: Order
-    rank: int
-    world_size: int
-
-    def is_as(self, other: "Spec") -> bool:
-        """Both give the same batches; the same dataset opened anew counts as another."""
-        return self.dataset is other.dataset and (self.order, self.rank, self.world_size) == (
-            other.order,
-            other.rank,
-            other.world_size,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What all feeds of a daemon share."""
 
     budget: Budget
     workers: FairExecutor
     arena_limit_bytes: int
     clock: Clock
+    feeds: WeakSet["Feed"] = field(default_factory=WeakSet)
 
 
 class Subscriber(Protocol):
-    """Who takes batches from a feed: a session."""
+    """Who takes batches from a feed: a session's path."""
 
     flow: Flow
-
-    @property
-    def is_starved(self) -> bool:
-        """It could send a batch, and none is ready."""
+    is_starved: bool
 
     @property
     def owns_a_feed(self) -> bool:
@@ -87,6 +63,9 @@ class Subscriber(Protocol):
     def cast_off(self) -> None:
         """It must go on by itself, from memory that it reserved itself."""
 
+    def follow(self, feed: "Feed", step: int) -> None:
+        """From a step on it takes batches from another feed."""
+
 
 class Subscription:
     """One subscriber's part in a feed."""
@@ -96,7 +75,7 @@ class Subscription:
         self.subscriber = subscriber
         self.view = view
 
-    def take(self) -> Batch | Exception:
+    def take(self) -> Outcome:
         """The outcome of the step that is sent next; call only where it is sealed. It stays in memory until its release."""
         outcome = self.feed.outcome(self.view.send())
         self.feed.look_again()
@@ -123,8 +102,8 @@ class Feed:
 
     Attributes:
         owner: that subscriber.
-        arenas: where batches lie; the first is the owner's share, others were added while subscribers waited.
-        following: it only leads up to another feed.
+        arenas: where batches lie; the first is the owner's share.
+        is_following: it only leads up to another feed.
     """
 
     def __init__(self, spec: Spec, share: Share, first_step: int, owner: Subscriber, machinery: Machinery) -> None:
@@ -132,23 +111,21 @@ class Feed:
         self.share = share
         self.owner = owner
         self.window = Window(first_step, share.num_ahead, self._free)
-        self.arenas: list[Arena] = []
+        self.arenas = Arenas(share, machinery.budget, machinery.arena_limit_bytes, machinery.workers)
         self.is_closed = False
-        self.following = False
+        self.is_following = False
         self._machinery = machinery
-        self._plan = Plan(spec.order, spec.dataset.num_samples)
-        self._fetcher = Fetcher(spec.dataset, machinery.workers)
-        self._bulk = _bulk_size(spec.dataset, share)
-        self._fetches: deque[Fetch] = deque()  # laid out, not begun
-        self._next_to_plan = first_step
+        self._prefetcher = Prefetcher(spec, share, first_step, machinery.workers)
         self._slots: dict[int, Slot] = {}
-        self._outcomes: dict[int, Batch | Exception] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._subscriptions: list[Subscription] = []
         self._changed = asyncio.Event()
         self._started = asyncio.Event()
         self._is_full = False
         self._is_draining = False
+        self._num_sealed = self._num_awaited = 0  # batches since the window was last looked at, and those that were waited for
         self._patience = Patience(_PATIENCE_S, _PATIENCE_FORGIVEN)
+        machinery.feeds.add(self)
         self._running = asyncio.create_task(_leaving_nothing(self._run()), name="feed")
         self._running.add_done_callback(self._run_done)
 
@@ -157,9 +134,9 @@ class Feed:
         await self._started.wait()
 
     @property
-    def memory_bytes(self) -> int:
-        """Held by batches now."""
-        return sum(arena.held_bytes for arena in self.arenas)
+    def hot_position(self) -> int:
+        """Where it reads now, as a position of a job that started at 0: what another job reads from there is at hand."""
+        return self.spec.plan.running_position(self.window.next_to_begin)
 
     def subscribe(
         self, subscriber: Subscriber, first_step: int, end_step: int | None, *, is_active: bool = True
@@ -180,7 +157,11 @@ class Feed:
         """Nobody else takes batches here."""
         return self._subscriptions == [subscription]
 
-    def outcome(self, step: int) -> Batch | Exception:
+    def may_be_joined(self, spec: Spec, share: Share) -> bool:
+        """Sessions that want this, with that much memory of their own, can read along."""
+        return not self.is_closed and not self.is_following and self.share == share and self.spec.is_as(spec)
+
+    def outcome(self, step: int) -> Outcome:
         """Of a sealed step."""
         return self._outcomes[step]
 
@@ -211,11 +192,13 @@ class Feed:
         self._running.cancel()
         self._outcomes.clear()
         self._slots.clear()
-        self._fetches.clear()
-        for arena in self.arenas:
-            arena.close()
-        self.arenas.clear()
+        self.arenas.close()
         self._started.set()
+
+    def shrink(self) -> asyncio.Event | None:
+        """Give back what a longer window took, as soon as no batch lies there, which the event tells; None for nothing."""
+        self.window.size = self.share.num_ahead
+        return self.arenas.shrink()
 
     def _inherit(self) -> None:
         heirs = [each.subscriber for each in self._subscriptions if not each.subscriber.owns_a_feed]
@@ -226,8 +209,7 @@ class Feed:
             each.subscriber.cast_off()
 
     async def _run(self) -> None:
-        workers = self._machinery.workers
-        self.arenas.append(await workers.run(self.owner.flow, 0, 0, lambda: Arena(self.share.num_bytes)))
+        await self.arenas.allocate(self.owner.flow)
         self._started.set()
         async with asyncio.TaskGroup() as group:
             while True:
@@ -272,63 +254,65 @@ class Feed:
             return None
         return next(each for each in self._subscriptions if each.view is view)
 
-    def _begin(self) -> list[tuple[Fetch, Slot]]:
-        """Begin the steps that are fetched together, as soon as the window has room for as many and the arena for one."""
-        begun: list[tuple[Fetch, Slot]] = []
-        room = self.window.room
-        self._is_full = False
-        if self._is_draining or room == 0 or (room < self._bulk and self.window.next_to_begin + room != self.window.end_step):
-            return begun
-        for _ in range(min(room, self._bulk)):
-            fetch = self._next_fetch()
-            slot = self._take(fetch.layout.num_bytes)
-            if slot is None:
-                self._is_full = True
-                break
-            self._fetches.popleft()
-            self._slots[self.window.begin()] = slot
-            begun.append((fetch, slot))
-        return begun
+    def _merge(self) -> bool:
+        """Let another feed go on for this one, where that has what would be begun next in memory."""
+        step = self.window.next_to_begin
+        for other in list(self._machinery.feeds):
+            if other is not self and other.may_be_joined(self.spec, self.share) and other.window.has(step):
+                self.is_following = True
+                for each in list(self._subscriptions):
+                    each.view.cut(step)
+                    each.subscriber.follow(other, step)
+                return True
+        return False
 
-    def _take(self, num_bytes: int) -> Slot | None:
-        return next((slot for arena in self.arenas if (slot := arena.take(num_bytes))), None)
+    def _begin(self) -> Begun:
+        """Begin what is read together next, unless another feed does; nothing where there is no room for it."""
+        self._is_full = False
+        if self.window.room and not self.is_following and len(self._machinery.feeds) > 1 and self._merge():
+            return []
+        if self._is_draining or not self._prefetcher.may_begin(self.window):
+            return []
+        begun = self._prefetcher.begin(self.window, self.arenas)
+        self._is_full = not begun
+        for fetch, slot in begun:
+            self._slots[fetch.plan.step] = slot
+        return begun
 
     def _free(self, step: int) -> None:
         """Nobody needs a step any more."""
-        if self.is_closed:
-            return
-        slot = self._slots.pop(step)
-        del self._outcomes[step]
-        slot.arena.put_back(slot)
+        if not self.is_closed:
+            del self._outcomes[step]
+            self.arenas.put_back(self._slots.pop(step))
 
-    def _next_fetch(self) -> Fetch:
-        """The step to begin next, laid out together with those that follow it."""
-        if not self._fetches:
-            plans = self._plan.batches(self._next_to_plan, self._num_to_plan, self.spec.rank, self.spec.world_size)
-            self._next_to_plan += len(plans)
-            self._fetches.extend(self._fetcher.prepare(plans))
-        return self._fetches[0]
-
-    @property
-    def _num_to_plan(self) -> int:
-        wanted = max(self._bulk, min(self.window.size, _MAX_PLANNED))
-        return min(wanted, max(self.window.room, 1)) if self.window.end_step is not None else wanted
-
-    async def _fill(self, begun: list[tuple[Fetch, Slot]]) -> None:
-        try:
-            outcomes: Sequence[Batch | Exception] = await self._fetcher.fill(begun, self.owner.flow)
-        except Exception as error:
-            if len(begun) > 1:  # find out which of them fails: the others are sound
-                for single in begun:
-                    await self._fill([single])
-                return
-            outcomes = [first_error(error) if isinstance(error, ExceptionGroup) else error]
+    async def _fill(self, begun: Begun) -> None:
+        outcomes = await self._prefetcher.fill(begun, self.owner.flow)
         for (fetch, _), outcome in zip(begun, outcomes, strict=True):
             self._outcomes[fetch.plan.step] = outcome
             self.window.seal(fetch.plan.step)
+        self._grow_if_awaited(len(begun))
         for each in self._subscriptions:
             if each.view.head_is_sealed:
                 each.subscriber.wake()
+
+    def _grow_if_awaited(self, num_sealed: int) -> None:
+        """Where subscribers waited for half of the batches of a whole window, the window doubles, if there is memory for it.
+
+        Local files wait for the processor and not for an answer: more of them at once bring nothing.
+        """
+        if not self.share.may_grow or self.spec.dataset.storage.reads_in_bulk:
+            return
+        self._num_sealed += num_sealed
+        self._num_awaited += num_sealed * any(each.subscriber.is_starved for each in self._subscriptions)
+        if self._num_sealed >= self.window.size:
+            growing = self.arenas.grow(self.owner.flow) if 2 * self._num_awaited >= self._num_sealed else None
+            self._num_sealed = self._num_awaited = 0
+            if growing:
+                growing.add_done_callback(self._grown)
+
+    def _grown(self, growing: asyncio.Task[None]) -> None:
+        self.window.size = self.share.num_ahead * self.arenas.num_windows
+        self.look_again()
 
 
 async def _leaving_nothing(work: Coroutine[None, None, None]) -> None:
@@ -341,8 +325,3 @@ async def _leaving_nothing(work: Coroutine[None, None, None]) -> None:
     except asyncio.CancelledError as error:
         traceback.clear_frames(error.__traceback__)
         raise
-
-
-def _bulk_size(dataset: Dataset, share: Share) -> int:
-    """How many batches are read together: several small ones where that is cheaper, but at most a quarter of the window."""
-    return max(1, min(_BULK_BYTES // share.batch_bytes, share.num_ahead // 4)) if dataset.storage.reads_in_bulk else 1

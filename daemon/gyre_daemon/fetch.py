@@ -19,7 +19,7 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.formats import Extents
 from gyre_daemon.plan import BatchPlan
-from gyre_daemon.storage import Reads
+from gyre_daemon.storage import NextUse, Reads
 from gyre_daemon.transform import CODECS
 
 _Integers = npt.NDArray[np.int64]
@@ -59,6 +59,17 @@ class Batch:
     def payload(self) -> memoryview:
         """The batch's bytes."""
         return self.slot.memory[: self.layout.num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a cache may know of a job's future: see `Reads`."""
+
+    block_bytes: int = 0
+    next_use: NextUse | None = None
+
+
+NOTHING_AHEAD = Ahead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +141,13 @@ class Fetcher:
             begin = end
         return fetches
 
-    async def fill(self, fetches: Sequence[tuple[Fetch, Slot]], flow: Flow) -> list[Batch]:
+    async def fill(self, fetches: Sequence[tuple[Fetch, Slot]], flow: Flow, ahead: Ahead = NOTHING_AHEAD) -> list[Batch]:
         """Read batches into their slots; a batch is the same bytes whatever the order in which its samples arrive.
 
         Args:
             fetches: from `prepare`, each with a slot at least `layout.num_bytes` long, which the caller keeps.
             flow: the job for which it is done; earlier steps are more urgent.
+            ahead: what the job will read after these.
 
         Raises:
             CorruptSample: names shard, sample, offset and reason.
@@ -146,7 +158,8 @@ class Fetcher:
         bulk = _Bulk.of(fetches)
         reads, scratches = self._place(bulk)
         urgency = fetches[0][0].plan.step
-        await self._dataset.storage.read(replace(reads, flow=flow, urgency=urgency))
+        reads = replace(reads, flow=flow, urgency=urgency, block_bytes=ahead.block_bytes, next_use=ahead.next_use)
+        await self._dataset.storage.read(reads)
         if self._finishes:
             num_bytes = sum(fetch.layout.num_bytes for fetch, _ in fetches)
             await self._workers.run(flow, num_bytes, urgency, partial(self._finish, bulk, scratches))

@@ -8,100 +8,40 @@ over. Sessions that want the same batches read along in one feed; each has reser
 import asyncio
 import math
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from weakref import WeakSet
+from dataclasses import dataclass
 
-from gyre_daemon.arena import Arena, Budget, Share, divide
-from gyre_daemon.batch import max_batch_bytes
-from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
-from gyre_daemon.dataset import Dataset
+from gyre_daemon.arena import Budget, Share, divide
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
-from gyre_daemon.fair import FairExecutor, Flow
-from gyre_daemon.feed import Feed, Machinery, Spec, Subscription
+from gyre_daemon.fair import Flow
+from gyre_daemon.feed import Machinery
 from gyre_daemon.fetch import Batch
 from gyre_daemon.jobs import SessionTotals
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.occupancy import Occupancy
-from gyre_daemon.plan import Order, Plan, check_ranks
-from gyre_daemon.sidechannel import Peer
+from gyre_daemon.path import Path
+from gyre_daemon.plan import Plan
+from gyre_daemon.prefetch import Spec
+from gyre_daemon.request import SessionRequest
+from gyre_daemon.sidechannel import Peer, ShownArenas
 from gyre_daemon.window import View
 
-MAX_PREFETCH_BATCHES = 1024
-MAX_EPOCHS = 1 << 32
 _MAX_CREDITS = 1 << 20
-_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
-_REACH = 4  # so many windows behind another feed, a session may still catch up with it
-
-Clock = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Who reads.
-
-    Attributes:
-        job: the job's name.
-        rank: in `[0, world_size)`.
-        world_size: ranks of the job.
-        generation: grows with every attempt of the same rank; the newest wins.
-    """
-
-    job: str
-    rank: int
-    world_size: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRequest:
-    """What a client asks for.
-
-    Attributes:
-        dataset: open.
-        order: how to go through it.
-        reader: for whom.
-        num_epochs: after which the stream ends; 0 for never.
-        cursor: encoded; empty for the beginning.
-        prefetch_batches: size of the window; 0 to let the size of a batch decide.
-    """
-
-    dataset: Dataset
-    order: Order
-    reader: Reader
-    num_epochs: int
-    cursor: bytes
-    prefetch_batches: int
-
-    @property
-    def spec(self) -> Spec:
-        """What is to be fetched."""
-        return Spec(self.dataset, self.order, self.reader.rank, self.reader.world_size)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnvironment:
-    """What all sessions of a daemon share.
+    """What all sessions of a daemon share."""
 
-    Attributes:
-        feeds: those that a session may still join.
-    """
-
-    budget: Budget
-    workers: FairExecutor
+    machinery: Machinery
     metrics: Metrics
-    session_limit_bytes: int
     lease_s: float
-    clock: Clock = time.monotonic
-    feeds: WeakSet[Feed] = field(default_factory=WeakSet)
 
     @property
-    def machinery(self) -> Machinery:
-        """What feeds need of it."""
-        return Machinery(self.budget, self.workers, self.session_limit_bytes, self.clock)
+    def budget(self) -> Budget:
+        """Of which each session has a share."""
+        return self.machinery.budget
 
 
 @dataclass(slots=True)
@@ -116,26 +56,23 @@ class SessionCounts:
 class Session:
     """One rank's stream of batches."""
 
-    def __init__(self, request: SessionRequest, flow: Flow, environment: SessionEnvironment) -> None:
+    def __init__(self, request: SessionRequest, plan: Plan, flow: Flow, environment: SessionEnvironment) -> None:
         """Check the request, reserve memory and begin to fetch, or to read along.
 
         Raises:
             InvalidRequest, CursorRejected: the request makes no sense or does not fit its dataset.
             Overloaded: there is no memory for it now.
         """
-        reader, order, dataset = request.reader, request.order, request.dataset
-        check_ranks(order, reader.rank, reader.world_size)
-        if request.num_epochs > MAX_EPOCHS or request.prefetch_batches > MAX_PREFETCH_BATCHES:
-            raise InvalidRequest(f"at most {MAX_EPOCHS} epochs and {MAX_PREFETCH_BATCHES} prefetched batches can be asked for")
-        self.plan = Plan(order, dataset.num_samples)
+        request.check()
+        order, reader = request.order, request.reader
+        self.plan = plan
         self.session_id = secrets.token_hex(16)
         self.request = request
-        self.flow = flow
         self.counts = SessionCounts()
         self.attached = False
         self.credits = 0
         self._environment = environment
-        cursor = _start_cursor(request)
+        cursor = request.start_cursor()
         self._encode_cursor = cursor.encoder()
         self.first_step = cursor.position // order.global_batch_size
         self.num_steps = self.plan.num_steps(request.num_epochs) if request.num_epochs else None
@@ -143,19 +80,17 @@ class Session:
             raise InvalidRequest(
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
-        self._peer: Peer | None = None
-        self._arena_numbers: dict[Arena, int] = {}
-        self._held: dict[int, Subscription] = {}  # where each step that was sent came from, until its release
+        self._shown: ShownArenas | None = None
         self._payloads: deque[Batch] = deque()
         self._sendable = asyncio.Event()
         self._payload_ready = asyncio.Event()
-        self._waits_for_storage = False
         self._ended: GyreError | None = None
         self._draining = False
-        self._seen = environment.clock()
+        self._seen = environment.machinery.clock()
         self._occupancy = Occupancy(self._seen)
         self.share = self._reserve()
-        self._path = self._find_path()  # the feed that it reads from, and the one that it catches up with
+        spec = Spec(request.dataset, order, reader.rank, reader.world_size, plan)
+        self._path = Path(self, spec, self.share, (self.first_step, self.num_steps), flow, environment.machinery)
 
     async def start(self) -> None:
         """Wait until the memory is there.
@@ -163,66 +98,69 @@ class Session:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        await self._here.feed.started()
+        await self._path.feed.started()
         if self._ended:
             raise self._ended
 
     def share_arenas(self, peer: Peer) -> bool:
         """From now on batches are read where they lie; False where the client cannot be reached so."""
-        self._peer = peer
-        if self._here.feed.is_closed or self._show(self._here.feed.arenas[0]) is None:
-            self._peer = None
+        shown = ShownArenas(self.session_id, peer)
+        if not self._ended and shown.number(self._path.feed.arenas.first) is not None:
+            self._shown = shown
         return self.shares_arena
 
     @property
     def shares_arena(self) -> bool:
         """Batches are not copied to the client."""
-        return self._peer is not None
+        return self._shown is not None
 
     @property
     def view(self) -> View:
         """Where it stands in the feed that it reads from now."""
-        return self._here.view
+        return self._path.view
 
     @property
     def num_held(self) -> int:
         """Batches sent and not released."""
-        return len(self._held)
+        return self._path.num_held
 
     @property
     def window_size(self) -> int:
         """How many batches its feed may be ahead now."""
-        return self._here.feed.window.size
+        return self._path.feed.window.size
 
     @property
     def arena_bytes(self) -> int:
         """Of the first arena that batches lie in."""
-        return self._here.feed.arenas[0].num_bytes
+        return self._path.feed.arenas.first.num_bytes
 
     def arena_number(self, batch: Batch) -> int:
         """What the client calls the arena where a batch lies."""
-        return self._arena_numbers[batch.slot.arena]
+        assert self._shown
+        number = self._shown.number(batch.slot.arena)
+        assert number is not None
+        return number
 
     @property
     def num_sharing(self) -> int:
         """Sessions that take batches from its feed."""
-        return self._here.feed.num_subscribers
+        return self._path.feed.num_subscribers
 
     @property
     def memory_bytes(self) -> int:
         """Held by batches of its feed now."""
-        return self._here.feed.memory_bytes
+        return self._path.feed.arenas.held_bytes
 
     @property
     def totals(self) -> SessionTotals:
         """What it has done up to now."""
-        times = self._occupancy.at(self._environment.clock())
+        times = self._occupancy.at(self._environment.machinery.clock())
         return SessionTotals(self.counts.num_batches_sent, self.counts.num_bytes_sent, times, self.counts.trainer_waited_s)
 
     @property
     def lease_left_s(self) -> float:
         """Until the session is lost, unless its client is heard of."""
-        return self._seen + self._environment.lease_s - self._environment.clock()
+        return self._seen + self._environment.lease_s - self._environment.machinery.clock()
 
     @property
     def has_ended(self) -> bool:
@@ -246,7 +184,7 @@ class Session:
 
     def renew(self) -> None:
         """The client was heard of."""
-        self._seen = self._environment.clock()
+        self._seen = self._environment.machinery.clock()
 
     def add_credit(self, num_batches: int, waited_s: float = 0.0) -> None:
         """The client takes so many batches more; its trainer stood still for so long."""
@@ -258,9 +196,8 @@ class Session:
 
     def release(self, step: int) -> None:
         """The client no longer needs the memory of a step; unknown steps and second releases change nothing."""
-        subscription = self._held.pop(step, None)
-        if subscription:
-            subscription.release(step)
+        if not self._ended:
+            self._path.release(step)
 
     async def next_batch(self) -> Batch | None:
         """The batch of the next step, once it is whole and the client has credit for it; None after the last.
@@ -275,7 +212,7 @@ class Session:
             batch = self.ready_batch()
             if batch:
                 return batch
-            if self._here.view.next_to_send == self.num_steps:
+            if self._path.at_end:
                 return None
             if self._drained:
                 raise Draining(
@@ -289,18 +226,16 @@ class Session:
         Raises:
             GyreError: the step failed.
         """
-        self._advance()
-        if not self.credits or not self._here.view.head_is_sealed:
+        if not self.credits or not self._path.head_is_ready:
             return None
-        outcome = self._here.take()
+        outcome = self._path.take()
         if isinstance(outcome, Exception):
             raise outcome
-        if self._peer:
-            self._show_or_end(outcome)
-        else:
+        if self._shown is None:
             self._payloads.append(outcome)
             self._payload_ready.set()
-        self._held[outcome.plan.step] = self._here
+        elif self._shown.number(outcome.slot.arena) is None:
+            raise LeaseExpired("the client left the side channel, where it gets its batches' memory; open the session again")
         self.credits -= 1
         self._count(outcome)
         return outcome
@@ -308,8 +243,7 @@ class Session:
     @property
     def head_is_whole(self) -> bool:
         """The next step is ready and did not fail."""
-        here = self._here
-        return here.view.head_is_sealed and isinstance(here.feed.outcome(here.view.next_to_send), Batch)
+        return self._path.head_is_whole
 
     async def next_payload(self) -> Batch | None:
         """Each batch that `next_batch` gave, once more, for the stream that carries payload; None after the session's last."""
@@ -321,8 +255,7 @@ class Session:
     def drain(self) -> None:
         """Begin no further step; send what is under way as far as the client has credit for it."""
         self._draining = True
-        for subscription in self._path:
-            subscription.feed.drain()
+        self._path.drain()
         self._sendable.set()
 
     def end(self, reason: GyreError) -> None:
@@ -333,115 +266,29 @@ class Session:
         if self._ended:
             return
         self._ended = reason
-        for step, subscription in self._held.items():
-            if self._peer:
-                self._peer.when_gone(partial(subscription.release, step))
-            else:
-                subscription.release(step)
-        self._held.clear()
         self._payloads.clear()
-        self._arena_numbers.clear()
-        for subscription in self._path:
-            subscription.leave()
+        self._path.leave(self._shown.when_unread if self._shown else _at_once)
+        self._shown = None
         self._environment.budget.give_back(self.share.num_bytes)
         self._sendable.set()
         self._payload_ready.set()
 
-    @property
-    def is_starved(self) -> bool:
-        """Its client waits, and no batch is ready."""
-        return self._waits_for_storage
-
-    @property
-    def owns_a_feed(self) -> bool:
-        """The memory that it reserved is in use."""
-        return any(subscription.feed.owner is self for subscription in self._path)
-
     def wake(self) -> None:
         """The batch it sends next is ready."""
-        self._note_window()
         self._sendable.set()
-
-    def fail(self, reason: GyreError) -> None:
-        """The feed cannot go on."""
-        self.end(reason)
-
-    def cast_off(self) -> None:
-        """Others do not wait any longer: it goes on in a feed of its own."""
-        while len(self._path) > 1:
-            self._path.pop().leave()
-        here = self._here
-        if here.feed.is_only(here) and here.feed.owner is self:
-            here.feed.following = False
-            here.view.extend(self.num_steps)
-            here.feed.look_again()
-        else:
-            here.leave()
-            self._path[0] = self._found(here.view.next_to_send, self.num_steps)
-
-    @property
-    def _here(self) -> Subscription:
-        """What it reads from now."""
-        return self._path[0]
 
     @property
     def _drained(self) -> bool:
-        return self._draining and (self._here.view.num_begun == 0 or not self.credits)
+        return self._draining and (self._path.view.num_begun == 0 or not self.credits)
 
     def _reserve(self) -> Share:
-        """The share of a feed that it may read along in, or one of its own."""
-        request, environment = self.request, self._environment
-        batch_bytes = max_batch_bytes(request.dataset.index, request.order.global_batch_size // request.reader.world_size)
-        num_ahead = request.prefetch_batches or min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
-        limit_bytes = max(environment.session_limit_bytes, batch_bytes)
-        share = divide(batch_bytes, num_ahead, limit_bytes)
-        if share.num_bytes > environment.budget.free_bytes:
-            share = divide(batch_bytes, num_ahead, min(limit_bytes, environment.budget.free_bytes))
-        environment.budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
+        """What it wants, or as much of it as there is."""
+        request, budget = self.request, self._environment.budget
+        share = request.wanted_share(self._environment.machinery.arena_limit_bytes)
+        if share.num_bytes > budget.free_bytes:
+            share = divide(share.batch_bytes, share.num_ahead, budget.free_bytes, may_grow=share.may_grow)
+        budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
         return share
-
-    def _find_path(self) -> deque[Subscription]:
-        """Read along in another feed, or in one of its own up to where another begins, or in one of its own."""
-        step, end = self.first_step, self.num_steps
-        for feed in list(self._environment.feeds):
-            if feed.is_closed or feed.following or feed.share != self.share or not feed.spec.is_as(self.request.spec):
-                continue
-            if feed.window.has(step):
-                return deque([feed.subscribe(self, step, end)])
-            meet = feed.window.next_to_begin
-            if 0 < meet - step <= _REACH * self.share.num_ahead and (end is None or meet < end):
-                own = self._found(step, meet)
-                own.feed.following = True
-                return deque([own, feed.subscribe(self, meet, end, is_active=False)])
-        return deque([self._found(step, end)])
-
-    def _found(self, first_step: int, end_step: int | None) -> Subscription:
-        feed = Feed(self.request.spec, self.share, first_step, self, self._environment.machinery)
-        if self._draining:
-            feed.drain()
-        self._environment.feeds.add(feed)
-        return feed.subscribe(self, first_step, end_step)
-
-    def _advance(self) -> None:
-        """Go on to the feed that it has caught up with."""
-        if len(self._path) > 1 and self._here.view.at_end:
-            self._path.popleft().leave()
-            self._here.activate()
-
-    def _show(self, arena: Arena) -> int | None:
-        """The number of an arena that the client has been given, or could be now."""
-        number = self._arena_numbers.get(arena, len(self._arena_numbers))
-        if arena not in self._arena_numbers:
-            if not self._peer or not self._peer.hand_over(self.session_id, number, arena.descriptor):
-                return None
-            self._arena_numbers[arena] = number
-        return number
-
-    def _show_or_end(self, batch: Batch) -> None:
-        if self._show(batch.slot.arena) is None:
-            raise LeaseExpired(
-                "the client left the side channel, where it gets the memory of its batches; open the session again"
-            )
 
     def _count(self, batch: Batch) -> None:
         for counts in (self.counts, self._environment.metrics):
@@ -452,11 +299,11 @@ class Session:
         """Batches behind one that is missing cannot be sent, and do not count as ready here."""
         if self._ended:
             return
-        view = self._here.view
+        view = self._path.view
         is_head_ready = view.head_is_sealed
         num_left = self.window_size if self.num_steps is None else self.num_steps - view.next_to_send
         self._occupancy.note(
-            self._environment.clock(),
+            self._environment.machinery.clock(),
             view.num_ready if is_head_ready else 0,
             min(self.window_size, num_left),
             self.credits,
@@ -465,20 +312,16 @@ class Session:
 
     async def _wait_until_sendable(self) -> None:
         self._note_window()
-        self._waits_for_storage = bool(self.credits) and not self._here.view.head_is_sealed
-        if self._waits_for_storage:
-            self._here.feed.look_again()
+        self._path.is_starved = bool(self.credits) and not self._path.head_is_ready
+        if self._path.is_starved:
+            self._path.feed.look_again()
         self._sendable.clear()
         try:
             await self._sendable.wait()
         finally:
-            self._waits_for_storage = False
+            self._path.is_starved = False
 
 
-def _start_cursor(request: SessionRequest) -> Cursor:
-    dataset, order = request.dataset, request.order
-    if not request.cursor:
-        return Cursor(dataset.fingerprint, order, position=0)
-    cursor = decode_cursor(request.cursor)
-    check_cursor(cursor, dataset.name, dataset.fingerprint, order)
-    return cursor
+def _at_once(act: Callable[[], None]) -> None:
+    """Nobody reads memory of the daemon: the client has copies."""
+    act()

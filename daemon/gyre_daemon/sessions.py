@@ -4,12 +4,18 @@ import asyncio
 import contextlib
 import fnmatch
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
+from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
 from gyre_daemon.events import log_event
-from gyre_daemon.fair import Flow
-from gyre_daemon.session import Reader, Session, SessionEnvironment, SessionRequest
+from gyre_daemon.fair import NO_JOB, Flow
+from gyre_daemon.plan import Order, plan_of
+from gyre_daemon.request import Reader, SessionRequest
+from gyre_daemon.session import Session, SessionEnvironment
+
+_RECLAIM_S = 1.0
 
 
 class SessionTable:
@@ -45,6 +51,10 @@ class SessionTable:
         """
         if self.draining:
             raise Draining("the daemon is stopping and opens no session; try again after its restart")
+        request.check()
+        machinery = self.environment.machinery
+        plan = await machinery.workers.run(NO_JOB, 0, 0, lambda: plan_of(request.order, request.dataset.index))
+        await self._reclaim(request)
         reader = request.reader
         for other in self:
             theirs = other.request.reader
@@ -55,7 +65,7 @@ class SessionTable:
                     f"generation {reader.generation} of {_who(reader)} is older than generation {theirs.generation} of it"
                 )
             self.close(other.session_id, Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"))
-        session = Session(request, self._flow(reader.job), self.environment)
+        session = Session(request, plan, self._flow(reader.job), self.environment)
         self._sessions[session.session_id] = session
         self._counted_as[session.session_id] = self.environment.metrics.jobs.open(reader.job)
         self._empty.clear()
@@ -69,6 +79,19 @@ class SessionTable:
             {"session": session.session_id, "dataset": request.dataset.name, "job": reader.job, "rank": reader.rank},
         )
         return session
+
+    def hot_position(self, dataset: Dataset, order: Order) -> int:
+        """Where a job that comes late should begin: where one of the same order on the same data is furthest; 0 if none is."""
+        return max(
+            (
+                feed.hot_position
+                for feed in self.environment.machinery.feeds
+                if not feed.is_closed
+                and feed.spec.dataset.fingerprint == dataset.fingerprint
+                and replace(feed.spec.order, start_position=0) == replace(order, start_position=0)
+            ),
+            default=0,
+        )
 
     def by_job(self) -> Iterator[tuple[str, Session]]:
         """Over all that are open, with the name that each one's job has in the metrics."""
@@ -120,6 +143,15 @@ class SessionTable:
                 await self._empty.wait()
         for session in self:
             self.close(session.session_id, Draining("the daemon stopped; open the session again with the last cursor"))
+
+    async def _reclaim(self, request: SessionRequest) -> None:
+        """Where memory is short, windows that have grown shrink first."""
+        machinery = self.environment.machinery
+        if request.wanted_share(machinery.arena_limit_bytes).num_bytes > machinery.budget.free_bytes:
+            shrinking = [shrunk.wait() for feed in machinery.feeds if (shrunk := feed.shrink())]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RECLAIM_S):
+                    await asyncio.gather(*shrinking)
 
     def _flow(self, job: str) -> Flow:
         """All sessions of a job have one claim on what is shared."""

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from gyre_daemon.arena import Arena
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import log_event
 
@@ -59,6 +60,26 @@ class Peer:
         self._is_gone = True
         while self._when_gone:
             self._when_gone.pop()()
+
+
+class ShownArenas:
+    """The arenas of one session that its client can read, by number."""
+
+    def __init__(self, session_id: str, peer: Peer) -> None:
+        self._session_id = session_id
+        self._peer = peer
+        self._numbers: dict[Arena, int] = {}
+
+    def number(self, arena: Arena) -> int | None:
+        """What the client calls an arena, which it is given if it does not have it; None if that cannot be done."""
+        number = self._numbers.get(arena)
+        if number is None and self._peer.hand_over(self._session_id, len(self._numbers), arena.descriptor):
+            number = self._numbers[arena] = len(self._numbers)
+        return number
+
+    def when_unread(self, act: Callable[[], None]) -> None:
+        """See `Peer.when_gone`."""
+        self._peer.when_gone(act)
 
 
 class SideChannel:

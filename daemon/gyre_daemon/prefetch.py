@@ -1,0 +1,114 @@
+"""What a feed fetches next: steps are planned and laid out ahead, and several small batches are read together."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.arena import Share, Slot
+from gyre_daemon.arenas import Arenas
+from gyre_daemon.dataset import Dataset
+from gyre_daemon.errors import first_error
+from gyre_daemon.fair import FairExecutor, Flow
+from gyre_daemon.fetch import NOTHING_AHEAD, Ahead, Batch, Fetch, Fetcher
+from gyre_daemon.plan import NEVER, Order, Plan
+from gyre_daemon.window import Window
+
+_MAX_PLANNED = 64  # batches that are planned at once
+_BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
+
+Begun = list[tuple[Fetch, Slot]]
+Outcome = Batch | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What is fetched. Feeds of one spec give the same batches.
+
+    Attributes:
+        dataset: open.
+        order: how to go through it.
+        rank: whose part of each global batch.
+        world_size: of how many.
+        plan: of the order.
+    """
+
+    dataset: Dataset
+    order: Order
+    rank: int
+    world_size: int
+    plan: Plan
+
+    def is_as(self, other: "Spec") -> bool:
+        """Both give the same batches; the same dataset opened anew counts as another."""
+        return self.dataset is other.dataset and (self.order, self.rank, self.world_size) == (
+            other.order,
+            other.rank,
+            other.world_size,
+        )
+
+
+class Prefetcher:
+    """Begins and fills the steps of one spec, in order from a first one on."""
+
+    def __init__(self, spec: Spec, share: Share, first_step: int, workers: FairExecutor) -> None:
+        self._spec = spec
+        self._fetcher = Fetcher(spec.dataset, workers)
+        self._bulk = _bulk_size(spec.dataset, share)
+        self._fetches: deque[Fetch] = deque()  # laid out, not begun
+        self._next_to_plan = first_step
+        self._next_to_begin = first_step
+        blockwise = spec.order.mode == "block"
+        self._ahead = Ahead(spec.order.io_block_bytes, self._next_use) if blockwise else NOTHING_AHEAD
+
+    def may_begin(self, window: Window) -> bool:
+        """There is room for as many steps as are read together, or for the last ones."""
+        room = window.room
+        return room >= self._bulk or (room > 0 and window.next_to_begin + room == window.end_step)
+
+    def begin(self, window: Window, arenas: Arenas) -> Begun:
+        """Begin the steps that are read together, as far as there are slots for them; call only where it may."""
+        begun: Begun = []
+        for _ in range(min(window.room, self._bulk)):
+            fetch = self._next_fetch(window)
+            slot = arenas.take(fetch.layout.num_bytes)
+            if slot is None:
+                break
+            self._fetches.popleft()
+            self._next_to_begin = window.begin() + 1
+            begun.append((fetch, slot))
+        return begun
+
+    async def fill(self, begun: Begun, flow: Flow) -> Sequence[Outcome]:
+        """Read batches into their slots; where some fail, which do."""
+        try:
+            return await self._fetcher.fill(begun, flow, self._ahead)
+        except Exception as error:
+            if len(begun) == 1:
+                return [first_error(error) if isinstance(error, ExceptionGroup) else error]
+        return [outcome for single in begun for outcome in await self.fill([single], flow)]
+
+    def _next_use(self, block_bytes: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """In how many samples from now blocks of this size are read again; see `Reads.next_use`."""
+        plan, table = self._spec.plan, self._spec.dataset.index.blocks(block_bytes)
+        position = self._next_to_begin * self._spec.order.global_batch_size
+        uses = plan.next_use_of_blocks(table, blocks, position)
+        return np.where(uses == NEVER, NEVER, uses - position)
+
+    def _next_fetch(self, window: Window) -> Fetch:
+        """The step to begin next, laid out together with those that follow it."""
+        if not self._fetches:
+            wanted = max(self._bulk, min(window.size, _MAX_PLANNED))
+            if window.end_step is not None:
+                wanted = min(wanted, max(window.room, 1))
+            plans = self._spec.plan.batches(self._next_to_plan, wanted, self._spec.rank, self._spec.world_size)
+            self._next_to_plan += len(plans)
+            self._fetches.extend(self._fetcher.prepare(plans))
+        return self._fetches[0]
+
+
+def _bulk_size(dataset: Dataset, share: Share) -> int:
+    """How many batches are read together: several small ones where that is cheaper, but at most a quarter of the window."""
+    return max(1, min(_BULK_BYTES // share.batch_bytes, share.num_ahead // 4)) if dataset.storage.reads_in_bulk else 1

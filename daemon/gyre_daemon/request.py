@@ -1,0 +1,80 @@
+"""What a client asks for when it opens a session."""
+
+from dataclasses import dataclass
+
+from gyre_daemon.arena import Share, divide
+from gyre_daemon.batch import max_batch_bytes
+from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
+from gyre_daemon.dataset import Dataset
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.plan import Order, check_ranks
+
+MAX_PREFETCH_BATCHES = 1024
+MAX_EPOCHS = 1 << 32
+_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads.
+
+    Attributes:
+        job: the job's name.
+        rank: in `[0, world_size)`.
+        world_size: ranks of the job.
+        generation: grows with every attempt of the same rank; the newest wins.
+    """
+
+    job: str
+    rank: int
+    world_size: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """What a client asks for.
+
+    Attributes:
+        dataset: open.
+        order: how to go through it.
+        reader: for whom.
+        num_epochs: after which the stream ends; 0 for never.
+        cursor: encoded; empty for the beginning.
+        prefetch_batches: size of the window; 0 to let the size of a batch decide.
+    """
+
+    dataset: Dataset
+    order: Order
+    reader: Reader
+    num_epochs: int
+    cursor: bytes
+    prefetch_batches: int
+
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            InvalidRequest: names the numbers.
+        """
+        check_ranks(self.order, self.reader.rank, self.reader.world_size)
+        if self.num_epochs > MAX_EPOCHS or self.prefetch_batches > MAX_PREFETCH_BATCHES:
+            raise InvalidRequest(f"at most {MAX_EPOCHS} epochs and {MAX_PREFETCH_BATCHES} prefetched batches can be asked for")
+
+    def start_cursor(self) -> Cursor:
+        """Where it begins.
+
+        Raises:
+            CursorRejected: the client's cursor does not fit.
+        """
+        if not self.cursor:
+            return Cursor(self.dataset.fingerprint, self.order, position=0)
+        cursor = decode_cursor(self.cursor)
+        check_cursor(cursor, self.dataset.name, self.dataset.fingerprint, self.order)
+        return cursor
+
+    def wanted_share(self, limit_bytes: int) -> Share:
+        """The memory that it would like to have."""
+        batch_bytes = max_batch_bytes(self.dataset.index, self.order.global_batch_size // self.reader.world_size)
+        num_ahead = self.prefetch_batches or min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
+        return divide(batch_bytes, num_ahead, max(limit_bytes, batch_bytes), may_grow=not self.prefetch_batches)

@@ -1,0 +1,78 @@
+"""The window grows while trainers wait for a storage that answers late, and shrinks when another session needs the memory."""
+
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+from tests.object_server.process import ObjectServerProcess, object_server
+from tests.object_server.script import Script
+
+LENGTH, BATCH = 2048, 32  # a batch is 256 KiB and more: a window of 31, and 70 slots
+
+
+@pytest.fixture
+def storage() -> Iterator[ObjectServerProcess]:
+    """An object storage that takes 50 ms for each answer."""
+    with object_server() as server:
+        samples = np.arange(2000, dtype="<u4")[:, None] + np.zeros(LENGTH, "<u4")
+        server.put("/bucket/tokens.bin", samples.tobytes())
+        server.follow(Script(first_byte_p50_s=0.05, first_byte_p99_s=0.06))
+        yield server
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, storage: ObjectServerProcess) -> Daemon:
+    """A daemon with memory for three sessions."""
+    tokens = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    return gyred({"memory_budget": "80MiB", "datasets": {"tokens": {**tokens, "storage": dict(storage.storage_settings)}}})
+
+
+def status(daemon: Daemon) -> pb.DaemonStatus:
+    with grpc.insecure_channel(daemon.address) as channel:
+        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+
+
+def right(batch: dict[str, "np.ndarray"]) -> bool:  # type: ignore[type-arg]
+    ids = batch["sample_id"].numpy()
+    return bool((batch["tokens"].numpy() == ids[:, None]).all())
+
+
+def test_window_grows_while_the_trainer_waits_and_shrinks_for_another(daemon: Daemon) -> None:
+    with Loader("tokens", batch_size=BATCH, seed=1, address=daemon.address, job="first") as first:
+        assert right(next(iter(first)))
+        (before,) = status(daemon).sessions
+        after = before
+        for _ in range(100):
+            assert all(right(next(iter(first))) for _ in range(32))
+            (after,) = status(daemon).sessions
+            if after.prefetch_batches > before.prefetch_batches:
+                break
+        assert after.prefetch_batches > before.prefetch_batches
+        assert status(daemon).memory_reserved_bytes > after.memory_limit_bytes
+        others = [Loader("tokens", batch_size=BATCH, seed=seed, address=daemon.address, job=str(seed)) for seed in (2, 3)]
+        try:
+            for _ in range(3):
+                assert all(right(next(iter(loader))) for loader in (first, *others))
+            sessions = status(daemon).sessions
+            assert [session.memory_limit_bytes for session in sessions] == [before.memory_limit_bytes] * 3
+            assert sessions[0].prefetch_batches == before.prefetch_batches
+            for _ in range(100):
+                assert right(next(iter(first)))
+            assert status(daemon).memory_reserved_bytes <= status(daemon).memory_budget_bytes
+        finally:
+            for loader in others:
+                loader.close()
+    assert status(daemon).memory_reserved_bytes == 0
+
+
+def test_window_that_was_asked_for_stays(daemon: Daemon) -> None:
+    with Loader("tokens", batch_size=BATCH, prefetch_batches=2, address=daemon.address) as loader:
+        for _ in range(40):
+            assert right(next(iter(loader)))
+        assert status(daemon).sessions[0].prefetch_batches == 2
