@@ -5,8 +5,10 @@ status: 0, 1 when something failed, 2 when what was asked for cannot be meant.
 """
 
 import argparse
+import math
 import os
 import sys
+import time
 import tomllib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,9 +20,12 @@ from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset, find_endpoint, given_address
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, UnknownDataset
 from gyre_client.planning import add_plan_arguments, cost_of_orders, plan_of_steps
-from gyre_client.report import duration, facts, size, table, to_json
+from gyre_client.report import facts, size, table, to_json
+from gyre_client.status import Snapshot, full_text
+from gyre_client.top import top
 from gyre_client.wire import dataset_ref, plain
 
+_MAX_INTERVAL_S = 3600
 _BAD_INPUT = (InvalidRequest, ConfigError, UnknownDataset)
 
 
@@ -41,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         answer = _answer(args)
-        print(to_json(answer.value) if args.json else answer.text, flush=True)
+        if answer is not None:
+            print(to_json(answer.value) if args.json else answer.text, flush=True)
     except GyreError as error:
         print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_INPUT) else 1
@@ -53,11 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _answer(args: argparse.Namespace) -> Answer:
+def _answer(args: argparse.Namespace) -> Answer | None:
+    """None of a command that has printed what there was to say."""
     endpoint = _endpoint(args)
     try:
         with Connection(endpoint.address) as connection:
-            answer: Answer = args.run(connection, args)
+            answer: Answer | None = args.run(connection, args)
             return answer
     finally:
         endpoint.release()
@@ -125,43 +132,18 @@ def _show_progress(line: str) -> None:
 
 
 def _status(connection: Connection, args: argparse.Namespace) -> Answer:
-    status = connection.status()
-    pairs = [
-        ("version", status.version),
-        ("pid", status.pid),
-        ("state", "draining" if status.draining else "serving"),
-        ("up", duration(status.uptime_s)),
-        ("memory", f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"),
-        ("sent", f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"),
-    ]
-    parts = [facts(pairs)]
-    if status.sessions:
-        parts.append(_sessions(status))
-    if status.storage:
-        rows = [(s.scheme, s.kind, s.outcome, f"{s.num_requests:,}", size(s.num_bytes)) for s in status.storage]
-        parts.append(table(("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES"), rows))
-    return Answer(plain(status), "\n\n".join(parts))
+    before = after = connection.status()
+    if before.sessions and args.interval:
+        time.sleep(args.interval)
+        after = connection.status()
+    snapshot = Snapshot.between(before, after)
+    return Answer(snapshot.to_plain(), full_text(snapshot))
 
 
-def _sessions(status: pb.DaemonStatus) -> str:
-    header = ("JOB", "RANK", "DATASET", "STEP", "READY", "IN FLIGHT", "HELD", "MEMORY", "BY", "STORAGE WAIT", "TRAINER WAIT")
-    rows = [
-        (
-            s.reader.job,
-            f"{s.reader.rank}/{s.reader.world_size}",
-            s.dataset,
-            s.next_step,
-            s.num_ready,
-            s.num_in_flight,
-            s.num_held,
-            size(s.memory_bytes),
-            pb.Transport.Name(s.transport).removeprefix("TRANSPORT_").lower(),
-            duration(s.wait_storage_s),
-            duration(s.wait_trainer_s),
-        )
-        for s in status.sessions
-    ]
-    return table(header, rows)
+def _top(connection: Connection, args: argparse.Namespace) -> None:
+    if not args.interval:
+        raise InvalidRequest("--interval is 0; rates are means over some time")
+    top(connection, args.interval, once=args.once, as_json=args.json)
 
 
 def _cat(connection: Connection, args: argparse.Namespace) -> Answer:
@@ -187,6 +169,16 @@ def _option(text: str) -> tuple[str, object]:
         return key, value
 
 
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= _MAX_INTERVAL_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to {_MAX_INTERVAL_S}")
+    return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--address", help="unix:/path.sock or tcp:host:port; GYRE_ADDRESS if absent")
@@ -205,7 +197,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("datasets", parents=[common], help="what a daemon serves by name").set_defaults(run=_datasets)
     commands.add_parser("describe", parents=[dataset], help="what a dataset is").set_defaults(run=_describe)
     commands.add_parser("index", parents=[dataset], help="build what is missing of a dataset's index").set_defaults(run=_index)
-    commands.add_parser("status", parents=[common], help="what a daemon is doing").set_defaults(run=_status)
+    pace = argparse.ArgumentParser(add_help=False, parents=[common])
+    pace.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds that rates are measured over")
+    commands.add_parser("status", parents=[pace], help="what a daemon is doing").set_defaults(run=_status)
+    live = commands.add_parser("top", parents=[pace], help="what its sessions do, live: how fast, and what holds them up")
+    live.set_defaults(run=_top)
+    live.add_argument("--once", action="store_true", help="one look, and end")
     plan = commands.add_parser("plan", parents=[shuffle], help="which samples make a step, or what each order costs")
     plan.set_defaults(run=_plan)
     add_plan_arguments(plan)

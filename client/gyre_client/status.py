@@ -1,0 +1,144 @@
+"""What a daemon is doing, as lines for people: `gyre status` says all of it, `gyre top` as much as there is room for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.pace import Pace, paces
+from gyre_client.report import cut, duration, facts, fitted, size, table
+from gyre_client.wire import plain
+
+_UNKNOWN = "-"
+_BAR_CELLS = 8
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A daemon's answer, and its sessions' pace since an earlier one."""
+
+    status: pb.DaemonStatus
+    paces: Mapping[str, Pace]
+
+    @classmethod
+    def between(cls, before: pb.DaemonStatus, after: pb.DaemonStatus) -> "Snapshot":
+        """Returns what `after` says, and what happened since `before`."""
+        return cls(after, paces(before, after))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns JSON-ready values: the answer, each session with its pace, or None where that is not known yet."""
+        value = plain(self.status)
+        for session in value["sessions"]:
+            pace = self.paces.get(session["session_id"])
+            session["pace"] = pace.to_plain() if pace else None
+        return value
+
+
+class _Row(NamedTuple):
+    session: pb.SessionState
+    pace: Pace | None
+
+
+class _Column(NamedTuple):
+    """Of the table of sessions; the greater its `rank`, the sooner it goes where there is no room."""
+
+    name: str
+    rank: int
+    read: Callable[[_Row], str]
+
+
+def _of_pace(read: Callable[[Pace], str]) -> Callable[[_Row], str]:
+    return lambda row: _UNKNOWN if row.pace is None else read(row.pace)
+
+
+_COLUMNS = (
+    _Column("JOB", 0, lambda row: row.session.reader.job),
+    _Column("RANK", 4, lambda row: f"{row.session.reader.rank}/{row.session.reader.world_size}"),
+    _Column("DATASET", 8, lambda row: row.session.dataset),
+    _Column("STEP", 6, lambda row: str(row.session.next_step)),
+    _Column("BATCHES/S", 1, _of_pace(lambda pace: f"{pace.batches_per_s:,.1f}")),
+    _Column("BYTES/S", 5, _of_pace(lambda pace: size(pace.bytes_per_s))),
+    _Column("WINDOW", 2, _of_pace(lambda pace: _bar(pace.occupancy))),
+    _Column("MEANING", 3, _of_pace(lambda pace: pace.meaning)),
+    _Column("STARVED", 7, _of_pace(lambda pace: f"{pace.starved:.0%}")),
+    _Column("MEMORY", 9, lambda row: size(row.session.memory_bytes)),
+    _Column("BY", 10, lambda row: _transport(row.session)),
+)
+_MORE_COLUMNS = (
+    _Column("READY", 0, lambda row: str(row.session.num_ready)),
+    _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
+    _Column("HELD", 0, lambda row: str(row.session.num_held)),
+    _Column("STORAGE WAIT", 0, lambda row: duration(row.session.wait_storage_s)),
+    _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
+)
+
+
+def full_text(snapshot: Snapshot) -> str:
+    """Returns all there is to say."""
+    status = snapshot.status
+    pairs = [
+        ("version", status.version),
+        ("pid", status.pid),
+        ("state", "draining" if status.draining else "serving"),
+        ("up", duration(status.uptime_s)),
+        ("memory", f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"),
+        ("sent", f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"),
+    ]
+    if status.HasField("cache"):
+        cache = status.cache
+        num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)
+        reads = f"{cache.num_hits / num_reads:.0%} hits, {cache.num_joined:,} joined, {cache.num_misses:,} missed"
+        blocks = f"{cache.num_evicted:,} blocks evicted, {cache.num_corrupt:,} corrupt"
+        pairs.append(("cache", f"{size(cache.memory_bytes)} in memory, {size(cache.disk_bytes)} on disk"))
+        pairs.append(("cache reads", f"{reads}, {cache.num_past:,} past it; {blocks}"))
+    parts = [facts(pairs)]
+    if status.sessions:
+        columns = (*_COLUMNS, *_MORE_COLUMNS)
+        parts.append(table([column.name for column in columns], _cells(snapshot, columns)))
+    if status.storage:
+        rows = [(s.scheme, s.kind, s.outcome, f"{s.num_requests:,}", size(s.num_bytes)) for s in status.storage]
+        parts.append(table(("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES"), rows))
+    return "\n\n".join(parts)
+
+
+def screen(snapshot: Snapshot, num_columns: int, num_lines: int | None) -> list[str]:
+    """Returns the lines of one look, none longer than `num_columns`, at most `num_lines`; None for any number."""
+    lines = [cut(line, num_columns) for line in _head(snapshot)]
+    if snapshot.status.sessions:
+        ranks = [column.rank for column in _COLUMNS]
+        lines += ["", *fitted([column.name for column in _COLUMNS], _cells(snapshot, _COLUMNS), ranks, num_columns)]
+    if num_lines is None or len(lines) <= num_lines:
+        return lines
+    kept = lines[: max(num_lines - 1, 0)]
+    return [*kept, cut(f"and {len(lines) - len(kept)} more", num_columns)][:num_lines]
+
+
+def _head(snapshot: Snapshot) -> list[str]:
+    status = snapshot.status
+    state = "draining" if status.draining else "serving"
+    batches_per_s = sum(pace.batches_per_s for pace in snapshot.paces.values())
+    bytes_per_s = sum(pace.bytes_per_s for pace in snapshot.paces.values())
+    memory = f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"
+    return [
+        f"gyred {status.version}, process {status.pid}, {state}, up {duration(status.uptime_s)}",
+        f"{len(status.sessions)} sessions, {batches_per_s:,.1f} batches/s, {size(bytes_per_s)}/s; {memory}",
+    ]
+
+
+def _cells(snapshot: Snapshot, columns: Sequence[_Column]) -> list[list[str]]:
+    """Rows in the order of jobs and ranks."""
+    sessions = sorted(snapshot.status.sessions, key=lambda session: (session.reader.job, session.reader.rank))
+    rows = [_Row(session, snapshot.paces.get(session.session_id)) for session in sessions]
+    return [[column.read(row) for column in columns] for row in rows]
+
+
+def _bar(occupancy: float | None) -> str:
+    if occupancy is None:
+        return _UNKNOWN
+    num_full = round(occupancy * _BAR_CELLS)
+    return f"{'#' * num_full}{'.' * (_BAR_CELLS - num_full)} {occupancy:4.0%}"
+
+
+def _transport(session: pb.SessionState) -> str:
+    return pb.Transport.Name(session.transport).removeprefix("TRANSPORT_").lower()
