@@ -132,14 +132,17 @@ def _toml_string(text: str) -> str:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Returns a message as JSON-ready values: every field by its name, integers as integers, absent messages as None."""
-    return {field.name: _plain_field(message, field.name) for field in message.DESCRIPTOR.fields}
+    """Returns a message as JSON-ready values: every field by its name, integers as integers, what is absent as None."""
+    return {
+        field.name: None if field.has_presence and not message.HasField(field.name) else _plain_field(message, field.name)
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 def _plain_field(message: Message, name: str) -> Any:
     value = getattr(message, name)
     if isinstance(value, Message):
-        return plain(value) if message.HasField(name) else None
+        return plain(value)
     if isinstance(value, str | bool | int | float):
         return value
     return [plain(item) if isinstance(item, Message) else item for item in value]

@@ -51,14 +51,14 @@ class Question:
         num_epochs: how often the data is gone through.
         cache_bytes: of the node; 0 for a cache as large as the data.
         prices: of the storage.
-        is_remote: whether reading asks for requests at all.
+        is_local: the data lies on this machine and has no prices, so that a request costs next to nothing.
     """
 
     order: Order
     num_epochs: int
     cache_bytes: int
     prices: Prices
-    is_remote: bool
+    is_local: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def estimate_costs(index: SampleIndex, question: Question) -> Report:
             num_bytes / max(served, 1),
             round(memory_bytes),
             quality,
-            question.prices.of(requests, read) if question.is_remote else None,
+            question.prices.of(requests, read),
         )
 
     one_by_one = averages.num_samples * averages.sample_requests, averages.num_samples * averages.sample_bytes
@@ -160,7 +160,7 @@ def estimate_costs(index: SampleIndex, question: Question) -> Report:
 def _recommend(question: Question, averages: _Averages, estimates: Sequence[Estimate], held: float) -> str:
     full, block, _ = estimates
     samples_per_block = averages.num_samples / averages.num_blocks
-    if not question.is_remote:
+    if question.is_local:
         return "Take `full`: the data lies on this machine, where every order costs the same and nothing shuffles better."
     if question.cache_bytes and held == 1.0:
         return (

@@ -14,6 +14,33 @@ def test_an_order() -> None:
     assert order(8, 4, 7, "drop") == pb.OrderSpec(mode=pb.ORDER_MODE_FULL, tail=pb.TAIL_DROP, seed=7, global_batch_size=8)
 
 
+def test_an_order_in_blocks() -> None:
+    assert order(8, 4, 7, "wrap", "block", 1 << 20, 256) == pb.OrderSpec(
+        mode=pb.ORDER_MODE_BLOCK,
+        tail=pb.TAIL_WRAP,
+        seed=7,
+        global_batch_size=8,
+        io_block_bytes=1 << 20,
+        window_blocks=256,
+    )
+    assert order(8, 1, 0, "wrap", "sequential").mode == pb.ORDER_MODE_SEQUENTIAL
+
+
+@pytest.mark.parametrize(
+    ("mode", "io_block_bytes", "window_blocks", "complaint"),
+    [
+        ("blocks", 0, 0, "order is 'blocks'; it can be 'full', 'block', 'sequential'"),
+        ("full", 4096, 0, "io_block_bytes and window_blocks belong to order='block', not to 'full'"),
+        ("sequential", 0, 3, "not to 'sequential'"),
+        ("block", -1, 0, "io_block_bytes is -1"),
+        ("block", 0, 2**64, "window_blocks is 18446744073709551616"),
+    ],
+)
+def test_blocks_that_cannot_be_meant(mode: str, io_block_bytes: int, window_blocks: int, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        order(8, 1, 0, "wrap", mode, io_block_bytes, window_blocks)
+
+
 @pytest.mark.parametrize(
     ("batch_size", "world_size", "seed", "tail", "complaint"),
     [
@@ -78,6 +105,12 @@ def test_a_name_needs_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
         ["plan", "d", "--step", "-1", "--batch-size", "8", "--address", "unix:/nowhere.sock"],
         ["plan", "d", "--step", "0", "--batch-size", "8", "--rank", "1", "--address", "unix:/nowhere.sock"],
         ["cat", "d", "--num", "0", "--address", "unix:/nowhere.sock"],
+        ["plan", "d", "--batch-size", "8", "--address", "unix:/nowhere.sock"],
+        ["plan", "d", "--batch-size", "8", "--cost", "--step", "3", "--address", "unix:/nowhere.sock"],
+        ["plan", "d", "--batch-size", "8", "--step", "3:3", "--address", "unix:/nowhere.sock"],
+        ["plan", "d", "--batch-size", "8", "--step", "0:1001", "--address", "unix:/nowhere.sock"],
+        ["plan", "d", "--batch-size", "8", "--step", "0", "--window", "9", "--address", "unix:/nowhere.sock"],
+        ["plan", "d", "--batch-size", "8", "--cost", "--epochs", "0", "--address", "unix:/nowhere.sock"],
     ],
 )
 def test_commands_that_cannot_be_meant_exit_with_2_and_one_line(
@@ -95,6 +128,15 @@ def test_an_option_that_is_no_pair_is_shown_by_the_parser(capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(["describe", "x", "--format", "tokens", "--option", "dtype"])
     assert "'dtype' is not KEY=VALUE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("--step", "1:x"), ("--step", "first"), ("--io-block", "1 MB"), ("--cache", "-1B")]
+)
+def test_numbers_that_are_none_are_shown_by_the_parser(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "x", "--batch-size", "8", f"{option}={text}"])
+    assert repr(text) in capsys.readouterr().err
 
 
 def test_a_daemon_that_is_not_there_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,9 +54,9 @@ def question(
     prices: Prices | None = None,
     *,
     window: int = 1024,
-    remote: bool = True,
+    local: bool = False,
 ) -> Question:
-    return Question(Order("block", "wrap", 1, 256, io_block, window), epochs, cache, prices or Prices(), remote)
+    return Question(Order("block", "wrap", 1, 256, io_block, window), epochs, cache, prices or Prices(), local)
 
 
 def by_name(estimates: Sequence[Estimate]) -> dict[str, Estimate]:
@@ -97,8 +97,6 @@ def test_money() -> None:
     assert of["block"].money == pytest.approx(0.4 * 0.0004 + 400 * MIB / 1e9 * 0.09)
     of = by_name(estimate_costs(tokens(204_800), question(prices=Prices(per_gb=0.09))).estimates)
     assert of["full"].money == of["block"].money == pytest.approx(400 * MIB / 1e9 * 0.09)
-    of = by_name(estimate_costs(tokens(204_800), question(prices=prices, remote=False)).estimates)
-    assert of["full"].money is None, "a local disk has no price"
 
 
 @pytest.mark.parametrize(("gap", "requests", "num_bytes"), [(1000, 1, 6100), (4096, 1, 9196), (4097, 2, 5100)])
@@ -123,7 +121,7 @@ def test_a_billion_samples_are_estimated_from_a_few_thousand() -> None:
 @pytest.mark.parametrize(
     ("index", "asked", "words"),
     [
-        (tokens(10**6), question(remote=False), "Take `full`: the data lies on this machine"),
+        (tokens(10**6), question(local=True), "Take `full`: the data lies on this machine"),
         (tokens(10**6), question(), "Take `block`: it asks for 512 times fewer requests than `full`, and shuffles"),
         (tokens(10**6), question(cache=1 << 40), "Take `full` with the cache: it holds all"),
         (tokens(10**6), question(io_block=4096), "Take `full`: a block of 4096 bytes would bring only 2.0 samples"),
