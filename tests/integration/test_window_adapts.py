@@ -30,7 +30,13 @@ def storage() -> Iterator[ObjectServerProcess]:
 def daemon(gyred: StartDaemon, storage: ObjectServerProcess) -> Daemon:
     """A daemon with memory for three sessions."""
     tokens = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
-    return gyred({"memory_budget": "80MiB", "datasets": {"tokens": {**tokens, "storage": dict(storage.storage_settings)}}})
+    return gyred(
+        {
+            "memory_budget": "64MiB",
+            "cache_memory": 0,
+            "datasets": {"tokens": {**tokens, "storage": dict(storage.storage_settings)}},
+        }
+    )
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
