@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-_COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operators
+COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operators
 
 
 class Category(StrEnum):
@@ -135,7 +135,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
             return NotImplemented
         result = func(*args, **kwargs or {})
-        travels = func.namespace in _COMMUNICATION
+        travels = func.namespace in COMMUNICATION
         for tensor in _strided((args, kwargs, result)):
             storage = self._see(str(func), tensor.untyped_storage())
             if travels and not storage.labelled:

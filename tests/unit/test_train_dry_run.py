@@ -1,0 +1,80 @@
+"""A dry run of more ranks than there are cores: what lasts is divided, what is sent follows the formula."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from gyre_trainer.config import TrainConfig
+from gyre_trainer.dry_run import dry_run
+from gyre_trainer.errors import ConfigError, RotationError
+from gyre_trainer.live_bytes import Category
+from gyre_trainer.model import GPT
+from gyre_trainer.schema import build
+from gyre_trainer.spread import Strategy
+
+MODEL = {
+    "vocab_size": 1024,
+    "num_layers": 2,
+    "dim": 64,
+    "num_heads": 16,
+    "num_kv_heads": 16,
+    "hidden_dim": 256,
+    "max_seq_len": 16,
+}
+
+
+def config(*, num_kv_heads: int = 16, **optimizer: Any) -> TrainConfig:
+    sections = {
+        "run": {"out": "nowhere", "steps": 9},
+        "data": {"dataset": "none", "batch_size": 32, "sequence_length": 16},
+        "model": MODEL | {"num_kv_heads": num_kv_heads},
+        "optimizer": optimizer,
+    }
+    return build(TrainConfig, sections, "")
+
+
+def num_bytes(settings: TrainConfig) -> tuple[int, int]:
+    """Of the parameters that rotate, and of those that do not."""
+    model = GPT(settings.model)
+    norms = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
+    return sum(parameter.nbytes for parameter in model.parameters()) - norms, norms
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 16])
+def test_a_rotated_rank_keeps_an_nth_and_sends_the_least(num_ranks: int) -> None:
+    settings = config(clip_norm=0.0)
+    rotated, norms = num_bytes(settings)
+    account = dry_run(settings, Strategy.GYRE, num_ranks)
+    live = account.timeline.at(-1)
+    assert live[Category.PARAMETERS] == rotated // num_ranks + norms
+    num_tensors = len(list(GPT(settings.model).parameters()))
+    assert live[Category.OPTIMIZER] == 2 * live[Category.PARAMETERS] + 4 * num_tensors
+    assert live[Category.GRADIENTS] == live[Category.LOGITS] == 0
+    embedding = 4 * MODEL["vocab_size"] * MODEL["dim"]  # its backward needs no weights
+    share = (num_ranks - 1) / num_ranks
+    assert account.sent_bytes == share * (3 * rotated - embedding + 2 * norms)
+
+
+def test_ddp_keeps_everything_on_every_rank() -> None:
+    settings = config(clip_norm=0.0)
+    account = dry_run(settings, Strategy.DDP, 8)
+    live = account.timeline.at(-1)
+    assert live[Category.PARAMETERS] == live[Category.GRADIENTS] == sum(num_bytes(settings))
+    assert account.sent_bytes == 2 * 7 / 8 * sum(num_bytes(settings))
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+def test_the_phases_stand_in_the_timeline_and_the_peak_is_made_of_its_categories(strategy: Strategy) -> None:
+    timeline = dry_run(config(accumulation_steps=2), strategy, 4).timeline
+    marks = [event for event in timeline.events if event in ("step", "forward", "backward", "clip", "update")]
+    assert marks == ["step", "forward", "backward", "forward", "backward", "clip", "update"]
+    assert sum(timeline.peak().values()) == timeline.peak_bytes == timeline.totals.max()
+    assert max(timeline.live[:, -1]) >= 4 * 4 * 16 * MODEL["vocab_size"] // (4 if strategy is Strategy.GYRE else 1)
+
+
+def test_a_refusal_leaves_no_group_behind() -> None:
+    with pytest.raises(ConfigError, match="multiple of 3"):
+        dry_run(config(), Strategy.GYRE, 3)
+    with pytest.raises(RotationError, match="4 ranks"):
+        dry_run(config(num_kv_heads=2), Strategy.GYRE, 4)
+    assert not dist.is_initialized()

@@ -1,0 +1,135 @@
+# ruff: noqa: N803  # names carry shape letters
+"""A model over many ranks: rotated, or as FSDP2 or DDP would have it, to compare with."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from gyre_trainer.config import TrainConfig
+from gyre_trainer.home import same_storage
+from gyre_trainer.layers.cross_entropy import linear_cross_entropy
+from gyre_trainer.model import GPT, Block, GPTConfig, rotate_gpt
+from gyre_trainer.rotation import RotationPolicy
+
+_BUCKET_BYTES = 25 << 20  # DDP's own default
+
+
+class Strategy(StrEnum):
+    """How parameters are spread, and what else a rank sees of them."""
+
+    GYRE = "Gyre"
+    FSDP2_SUB_BLOCK = "FSDP2 per sub-block"
+    FSDP2_LAYER = "FSDP2 per layer"
+    DDP = "DDP"
+
+
+def spread(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device) -> GPT:
+    """The configured model as one of the mesh's ranks holds it; a rotated one still has no values."""
+    if strategy is Strategy.GYRE:
+        return rotated(config, mesh)
+    with device:
+        if strategy is Strategy.DDP:
+            return data_parallel(GPT(config.model), mesh)
+        return fully_sharded(config, mesh, per_layer=strategy is Strategy.FSDP2_LAYER)
+
+
+def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
+    """Rotated before it exists, so that no rank ever holds more than its own shards; to be materialised."""
+    with torch.device("meta"):
+        model = GPT(config.model)
+    dtypes = config.precision
+    policy = RotationPolicy(
+        compute_dtype=getattr(torch, dtypes.compute_dtype),
+        grad_dtype=getattr(torch, dtypes.grad_dtype),
+    )
+    return rotate_gpt(model, mesh, policy)
+
+
+class FullySharded(GPT):
+    """A GPT whose loss is a module of its own, so that FSDP2 gathers the head around it and no logits exist as a whole."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.tail = _Tail(self.head)
+        del self.head
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+        """As a GPT's, for targets of equal weight."""
+        assert weights_BT is None
+        loss: Tensor = self.tail(self._features(tokens_BT), targets_BT)
+        return loss
+
+
+class _Tail(nn.Module):
+    """The head and the loss."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy, its logits in chunks."""
+        return linear_cross_entropy(self.head, x_BTD, targets_BT)
+
+
+def fully_sharded(config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool) -> GPT:
+    """FSDP2 over whole blocks, or over each attention and each MLP; embedding and head by themselves unless they are tied."""
+    model = FullySharded(config.model)
+    dtype = getattr(torch, config.precision.compute_dtype)
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype))
+    shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for part in [block] if per_layer else [block.attention, block.mlp]:
+            shard(part)
+    if not config.model.tie_embeddings:
+        shard(model.embedding)
+        shard(model.tail)
+    shard(model)
+    register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
+    """As `DistributedDataParallel(gradient_as_bucket_view=True)`, whose C++ cannot run on fake tensors."""
+    bucket: list[nn.Parameter] = []
+    for parameter in reversed(list(model.parameters())):
+        bucket.append(parameter)
+        if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
+            _Bucket(bucket, mesh)
+            bucket = []
+    if bucket:
+        _Bucket(bucket, mesh)
+    return model
+
+
+class _Bucket:
+    """Gradients of parameters that every rank has whole, in one flat buffer that is averaged when all are there.
+
+    It lives as long as the parameters, whose hooks hold it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        self._group = mesh.get_group()
+        self._num_parameters = len(parameters)
+        self._num_here = 0
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        for parameter, view in zip(parameters, torch.split(self._flat, sizes), strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(self._take, view.view_as(parameter)))  # type: ignore[no-untyped-call]
+
+    def _take(self, view: Tensor, parameter: Tensor) -> None:
+        if parameter.grad is not None and not same_storage(parameter.grad, view):
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self._num_here += 1
+        if self._num_here == self._num_parameters:
+            self._num_here = 0
+            self._flat /= dist.get_world_size(self._group)
+            dist.all_reduce(self._flat, group=self._group)
