@@ -91,6 +91,52 @@ def test_plan_is_what_a_loader_reads(gyre: Gyre, daemon: Any) -> None:
     assert text.count("(") == 8
 
 
+def test_plans_of_successive_steps_in_any_order(gyre: Gyre, daemon: Any) -> None:
+    arguments = [
+        "plan",
+        "numbers",
+        "--batch-size",
+        "12",
+        "--seed",
+        "5",
+        "--order",
+        "block",
+        "--io-block",
+        "1KiB",
+        "--window",
+        "4",
+    ]
+    plans = gyre.json(*arguments, "--step", "1:4")
+    assert [plan["step"] for plan in plans] == [1, 2, 3]
+    blocks = {"io_block_bytes": 1024, "window_blocks": 4}
+    with Loader("numbers", batch_size=12, seed=5, address=daemon.address, order="block", **blocks) as loader:
+        batches = [next(loader)["sample_id"].tolist() for _ in range(4)]
+    assert [plan["sample_ids"] for plan in plans] == batches[1:]
+    assert gyre.text(*arguments, "--step", "1:4").count("\n") == 6
+    assert gyre.json("plan", "texts", "--batch-size", "5", "--step", "1", "--order", "sequential")["sample_ids"] == [
+        5,
+        6,
+        7,
+        8,
+        9,
+    ]
+
+
+def test_the_cost_of_each_order(gyre: Gyre) -> None:
+    arguments = ["plan", "numbers", "--cost", "--batch-size", "4", "--io-block", "512B", "--epochs", "2"]
+    found = gyre.json(*arguments, "--request-price", "0.0004", "--egress-price", "0.09")
+    assert (found["num_samples"], found["num_bytes_served"]) == (100, 3200)
+    assert [each["order"] for each in found["estimates"]] == ["full", "block", "full with the cache"]
+    assert [each["num_requests"] for each in found["estimates"][:2]] == [200, 2 * 3]
+    assert found["estimates"][0]["money"] == pytest.approx(200 / 1000 * 0.0004 + 3200 / 1e9 * 0.09)
+    assert gyre.json(*arguments)["estimates"][0]["money"] is None
+    text = gyre.text(*arguments)
+    assert text.startswith("100 samples, 2 epochs: 3.1 KiB served (estimated)\n\nORDER ")
+    assert text.endswith("nothing shuffles better.\n")
+    assert gyre.error("plan", "numbers", "--cost", "--batch-size", "4", "--egress-price", "-1")[0] == 2
+    assert gyre.error("plan", "numbers", "--cost", "--batch-size", "4", "--io-block", "1B")[0] == 2
+
+
 def test_index(gyre: Gyre) -> None:
     assert gyre.json("index", "texts") == {"num_shards": 1, "num_reused": 0, "num_samples": 20}
     assert gyre.text("index", "texts") == "samples  20\nshards   1, of which 1 were indexed already\n"

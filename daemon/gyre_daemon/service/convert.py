@@ -5,29 +5,62 @@ import tomllib
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.batch import BatchLayout
+from gyre_daemon.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.cost import Prices, Question, Report
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetch import Batch
 from gyre_daemon.formats import FieldSpec
-from gyre_daemon.plan import Order, Tail
-from gyre_daemon.session import Reader, Session
+from gyre_daemon.plan import MAX_START_POSITION, Order, OrderMode, Tail
+from gyre_daemon.quality import ShuffleQuality
+from gyre_daemon.request import Reader
+from gyre_daemon.session import Session
 
 _TAILS: dict[int, Tail] = {pb.TAIL_UNSPECIFIED: "wrap", pb.TAIL_WRAP: "wrap", pb.TAIL_DROP: "drop", pb.TAIL_PAD: "pad"}
+_MODES: dict[int, OrderMode] = {
+    pb.ORDER_MODE_UNSPECIFIED: "full",
+    pb.ORDER_MODE_FULL: "full",
+    pb.ORDER_MODE_BLOCK: "block",
+    pb.ORDER_MODE_SEQUENTIAL: "sequential",
+}
+_MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 512, 1 << 30
+_MAX_WINDOW_BLOCKS = 1 << 16
 _MAX_JOB_CHARS = 200
 
 
 def to_order(message: pb.OrderSpec) -> Order:
-    """The order that a client asks for.
+    """The order that a client asks for; what it leaves open of blocks follows from G alone, so that all daemons agree.
 
     Raises:
-        InvalidRequest: an unknown mode or tail.
+        InvalidRequest: an unknown mode or tail, or a number beyond its range.
     """
-    if message.mode not in (pb.ORDER_MODE_UNSPECIFIED, pb.ORDER_MODE_FULL):
-        raise InvalidRequest(f"order mode {message.mode} is not known to this daemon; it knows `full`")
+    if message.mode not in _MODES:
+        raise InvalidRequest(f"order mode {message.mode} is not known to this daemon; it knows full, block and sequential")
     if message.tail not in _TAILS:
         raise InvalidRequest(f"tail {message.tail} is not known to this daemon; it knows wrap, drop and pad")
-    return Order("full", _TAILS[message.tail], message.seed, message.global_batch_size)
+    if message.start_position > MAX_START_POSITION:
+        raise InvalidRequest(f"start position {message.start_position} lies beyond any training; positions end at 2**62")
+    mode, blocks = _MODES[message.mode], (0, 0)
+    if mode == "block":
+        blocks = _to_blocks(message)
+    elif message.io_block_bytes or message.window_blocks:
+        raise InvalidRequest(f"the order `{mode}` has neither blocks nor a window of them; ask for the order `block`")
+    return Order(mode, _TAILS[message.tail], message.seed, message.global_batch_size, *blocks, message.start_position)
+
+
+def _to_blocks(message: pb.OrderSpec) -> tuple[int, int]:
+    """Size of a block, and how many make a window."""
+    window_blocks = message.window_blocks or default_window_blocks(message.global_batch_size)
+    io_block_bytes = message.io_block_bytes or default_io_block_bytes(window_blocks)
+    if not _MIN_IO_BLOCK_BYTES <= io_block_bytes <= _MAX_IO_BLOCK_BYTES:
+        raise InvalidRequest(
+            f"io_block is {io_block_bytes} bytes; it must be {_MIN_IO_BLOCK_BYTES} to {_MAX_IO_BLOCK_BYTES}: a block is one "
+            "request"
+        )
+    if window_blocks > _MAX_WINDOW_BLOCKS:
+        raise InvalidRequest(f"a window of {window_blocks} blocks is too wide; at most {_MAX_WINDOW_BLOCKS} can be mixed")
+    return io_block_bytes, window_blocks
 
 
 def to_reader(message: pb.Reader) -> Reader:
@@ -76,6 +109,57 @@ def from_dataset(dataset: Dataset) -> pb.DatasetDescription:
         fingerprint=dataset.fingerprint,
         fields=from_fields(list(dataset.fields)),
     )
+
+
+def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> Question:
+    """What is to be estimated.
+
+    Raises:
+        InvalidRequest: see `to_order`; or a price that is none.
+    """
+    spec = pb.OrderSpec()
+    spec.CopyFrom(message.order)
+    spec.mode = pb.ORDER_MODE_BLOCK
+    prices = Prices(
+        _to_price(message.price_per_1000_requests) if message.HasField("price_per_1000_requests") else None,
+        _to_price(message.price_per_gb) if message.HasField("price_per_gb") else None,
+    )
+    is_local = dataset.storage.local_path(0) is not None and prices == Prices()
+    return Question(to_order(spec), message.num_epochs or 1, message.cache_bytes, prices, is_local)
+
+
+def _to_price(price: float) -> float:
+    if not 0 <= price < float("inf"):
+        raise InvalidRequest(f"a price must be a number of at least 0, but is {price}")
+    return price
+
+
+def from_cost_report(report: Report, question: Question, dataset: Dataset) -> pb.PlanCostResponse:
+    """What each order costs."""
+    return pb.PlanCostResponse(
+        estimates=[
+            pb.CostEstimate(
+                order=each.order,
+                num_requests=each.num_requests,
+                num_bytes=each.num_bytes,
+                amplification=each.amplification,
+                memory_bytes=each.memory_bytes,
+                quality=from_quality(each.quality),
+                io_block_bytes=0 if each.order == "full" else question.order.io_block_bytes,
+                window_blocks=question.order.window_blocks if each.order == "block" else 0,
+                money=each.money,
+            )
+            for each in report.estimates
+        ],
+        recommendation=report.recommendation,
+        num_samples=dataset.num_samples,
+        num_bytes_served=report.num_bytes_served,
+    )
+
+
+def from_quality(quality: ShuffleQuality) -> pb.ShuffleQuality:
+    """How well an order shuffles."""
+    return pb.ShuffleQuality(displacement=quality.displacement, spread=quality.spread, mixing=quality.mixing)
 
 
 def from_batches(batches: list[Batch], session: Session) -> pb.StreamResponse:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -12,12 +13,16 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from gyre_daemon import __version__
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.cost import estimate_costs
+from gyre_daemon.cursor import joined_at
+from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import GyreError, InvalidRequest
 from gyre_daemon.events import log_event
-from gyre_daemon.plan import Plan, check_ranks
+from gyre_daemon.plan import Order, check_ranks, plan_of
 from gyre_daemon.service import control, convert
 from gyre_daemon.service.status import Context, answers_errors
-from gyre_daemon.session import Session, SessionRequest
+from gyre_daemon.request import SessionRequest
+from gyre_daemon.session import Session
 from gyre_daemon.sessions import SessionTable
 from gyre_daemon.sidechannel import Peer, SideChannel
 from gyre_daemon.storage import parse_location
@@ -80,7 +85,8 @@ class LoaderService(pb_grpc.LoaderServicer):
             )
         if request.step > 1 << 62 or request.step * order.global_batch_size > 1 << 62:
             raise InvalidRequest(f"step {request.step} lies beyond any training; positions end at 2**62")
-        batch = Plan(order, dataset.num_samples).batch(request.step, request.rank, world_size)
+        plan = await asyncio.to_thread(plan_of, order, dataset.index)
+        batch = plan.batch(request.step, request.rank, world_size)
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),
             mask=[] if batch.mask is None else batch.mask.tolist(),
@@ -89,10 +95,19 @@ class LoaderService(pb_grpc.LoaderServicer):
         )
 
     @answers_errors
+    async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
+        """What each order would cost."""
+        dataset = await self._catalog.open(*self._resolve(request.dataset))
+        question = convert.to_cost_question(request, dataset)
+        report = await asyncio.to_thread(estimate_costs, dataset.index, question)
+        return convert.from_cost_report(report, question, dataset)
+
+    @answers_errors
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.SessionOpened:
         """A new session; it begins to fetch at once."""
         order, reader = convert.to_order(request.order), convert.to_reader(request.reader)
         dataset = await self._catalog.open(*self._resolve(request.dataset))
+        order = self._joined(request, order, dataset)
         prefetch_batches = request.prefetch_batches or self._prefetch_batches
         session = await self._sessions.open(
             SessionRequest(dataset, order, reader, request.num_epochs, request.cursor, prefetch_batches)
@@ -189,6 +204,19 @@ class LoaderService(pb_grpc.LoaderServicer):
             case "ad_hoc":
                 return self._catalog.resolve_ad_hoc(convert.to_ad_hoc(ref.ad_hoc))
         raise InvalidRequest("the request names no dataset")
+
+    def _joined(self, request: pb.OpenSessionRequest, order: Order, dataset: Dataset) -> Order:
+        """The order, beginning where the request wants to join another job."""
+        if request.join != pb.JOIN_ROTATE:
+            return order
+        if request.cursor:
+            return replace(order, start_position=joined_at(request.cursor))
+        if request.reader.rank:
+            raise InvalidRequest(
+                f"rank {request.reader.rank} cannot choose where its job joins; open rank 0 first and load its state_dict() "
+                "on every rank"
+            )
+        return replace(order, start_position=self._sessions.hot_position(dataset, order))
 
     def _peer(self, context: Context) -> Peer | None:
         """The client's end of the side channel, if it has one."""

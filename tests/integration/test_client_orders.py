@@ -1,0 +1,114 @@
+"""Orders other than a global shuffle, and jobs that join others, against a real daemon."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_client.errors import CursorRejected, InvalidRequest
+
+NUM_SAMPLES, LENGTH = 1000, 8
+BLOCK: dict[str, Any] = {"order": "block", "io_block_bytes": 512, "window_blocks": 8}  # blocks of 32 samples
+
+Batch = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def address(gyred: Any, tmp_path: Path) -> str:
+    """Serves `numbers`: sample i is [8i, 8i + 8)."""
+    np.arange(NUM_SAMPLES * LENGTH, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    daemon = gyred(
+        {"datasets": {"numbers": {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "sequence_length": LENGTH}}}
+    )
+    address: str = daemon.address
+    return address
+
+
+def ids(loader: Loader, num: int) -> list[int]:
+    """The samples of the next batches, whose tensors are theirs."""
+    read = []
+    for batch in islice(loader, num):
+        assert batch["tokens"].tolist() == [list(range(LENGTH * i, LENGTH * i + LENGTH)) for i in batch["sample_id"].tolist()]
+        read += batch["sample_id"].tolist()
+    return read
+
+
+def test_blocks_give_every_sample_once_to_any_number_of_ranks(address: str) -> None:
+    with Loader("numbers", batch_size=20, seed=3, address=address, epochs=1, **BLOCK) as loader:
+        whole = ids(loader, 50)
+        assert next(loader, None) is None
+    assert sorted(whole) == list(range(NUM_SAMPLES))
+    parts = []
+    for rank in range(4):
+        with Loader("numbers", batch_size=20, seed=3, address=address, rank=rank, world_size=4, **BLOCK) as loader:
+            parts.append(np.array(ids(loader, 50)).reshape(50, 5))
+    assert np.concatenate(parts, axis=1).reshape(-1).tolist() == whole
+
+
+def test_blocks_resume_and_refuse_another_window(address: str) -> None:
+    with Loader("numbers", batch_size=20, seed=3, address=address, **BLOCK) as loader:
+        ids(loader, 7)
+        state = loader.state_dict()
+        ahead = ids(loader, 60)
+    with Loader("numbers", batch_size=20, seed=3, address=address, **BLOCK) as loader:
+        loader.load_state_dict(state)
+        assert ids(loader, 60) == ahead
+    wider: dict[str, Any] = {**BLOCK, "window_blocks": 9}
+    for order, differs in (
+        (wider, "the window in blocks is 8 there and 9 here"),
+        ({}, "order mode is block there and full here"),
+    ):
+        other = Loader("numbers", batch_size=20, seed=3, address=address, **order)
+        with other, pytest.raises(CursorRejected, match=differs):
+            other.load_state_dict(state)
+
+
+def test_by_sample_id(address: str) -> None:
+    with Loader("numbers", batch_size=300, tail="drop", address=address, order="sequential") as loader:
+        assert ids(loader, 3) == list(range(900))
+
+
+@pytest.mark.parametrize("order", [{}, BLOCK], ids=["full", "block"])
+def test_a_late_job_joins_where_another_reads_and_goes_round(address: str, order: dict[str, Any]) -> None:
+    with Loader("numbers", batch_size=20, seed=9, address=address, prefetch_batches=4, **order) as running:
+        theirs = ids(running, 20)
+        with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate", **order) as late:
+            first = ids(late, 10)
+            state = late.state_dict()
+            rest = ids(late, 40)
+        theirs += ids(running, 30)
+    begin = theirs.index(first[0])
+    assert begin >= 400, "not before what the running job has read"
+    assert (first + rest)[: NUM_SAMPLES - begin] == theirs[begin:], "the same until that one's epoch ends"
+    assert sorted(first + rest) == list(range(NUM_SAMPLES)), "and then what it missed"
+    with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate", **order) as resumed:
+        resumed.load_state_dict(state)
+        assert ids(resumed, 40) == rest, "with nobody there to join"
+
+
+def test_nobody_to_join(address: str) -> None:
+    with Loader("numbers", batch_size=20, seed=9, address=address) as alone:
+        expected = ids(alone, 5)
+    with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate") as late:
+        assert ids(late, 5) == expected
+    with Loader("numbers", batch_size=20, seed=8, address=address) as other:
+        ids(other, 20)
+        with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate") as late:
+            assert ids(late, 5) == expected, "another seed is another order"
+
+
+def test_the_ranks_of_a_job_join_at_one_place(address: str) -> None:
+    common: dict[str, Any] = {"batch_size": 20, "seed": 9, "address": address}
+    with Loader("numbers", **common) as running:
+        ids(running, 12)
+        with Loader("numbers", **common, join="rotate", rank=0, world_size=2) as first:
+            state = first.state_dict()
+            with Loader("numbers", **common, join="rotate", rank=1, world_size=2) as second:
+                with pytest.raises(InvalidRequest, match=r"rank 1 cannot choose where its job joins; open rank 0 first"):
+                    next(iter(second))
+                second.load_state_dict(state)
+                both = sorted(ids(first, 50) + ids(second, 50))
+    assert both == list(range(NUM_SAMPLES))
