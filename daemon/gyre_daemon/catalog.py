@@ -5,20 +5,20 @@ import io
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 import numpy as np
 
-from gyre_daemon.cache import Arrays, SidecarKey, SidecarStore
+from gyre_daemon.cache import Arrays, BlockMap, CachedStorage, NodeCache, SidecarKey, SidecarStore
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.dataset import Dataset, fingerprint, probe_ranges
+from gyre_daemon.dataset import Dataset, block_ranges, fingerprint, probe_ranges
 from gyre_daemon.errors import InvalidRequest, NotAllowed, Overloaded, UnknownDataset, first_error
 from gyre_daemon.events import log_event
-from gyre_daemon.formats import Format, make_format
-from gyre_daemon.storage import Reads, Storage, StorageOpener, file_error, parse_location
+from gyre_daemon.formats import Format, SampleIndex, make_format
+from gyre_daemon.storage import Endpoint, Reads, Storage, StorageOpener, file_error, parse_location
 
 _NUM_SCANS = 4  # shards that are scanned at once
 
@@ -58,15 +58,32 @@ class Catalog:
     """Opens each dataset once and keeps it; several clients that want the same one wait for the same opening."""
 
     def __init__(
-        self, datasets: Mapping[str, DatasetConfig], opener: StorageOpener, sidecars: SidecarStore, *, allow_ad_hoc: bool
+        self,
+        datasets: Mapping[str, DatasetConfig],
+        opener: StorageOpener,
+        sidecars: SidecarStore,
+        cache: NodeCache | None,
+        *,
+        allow_ad_hoc: bool,
     ) -> None:
         self.datasets = datasets
+        self._cache = cache
         self._opener = opener
         self._sidecars = sidecars
         self._allow_ad_hoc = allow_ad_hoc
         self._open: dict[str, Dataset] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._scanners = ThreadPoolExecutor(_NUM_SCANS, thread_name_prefix="gyre-scan")
+
+    @property
+    def has_cache(self) -> bool:
+        """Datasets in object storage are read through the node's cache, unless they say otherwise."""
+        return self._cache is not None
+
+    @property
+    def endpoints(self) -> Iterable[Endpoint]:
+        """The object storages that datasets were opened from."""
+        return self._opener.endpoints.values()
 
     def is_open(self, name: str) -> bool:
         """Whether the dataset's index is in memory."""
@@ -190,8 +207,9 @@ class Catalog:
         if index.num_samples == 0:
             raise InvalidRequest(f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or too short")
         probes = await _probe(opening.storage)
+        storage = self._behind_cache(opening, index)
         dataset = Dataset(
-            opening.name, opening.config.format, opening.location, opening.storage, index, fingerprint(shards, index, probes)
+            opening.name, opening.config.format, opening.location, storage, index, fingerprint(shards, index, probes)
         )
         facts = {
             "dataset": opening.name,
@@ -201,6 +219,20 @@ class Catalog:
         }
         log_event("dataset open", facts)
         return dataset
+
+    def _behind_cache(self, opening: _Opening, index: SampleIndex) -> Storage:
+        """The storage, behind the node's cache where its shards are not on this machine."""
+        storage, config = opening.storage, opening.config
+        if self._cache is None or not config.cache or storage.local_path(0):
+            return storage
+        endpoints = sorted(str(value) for key, value in config.storage.items() if "endpoint" in key.lower())
+
+        def block_map(block_bytes: int) -> BlockMap:
+            table = index.blocks(block_bytes)
+            ranges = block_ranges(index, table, np.arange(table.num_blocks))
+            return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
+
+        return CachedStorage(storage, " ".join([opening.location, *endpoints]), self._cache, block_map)
 
 
 class _StreamFile(io.RawIOBase):

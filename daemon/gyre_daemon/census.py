@@ -23,6 +23,7 @@ def take_census(sessions: SessionTable, loop_lag: LoopLag) -> Census:
         num_batches_sent=metrics.num_batches_sent,
         num_bytes_sent=metrics.num_bytes_sent,
         storage=metrics.storage,
+        cache=metrics.cache,
         totals=metrics.jobs.totals((job, session.totals) for job, session in by_job),
         jobs=jobs,
         loop_lag=loop_lag,

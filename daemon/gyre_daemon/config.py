@@ -36,12 +36,14 @@ class DatasetConfig:
         format: `tokens` or `webdataset`.
         options: the remaining keys of the table; the format reads them.
         storage: settings of the storage driver (endpoint, region, credentials); the driver reads them.
+        cache: what is read from object storage is kept in the node's cache.
     """
 
     uri: str
     format: str
     options: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,13 @@ class DaemonConfig:
         lease_s: a client silent for longer loses its session.
         drain_timeout_s: how long SIGTERM lets batches in flight finish.
         num_io_threads: threads that read local files and decode.
-        max_requests: requests in flight to one object storage.
+        max_requests: requests in flight to one object storage, at most; how many it takes well is found out.
+        read_deadline_s: after which a read from object storage fails, whatever is tried.
+        hedge: late requests to object storage are sent a second time.
         index_dir: where indexes of shards are kept; beside local shards where absent and writable.
+        cache_memory: bytes of object storage's blocks that are kept in memory, beside memory_budget; 0 for no cache at all.
+        cache_dir: a folder for blocks that outlive the daemon; empty for none. One daemon at a time has it.
+        cache_disk: bytes of blocks in that folder.
         log_level: debug, info, warning or error.
         metrics_listen: where Prometheus may ask for metrics, `tcp:HOST:PORT`; empty for nowhere.
         metrics_public: metrics_listen may be open to other hosts, who then learn the names of jobs and what they read.
@@ -72,8 +79,13 @@ class DaemonConfig:
     lease_s: float = 30.0
     drain_timeout_s: float = 10.0
     num_io_threads: int = 4
-    max_requests: int = 256
+    max_requests: int = 1024
+    read_deadline_s: float = 60.0
+    hedge: bool = True
     index_dir: str = ""
+    cache_memory: Size = Size(1 << 30)
+    cache_dir: str = ""
+    cache_disk: Size = Size(64 << 30)
     log_level: str = "info"
     metrics_listen: str = ""
     metrics_public: bool = False
@@ -82,14 +94,18 @@ class DaemonConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no daemon can run with."""
-        for name in ("memory_budget", "session_memory", "lease_s", "num_io_threads", "max_requests"):
+        for name in ("memory_budget", "session_memory", "lease_s", "num_io_threads", "max_requests", "read_deadline_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, but is {getattr(self, name)}")
-        for name in ("drain_timeout_s", "prefetch_batches"):
+        for name in ("drain_timeout_s", "prefetch_batches", "cache_memory", "cache_disk"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must not be negative and must be finite, but is {getattr(self, name)}")
         if self.prefetch_batches > MAX_PREFETCH_BATCHES:
             raise ConfigError(f"prefetch_batches is {self.prefetch_batches}; a session can have at most {MAX_PREFETCH_BATCHES}")
+        if self.cache_dir and not self.cache_memory:
+            raise ConfigError(
+                "cache_dir is set and cache_memory is 0: blocks reach the disk through memory; give it some, 64MiB say"
+            )
         if not self.listen:
             raise ConfigError('listen is empty; name an address such as "unix:/run/gyre/gyre.sock"')
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -145,13 +161,14 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
     storage = rest.pop("storage", {})
     if not isinstance(storage, dict):
         raise ConfigError(f"datasets.{name}.storage must be a table")
+    cache = _convert(rest.pop("cache", True), bool, f"datasets.{name}.cache")
     texts = []
     for key in ("uri", "format"):
         value = rest.pop(key, None)
         if not isinstance(value, str) or not value:
             raise ConfigError(f"datasets.{name}.{key} is missing or no text")
         texts.append(value)
-    return DatasetConfig(texts[0], texts[1], rest, storage)
+    return DatasetConfig(texts[0], texts[1], rest, storage, cache)
 
 
 def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:

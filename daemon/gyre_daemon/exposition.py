@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from gyre_daemon.jobs import SessionTotals
 from gyre_daemon.lag import BOUNDS_S, LoopLag
-from gyre_daemon.metrics import RequestCount, RequestLabels
+from gyre_daemon.metrics import CacheCounts, RequestCount, RequestLabels
 
 OPENMETRICS = "application/openmetrics-text"
 
@@ -72,6 +72,7 @@ class Census:
     num_batches_sent: int
     num_bytes_sent: int
     storage: Mapping[RequestLabels, RequestCount] = field(default_factory=dict)
+    cache: CacheCounts = field(default_factory=CacheCounts)
     totals: Mapping[str, SessionTotals] = field(default_factory=dict)
     jobs: Mapping[str, JobNow] = field(default_factory=dict)
     loop_lag: LoopLag = field(default_factory=LoopLag)
@@ -124,6 +125,7 @@ def families(census: Census) -> Iterator[Metric]:
     yield CounterMetricFamily("gyre_batches_sent", "Batches sent to all trainers.", census.num_batches_sent)
     yield CounterMetricFamily("gyre_sent_bytes", "Payload of the batches sent to all trainers.", census.num_bytes_sent)
     yield from _storage(census.storage)
+    yield from _cache(census.cache)
     yield _loop_lag(census.loop_lag)
     for name, what, read in _JOB_COUNTERS:
         counter = CounterMetricFamily(name, what, labels=["job"])
@@ -146,6 +148,22 @@ def _storage(counts: Mapping[RequestLabels, RequestCount]) -> Iterator[Metric]:
         read.add_metric(list(of), count.num_bytes)
     yield requests
     yield read
+
+
+def _cache(counts: CacheCounts) -> Iterator[Metric]:
+    reads = CounterMetricFamily("gyre_cache_reads", "Reads from object storage, by what the node cache had.", labels=["found"])
+    for found, count in (("there", counts.num_hits), ("on its way", counts.num_joined), ("nothing", counts.num_misses)):
+        reads.add_metric([found], count)
+    yield reads
+    yield CounterMetricFamily("gyre_cache_reads_past", "Reads that went to the storage beside the cache.", counts.num_past)
+    yield CounterMetricFamily("gyre_cache_blocks_fetched", "Blocks taken into the cache.", counts.num_blocks_fetched)
+    yield CounterMetricFamily("gyre_cache_fetched_bytes", "Their bytes.", counts.num_bytes_fetched)
+    yield CounterMetricFamily("gyre_cache_blocks_evicted", "Blocks that went for others.", counts.num_evicted)
+    yield CounterMetricFamily("gyre_cache_blocks_corrupt", "Blocks on disk that were damaged.", counts.num_corrupt)
+    held = GaugeMetricFamily("gyre_cache_held_bytes", "Blocks that the cache holds.", labels=["where"])
+    held.add_metric(["memory"], counts.memory_bytes)
+    held.add_metric(["disk"], counts.disk_bytes)
+    yield held
 
 
 def _loop_lag(lag: LoopLag) -> Metric:

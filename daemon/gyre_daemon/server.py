@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from gyre_daemon.arena import Budget
-from gyre_daemon.cache import SidecarStore
+from gyre_daemon.cache import NodeCache, SidecarStore, open_disk_cache
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.census import take_census
 from gyre_daemon.config import DaemonConfig
@@ -23,6 +24,7 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import log_event
 from gyre_daemon.exposition import Exposition
 from gyre_daemon.fair import FairExecutor
+from gyre_daemon.feed import Machinery
 from gyre_daemon.lag import LoopLag
 from gyre_daemon.limits import raise_descriptor_limit
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
@@ -33,7 +35,7 @@ from gyre_daemon.service import SERVICE_NAME, LoaderService, register
 from gyre_daemon.session import SessionEnvironment
 from gyre_daemon.sessions import SessionTable
 from gyre_daemon.sidechannel import SideChannel
-from gyre_daemon.storage import StorageOpener
+from gyre_daemon.storage import StorageOpener, Terms
 
 _MAX_CONTROL_BYTES = 64 << 10
 _SERVER_OPTIONS = [
@@ -100,15 +102,14 @@ class _Daemon:
     ) -> None:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
-        opener = StorageOpener(executor, config.num_io_threads, config.max_requests, metrics)
+        terms = Terms(config.max_requests, config.read_deadline_s, config.hedge)
+        opener = StorageOpener(workers, terms, metrics)
         self._config = config
-        self._catalog = Catalog(
-            config.datasets, opener, SidecarStore(config.index_dir, fallback_index_dir), allow_ad_hoc=allow_ad_hoc
-        )
-        self._sessions = SessionTable(
-            SessionEnvironment(Budget(config.memory_budget), workers, metrics, config.session_memory, config.lease_s),
-            config.job_weights,
-        )
+        self._cache = _make_cache(config, workers, metrics)
+        sidecars = SidecarStore(config.index_dir, fallback_index_dir)
+        self._catalog = Catalog(config.datasets, opener, sidecars, self._cache, allow_ad_hoc=allow_ad_hoc)
+        machinery = Machinery(Budget(config.memory_budget), workers, config.session_memory, time.monotonic)
+        self._sessions = SessionTable(SessionEnvironment(machinery, metrics, config.lease_s), config.job_weights)
         self._loop_lag = LoopLag()
         self._scrapes = ScrapeServer(Exposition(lambda: take_census(self._sessions, self._loop_lag)).text)
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
@@ -138,6 +139,8 @@ class _Daemon:
         for task in background:
             task.cancel()
         self._catalog.close()
+        if self._cache:
+            await self._cache.close()
         log_event("stopped")
 
     async def _serve_metrics(self) -> dict[str, str]:
@@ -157,6 +160,13 @@ class _Daemon:
     async def _set_health(self, state: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE_NAME):
             await self._health.set(service, state)
+
+
+def _make_cache(config: DaemonConfig, workers: FairExecutor, metrics: Metrics) -> NodeCache | None:
+    if not config.cache_memory:
+        return None
+    disk = open_disk_cache(Path(config.cache_dir), config.cache_disk) if config.cache_dir and config.cache_disk else None
+    return NodeCache(config.cache_memory, disk, workers, metrics.cache)
 
 
 def _bind(server: grpc.aio.Server, address: UnixAddress | TcpAddress) -> str:

@@ -1,5 +1,6 @@
 """Between the messages of the contract and the daemon's own values. Requests are checked here, once."""
 
+import dataclasses
 import tomllib
 
 from gyre_protos.v1 import loader_pb2 as pb
@@ -12,6 +13,7 @@ from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetch import Batch
 from gyre_daemon.formats import FieldSpec
+from gyre_daemon.metrics import CacheCounts
 from gyre_daemon.plan import MAX_START_POSITION, Order, OrderMode, Tail
 from gyre_daemon.quality import ShuffleQuality
 from gyre_daemon.request import Reader
@@ -160,6 +162,11 @@ def from_cost_report(report: Report, question: Question, dataset: Dataset) -> pb
 def from_quality(quality: ShuffleQuality) -> pb.ShuffleQuality:
     """How well an order shuffles."""
     return pb.ShuffleQuality(displacement=quality.displacement, spread=quality.spread, mixing=quality.mixing)
+
+
+def from_cache(counts: CacheCounts) -> pb.CacheCount:
+    """What the node cache did."""
+    return pb.CacheCount(**dataclasses.asdict(counts))
 
 
 def from_batches(batches: list[Batch], session: Session) -> pb.StreamResponse:

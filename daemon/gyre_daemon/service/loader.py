@@ -19,7 +19,7 @@ from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import GyreError, InvalidRequest
 from gyre_daemon.events import log_event
 from gyre_daemon.plan import Order, check_ranks, plan_of
-from gyre_daemon.service import control, convert
+from gyre_daemon.service import control, convert, explain
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.request import SessionRequest
 from gyre_daemon.session import Session
@@ -174,16 +174,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """The daemon and all its sessions."""
         environment = self._sessions.environment
-        storage = [
-            pb.StorageCount(
-                scheme=labels.scheme,
-                kind=labels.kind,
-                outcome=labels.outcome,
-                num_requests=count.num_requests,
-                num_bytes=count.num_bytes,
-            )
-            for labels, count in sorted(environment.metrics.storage.items())
-        ]
+        counts = sorted(environment.metrics.storage.items())
         return pb.DaemonStatus(
             version=__version__,
             pid=os.getpid(),
@@ -192,10 +183,25 @@ class LoaderService(pb_grpc.LoaderServicer):
             memory_reserved_bytes=environment.budget.reserved_bytes,
             memory_budget_bytes=environment.budget.limit_bytes,
             sessions=[convert.from_session(session) for session in self._sessions],
-            storage=storage,
+            storage=[explain.from_count(labels, count) for labels, count in counts],
+            endpoints=[explain.from_endpoint(endpoint) for endpoint in self._catalog.endpoints],
             num_batches_sent=environment.metrics.num_batches_sent,
             num_bytes_sent=environment.metrics.num_bytes_sent,
+            cache=convert.from_cache(environment.metrics.cache) if self._catalog.has_cache else None,
         )
+
+    @answers_errors
+    async def ExplainStep(self, request: pb.ExplainStepRequest, context: Context) -> pb.ExplainStepResponse:
+        """Why a batch took as long as it did."""
+        name, _ = self._resolve(request.dataset)
+        machinery = self._sessions.environment.machinery
+        found = machinery.accounts.find(name, request.step, request.job)
+        if not found:
+            raise InvalidRequest(
+                f"no batch of step {request.step} of `{name}` is among the last {len(machinery.accounts)} that were read: it "
+                "was not read yet, or so long ago that the record has gone on"
+            )
+        return pb.ExplainStepResponse(accounts=[explain.from_account(each, machinery.clock()) for each in found])
 
     def _resolve(self, ref: pb.DatasetRef) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):

@@ -1406,6 +1406,8 @@ class DaemonStatus(_message.Message):
     STORAGE_FIELD_NUMBER: _builtins.int
     NUM_BATCHES_SENT_FIELD_NUMBER: _builtins.int
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
     uptime_s: _builtins.float
@@ -1419,6 +1421,12 @@ class DaemonStatus(_message.Message):
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionState]: ...
     @_builtins.property
     def storage(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageCount]: ...
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndpointState]: ...
+    @_builtins.property
+    def cache(self) -> Global___CacheCount:
+        """absent where the daemon has none"""
+
     def __init__(
         self,
         *,
@@ -1432,14 +1440,72 @@ class DaemonStatus(_message.Message):
         storage: _abc.Iterable[Global___StorageCount] | None = ...,
         num_batches_sent: _builtins.int = ...,
         num_bytes_sent: _builtins.int = ...,
+        endpoints: _abc.Iterable[Global___EndpointState] | None = ...,
+        cache: Global___CacheCount | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DaemonStatus: _TypeAlias = DaemonStatus  # noqa: Y015
+
+@_typing.final
+class CacheCount(_message.Message):
+    """The node cache since the daemon's start. A read that misses begins a request for its block, or goes past the cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_HITS_FIELD_NUMBER: _builtins.int
+    NUM_MISSES_FIELD_NUMBER: _builtins.int
+    NUM_JOINED_FIELD_NUMBER: _builtins.int
+    NUM_PAST_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FETCHED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FETCHED_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_FIELD_NUMBER: _builtins.int
+    NUM_CORRUPT_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
+    num_hits: _builtins.int
+    """reads whose block was there"""
+    num_misses: _builtins.int
+    """reads that found none"""
+    num_joined: _builtins.int
+    """reads whose block was on its way for another"""
+    num_past: _builtins.int
+    """reads that went to the storage beside the cache"""
+    num_blocks_fetched: _builtins.int
+    num_bytes_fetched: _builtins.int
+    num_evicted: _builtins.int
+    """blocks that went for others"""
+    num_corrupt: _builtins.int
+    """blocks on disk that were not what was written, and were fetched anew"""
+    memory_bytes: _builtins.int
+    """held now"""
+    disk_bytes: _builtins.int
+    """held now"""
+    def __init__(
+        self,
+        *,
+        num_hits: _builtins.int = ...,
+        num_misses: _builtins.int = ...,
+        num_joined: _builtins.int = ...,
+        num_past: _builtins.int = ...,
+        num_blocks_fetched: _builtins.int = ...,
+        num_bytes_fetched: _builtins.int = ...,
+        num_evicted: _builtins.int = ...,
+        num_corrupt: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "num_blocks_fetched", b"num_blocks_fetched", "num_bytes_fetched", b"num_bytes_fetched", "num_corrupt", b"num_corrupt", "num_evicted", b"num_evicted", "num_hits", b"num_hits", "num_joined", b"num_joined", "num_misses", b"num_misses", "num_past", b"num_past"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheCount: _TypeAlias = CacheCount  # noqa: Y015
 
 @_typing.final
 class StorageCount(_message.Message):
@@ -1450,14 +1516,22 @@ class StorageCount(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_S_FIELD_NUMBER: _builtins.int
+    BODY_S_FIELD_NUMBER: _builtins.int
     scheme: _builtins.str
     """"file", "s3", ..."""
     kind: _builtins.str
     """"read" | "list" | "stream" """
     outcome: _builtins.str
-    """"ok" | "error" """
+    """Of each request sent. "ok": its bytes were used; "refused": answered 429 or 503, or nobody was there; "retried": failed, and
+    was sent again; "hedged": its twin was faster; "abandoned": nobody waited any more; "error": failed for good.
+    """
     num_requests: _builtins.int
     num_bytes: _builtins.int
+    first_byte_s: _builtins.float
+    """together, of those that are "ok": until their answers began"""
+    body_s: _builtins.float
+    """and from there until they were whole"""
     def __init__(
         self,
         *,
@@ -1466,11 +1540,232 @@ class StorageCount(_message.Message):
         outcome: _builtins.str = ...,
         num_requests: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        first_byte_s: _builtins.float = ...,
+        body_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "num_bytes", b"num_bytes", "num_requests", b"num_requests", "outcome", b"outcome", "scheme", b"scheme"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_s", b"body_s", "first_byte_s", b"first_byte_s", "kind", b"kind", "num_bytes", b"num_bytes", "num_requests", b"num_requests", "outcome", b"outcome", "scheme", b"scheme"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StorageCount: _TypeAlias = StorageCount  # noqa: Y015
+
+@_typing.final
+class EndpointState(_message.Message):
+    """One object storage, as the daemon treats it now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_RETRIES_LEFT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    limit: _builtins.int
+    """requests that may be in flight; it follows what the storage takes"""
+    num_in_flight: _builtins.int
+    num_waiting: _builtins.int
+    """for their turn"""
+    num_retries_left: _builtins.int
+    """that the retry budget allows at once"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        limit: _builtins.int = ...,
+        num_in_flight: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_retries_left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "name", b"name", "num_in_flight", b"num_in_flight", "num_retries_left", b"num_retries_left", "num_waiting", b"num_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndpointState: _TypeAlias = EndpointState  # noqa: Y015
+
+@_typing.final
+class ExplainStepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    job: _builtins.str
+    """empty for all"""
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+        step: _builtins.int = ...,
+        job: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "job", b"job", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainStepRequest: _TypeAlias = ExplainStepRequest  # noqa: Y015
+
+@_typing.final
+class ExplainStepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCOUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def accounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchAccount]:
+        """the newest first"""
+
+    def __init__(
+        self,
+        *,
+        accounts: _abc.Iterable[Global___BatchAccount] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounts", b"accounts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainStepResponse: _TypeAlias = ExplainStepResponse  # noqa: Y015
+
+@_typing.final
+class BatchAccount(_message.Message):
+    """What became of batches that were read together; from most storages that is one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    STOP_STEP_FIELD_NUMBER: _builtins.int
+    AGO_S_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
+    FINISH_S_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_JOINED_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_RETRIES_FIELD_NUMBER: _builtins.int
+    NUM_HEDGES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SLOWEST_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    rank: _builtins.int
+    world_size: _builtins.int
+    first_step: _builtins.int
+    stop_step: _builtins.int
+    ago_s: _builtins.float
+    """since it was whole"""
+    total_s: _builtins.float
+    """from being begun to being whole"""
+    read_s: _builtins.float
+    """of that, until the last byte was there"""
+    finish_s: _builtins.float
+    """and in checks and decoding, waiting for a thread included"""
+    awaited: _builtins.bool
+    """a trainer had nothing to read when it came"""
+    error: _builtins.str
+    """why it failed; empty if it did not"""
+    num_requests: _builtins.int
+    """ranges that were needed from an object storage"""
+    num_joined: _builtins.int
+    """of those: somebody else was asking for it already"""
+    num_refused: _builtins.int
+    """answers 429 and 503"""
+    num_retries: _builtins.int
+    """requests sent again"""
+    num_hedges: _builtins.int
+    """requests sent a second time because the first was late"""
+    num_bytes: _builtins.int
+    @_builtins.property
+    def slowest(self) -> Global___RequestAccount:
+        """absent where nothing was requested"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        first_step: _builtins.int = ...,
+        stop_step: _builtins.int = ...,
+        ago_s: _builtins.float = ...,
+        total_s: _builtins.float = ...,
+        read_s: _builtins.float = ...,
+        finish_s: _builtins.float = ...,
+        awaited: _builtins.bool = ...,
+        error: _builtins.str = ...,
+        num_requests: _builtins.int = ...,
+        num_joined: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        num_retries: _builtins.int = ...,
+        num_hedges: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        slowest: Global___RequestAccount | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slowest", b"slowest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_s", b"ago_s", "awaited", b"awaited", "error", b"error", "finish_s", b"finish_s", "first_step", b"first_step", "job", b"job", "num_bytes", b"num_bytes", "num_hedges", b"num_hedges", "num_joined", b"num_joined", "num_refused", b"num_refused", "num_requests", b"num_requests", "num_retries", b"num_retries", "rank", b"rank", "read_s", b"read_s", "slowest", b"slowest", "stop_step", b"stop_step", "total_s", b"total_s", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchAccount: _TypeAlias = BatchAccount  # noqa: Y015
+
+@_typing.final
+class RequestAccount(_message.Message):
+    """Where one request's time went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    TRIED_S_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_S_FIELD_NUMBER: _builtins.int
+    BODY_S_FIELD_NUMBER: _builtins.int
+    NUM_TRIES_FIELD_NUMBER: _builtins.int
+    shard: _builtins.str
+    start: _builtins.int
+    """of the bytes [start, stop)"""
+    stop: _builtins.int
+    queue_s: _builtins.float
+    """until its turn came"""
+    tried_s: _builtins.float
+    """in tries that failed and pauses after them"""
+    first_byte_s: _builtins.float
+    """of the try that succeeded, until its answer began"""
+    body_s: _builtins.float
+    """and until it was whole"""
+    num_tries: _builtins.int
+    """requests sent for it"""
+    def __init__(
+        self,
+        *,
+        shard: _builtins.str = ...,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+        tried_s: _builtins.float = ...,
+        first_byte_s: _builtins.float = ...,
+        body_s: _builtins.float = ...,
+        num_tries: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_s", b"body_s", "first_byte_s", b"first_byte_s", "num_tries", b"num_tries", "queue_s", b"queue_s", "shard", b"shard", "start", b"start", "stop", b"stop", "tried_s", b"tried_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestAccount: _TypeAlias = RequestAccount  # noqa: Y015

@@ -89,6 +89,11 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.DaemonStatus.FromString,
                 _registered_method=True)
+        self.ExplainStep = channel.unary_unary(
+                '/gyre_protos.v1.Loader/ExplainStep',
+                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepRequest.SerializeToString,
+                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepResponse.FromString,
+                _registered_method=True)
 
 
 class LoaderServicer:
@@ -166,6 +171,13 @@ class LoaderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainStep(self, request, context):
+        """Why the batch of a step took as long as it did, from the daemon's record of the last ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LoaderServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -223,6 +235,11 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.GetStatusRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.DaemonStatus.SerializeToString,
+            ),
+            'ExplainStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainStep,
+                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepRequest.FromString,
+                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -522,6 +539,33 @@ class Loader:
             '/gyre_protos.v1.Loader/GetStatus',
             gyre__protos_dot_v1_dot_loader__pb2.GetStatusRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.DaemonStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre_protos.v1.Loader/ExplainStep',
+            gyre__protos_dot_v1_dot_loader__pb2.ExplainStepRequest.SerializeToString,
+            gyre__protos_dot_v1_dot_loader__pb2.ExplainStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

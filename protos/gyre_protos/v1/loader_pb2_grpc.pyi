@@ -65,6 +65,8 @@ class LoaderStub:
     GetSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.GetSessionRequest, _loader_pb2.SessionState]
     CloseSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.CloseSessionRequest, _loader_pb2.CloseSessionResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_loader_pb2.GetStatusRequest, _loader_pb2.DaemonStatus]
+    ExplainStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ExplainStepRequest, _loader_pb2.ExplainStepResponse]
+    """Why the batch of a step took as long as it did, from the daemon's record of the last ones."""
 
 @_typing.type_check_only
 class LoaderAsyncStub(LoaderStub):
@@ -87,6 +89,8 @@ class LoaderAsyncStub(LoaderStub):
     GetSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.GetSessionRequest, _loader_pb2.SessionState]  # type: ignore[assignment]
     CloseSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.CloseSessionRequest, _loader_pb2.CloseSessionResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_loader_pb2.GetStatusRequest, _loader_pb2.DaemonStatus]  # type: ignore[assignment]
+    ExplainStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.ExplainStepRequest, _loader_pb2.ExplainStepResponse]  # type: ignore[assignment]
+    """Why the batch of a step took as long as it did, from the daemon's record of the last ones."""
 
 class LoaderServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -172,5 +176,13 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loader_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.DaemonStatus, _abc.Awaitable[_loader_pb2.DaemonStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def ExplainStep(
+        self,
+        request: _loader_pb2.ExplainStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loader_pb2.ExplainStepResponse, _abc.Awaitable[_loader_pb2.ExplainStepResponse]]:
+        """Why the batch of a step took as long as it did, from the daemon's record of the last ones."""
 
 def add_LoaderServicer_to_server(servicer: LoaderServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
