@@ -108,7 +108,7 @@ def compare(sets: Sequence[Workload], server: Daemon, form: Form) -> Rates:
     for workload in sets:
         _warm(workload, server)
     contenders = [each for each in form.contenders if each.kind != "mosaic" or is_installed()]
-    return {workload.name: race(workload, contenders, server, form.num_rounds, form.duration_s) for workload in sets}
+    return race(sets, contenders, server, form.num_rounds, form.duration_s)
 
 
 def report(sets: Sequence[Workload], rates: Rates) -> list[str]:

@@ -54,7 +54,7 @@ class Scale:
 
 
 FULL = Scale()
-SHORT = Scale(50_000, 9_600, 1_920)
+SHORT = Scale(48_000, 6_400, 1_600)
 
 
 def workloads(folder: Path, scale: Scale) -> list[Workload]:

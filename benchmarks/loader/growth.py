@@ -21,7 +21,7 @@ from benchmarks.loader.processes import daemon
 
 BATCH_SIZE = 64
 SAMPLE_TOKENS = 16  # uint16
-NUM_BATCHES = 300
+NUM_BATCHES = 200
 NUM_SESSIONS = 7
 NUM_PLACES = 65_536
 BRIEF_SIZES = (10**5, 10**7, 10**9)
@@ -95,13 +95,13 @@ def grow_tars(folder: Path, counts: Sequence[int]) -> list[Size]:
 
 def _measure(folder: Path, num_samples: int, config: dict[str, object]) -> Size:
     with daemon(folder, {"it": config}) as server:
-        idle = server.watch()
+        idle = server.memory_bytes()
         began = time.perf_counter()
         with Loader("it", batch_size=BATCH_SIZE, address=server.address) as loader:
             index_s = time.perf_counter() - began
             for _ in range(NUM_BATCHES):
                 next(loader)
-            held = server.watch() - idle
+            held = server.memory_bytes() - idle
         first = statistics.median(_first_batch_s(server.address) for _ in range(NUM_SESSIONS))
     size = Size(num_samples, index_s, first, held, _ns_per_position(num_samples))
     print(f"  {config['format']}  {num_samples:,} samples  {first * 1e3:.1f} ms", file=sys.stderr, flush=True)

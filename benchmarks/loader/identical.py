@@ -78,7 +78,6 @@ def verify(workload: Workload, server: Daemon, num_batches: int, num_sessions: i
                 ends = np.concatenate(([0], np.cumsum([len(sample) for sample in samples])))
                 assert batch[f"{field}.offsets"].tolist() == ends.tolist(), f"{workload.name}, step {step}: other offsets"
             num_bytes += len(got)
-        server.watch()
     return Sameness(workload.name, num_batches, num_bytes, [_first_batch_s(workload, server) for _ in range(num_sessions)])
 
 

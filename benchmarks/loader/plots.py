@@ -24,8 +24,8 @@ def plot_rates(sets: Sequence[Workload], rates: Rates, path: Path) -> None:
         colours = [GYRE if each.kind == "gyre" else OTHER for each in contenders]
         bars = axis.barh([each.label for each in contenders], values, color=colours)
         axis.bar_label(bars, [f" {value:,.0f}" for value in values])
-        axis.set(xscale="log", xlabel="samples/s of each job", title=f"{workload.name}, batch {workload.batch_size}")
-        axis.set_xlim(min(values) / 2, max(values) * 8)
+        axis.set(xlabel="samples/s of each job", title=f"{workload.name}, batch {workload.batch_size}")
+        axis.set_xlim(0, max(values) * 1.25)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import psutil
 BUDGET_BYTES = 1 << 30
 MEMORY_SLACK_BYTES = 64 << 20  # what a daemon may take beside its budget
 START_TIMEOUT_S = 60.0
+WATCH_S = 0.1
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Daemon:
         address: of its Unix socket.
         pid: of the process.
         budget_bytes: its `memory_budget`.
-        peak_bytes: the most memory of its own (not mapped files) that `watch` has seen.
+        peak_bytes: the most memory of its own (not mapped files) that it had while somebody looked, which is often.
     """
 
     address: str
@@ -33,11 +35,16 @@ class Daemon:
     budget_bytes: int
     peak_bytes: int = 0
 
-    def watch(self) -> int:
-        """Look at its memory now."""
+    def memory_bytes(self) -> int:
+        """Its own memory now."""
         num_bytes = own_memory_bytes(self.pid)
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         return num_bytes
+
+    def watch(self, until: threading.Event) -> None:
+        """Look again and again."""
+        while not until.wait(WATCH_S):
+            self.memory_bytes()
 
     @property
     def within_budget(self) -> bool:
@@ -54,6 +61,7 @@ def daemon(folder: Path, datasets: Mapping[str, Mapping[str, object]], budget_by
     for name, config in datasets.items():
         lines += [f"[datasets.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in config.items())]
     (home / "gyre.toml").write_text("\n".join(lines))
+    done = threading.Event()
     with (home / "log").open("wb") as log:
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
         process = subprocess.Popen(command, stderr=log)
@@ -63,7 +71,14 @@ def daemon(folder: Path, datasets: Mapping[str, Mapping[str, object]], budget_by
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"the daemon did not start:\n{(home / 'log').read_text()}")
             time.sleep(0.02)
-        yield Daemon(f"unix:{home}/gyre.sock", process.pid, budget_bytes)
+        server = Daemon(f"unix:{home}/gyre.sock", process.pid, budget_bytes)
+        watcher = threading.Thread(target=server.watch, args=(done,))
+        watcher.start()
+        try:
+            yield server
+        finally:
+            done.set()
+            watcher.join()
     finally:
         process.terminate()
         process.wait(30)

@@ -4,6 +4,7 @@ The verdict at the top holds each target against what was measured in this run.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from benchmarks.loader.compare import Form, Rates, best
 from benchmarks.loader.data import Workload, workloads, write_tokens
 from benchmarks.loader.markdown import table
 from benchmarks.loader.plots import plot_growth, plot_rates, plot_sessions
-from benchmarks.loader.processes import Daemon, daemon
+from benchmarks.loader.processes import MEMORY_SLACK_BYTES, Daemon, daemon
 from benchmarks.loader.race import Contender, Result
 
 ALL_EQUAL = 0.10  # how far from the mean a job may be
@@ -85,7 +86,7 @@ class Findings:
         for its in self.same:
             yield _at_most(f"{its.workload}: open to first batch, ms", MAX_FIRST_BATCH_S * 1e3, its.median_s * 1e3)
         for name, server in self.daemons.items():
-            limit = (server.budget_bytes >> 20) + 64
+            limit = (server.budget_bytes + MEMORY_SLACK_BYTES) >> 20
             yield _at_most(f"{name}: daemon's memory, MiB", limit, server.peak_bytes / 2**20)
 
     def _of_tokens(self) -> Iterator[tuple[str, ...]]:
@@ -128,6 +129,8 @@ def _ratio(results: dict[Contender, Result], kind: str, num_jobs: int) -> float:
 
 
 def _at_least(what: str, wanted: float, measured: float) -> tuple[str, ...]:
+    if math.isnan(measured):  # one of the two did not take part
+        return what, f">= {wanted:,g}", "-", "-"
     return what, f">= {wanted:,g}", f"{measured:,.2f}", "yes" if measured >= wanted else "**no**"
 
 
@@ -181,7 +184,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title[-1:] = [f"Rates are medians of {form.num_rounds} interleaved rounds of {form.duration_s:g} s.", ""]
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         findings = prove(Path(name), form, not parsed.brief)
-    stem: Path = parsed.out
+    write(findings, title, parsed.out)
+    exceeding = [name for name, server in findings.daemons.items() if not server.within_budget]
+    if exceeding:
+        sys.exit(f"a daemon took more memory than its budget and {MEMORY_SLACK_BYTES >> 20} MiB: {', '.join(exceeding)}")
+
+
+def write(findings: Findings, title: list[str], stem: Path | None) -> None:
+    """The report is written with its plots, or printed."""
     lines = findings.lines(stem.name if stem else "", title)
     if not stem:
         print("\n".join(line for line in lines if not line.startswith("![")))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO
@@ -41,17 +42,17 @@ class Entry:
 
     Attributes:
         contender: who.
-        results: one per round.
+        results: one per round, by workload.
     """
 
     contender: Contender
-    results: list[Result] = field(default_factory=list)
+    results: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
     _jobs: list["subprocess.Popen[str]"] = field(default_factory=list)
     _words: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # on standard error
 
-    def start(self, workload: Workload, address: str) -> None:
+    def start(self, address: str) -> None:
         """Its processes run and wait."""
-        task = asdict(self.contender) | {"workload": asdict(workload), "address": address}
+        task = asdict(self.contender) | {"address": address}
         for _ in range(self.contender.num_jobs):
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.readers"]
             pipe = subprocess.PIPE
@@ -64,30 +65,30 @@ class Entry:
         for job in self._jobs:
             self._hear(job)
 
-    def run(self, round_: int, duration_s: float, server: Daemon) -> None:
+    def run(self, workload: Workload, round_: int, duration_s: float, server: Daemon) -> Result:
         """One round: all jobs open, read at the same time, and close."""
-        openings = self._tell_all([["open", 100 * round_ + (0 if self.contender.same_seed else 7 * n)] for n in self._numbers])
+        seeds = [100 * round_ + (0 if self.contender.same_seed else 7 * n) for n in self._numbers]
+        openings = self._tell_all([["open", asdict(workload), seed] for seed in seeds])
         daemon_before, began = cpu_s([server.pid]), time.perf_counter()
         runs = self._tell_all([["run", duration_s] for _ in self._numbers])
         elapsed_s, daemon_cpu_s = time.perf_counter() - began, cpu_s([server.pid]) - daemon_before
         rates = [run["samples_per_s"] for run in runs]
         pids = [pid for job in self._jobs for pid in family(job.pid)]
         memory = Memory.of([*pids, server.pid] if self.contender.kind == "gyre" else pids)
-        server.watch()
         self._tell_all([["close"] for _ in self._numbers])
         mean = statistics.mean(rates)
-        self.results.append(
-            {
-                "samples_per_s": mean,
-                "slowest": min(rates) / mean,
-                "fastest": max(rates) / mean,
-                "first_batch_s": statistics.mean(opening["first_batch_s"] for opening in openings),
-                "cpu_s_per_1000": statistics.mean(run["cpu_s_per_1000"] for run in runs),
-                "daemon_cpu_s_per_1000": daemon_cpu_s / (sum(rates) * elapsed_s) * 1000,
-                "own_bytes": memory.own_bytes,
-                "file_bytes": memory.file_bytes,
-            }
-        )
+        result: Result = {
+            "samples_per_s": mean,
+            "slowest": min(rates) / mean,
+            "fastest": max(rates) / mean,
+            "first_batch_s": statistics.mean(opening["first_batch_s"] for opening in openings),
+            "cpu_s_per_1000": statistics.mean(run["cpu_s_per_1000"] for run in runs),
+            "daemon_cpu_s_per_1000": daemon_cpu_s / (sum(rates) * elapsed_s) * 1000,
+            "own_bytes": memory.own_bytes,
+            "file_bytes": memory.file_bytes,
+        }
+        self.results[workload.name].append(result)
+        return result
 
     def stop(self) -> None:
         """Its processes are gone."""
@@ -101,9 +102,10 @@ class Entry:
         self._jobs.clear()
         self._words.close()
 
-    def median(self) -> Result:
+    def median(self, workload: Workload) -> Result:
         """Of each figure over the rounds."""
-        return {key: statistics.median(result[key] for result in self.results) for key in self.results[0]}
+        results = self.results[workload.name]
+        return {key: statistics.median(result[key] for result in results) for key in results[0]}
 
     @property
     def _numbers(self) -> range:
@@ -132,22 +134,22 @@ class Entry:
 
 
 def race(
-    workload: Workload, contenders: Sequence[Contender], server: Daemon, num_rounds: int, duration_s: float
-) -> dict[Contender, Result]:
-    """The medians of all contenders on one workload; round by round, one contender after the other."""
+    sets: Sequence[Workload], contenders: Sequence[Contender], server: Daemon, num_rounds: int, duration_s: float
+) -> dict[str, dict[Contender, Result]]:
+    """The medians of all contenders by workload; round by round, one contender after the other."""
     entries = [Entry(contender) for contender in contenders]
     try:
         for entry in entries:
-            entry.start(workload, server.address)
+            entry.start(server.address)
         for entry in entries:
             entry.await_start()
-        for round_ in range(num_rounds):
-            for entry in entries:
-                entry.run(round_, duration_s, server)
-                rate = entry.results[-1]["samples_per_s"]
-                about = f"{workload.name}  round {round_ + 1} of {num_rounds}  {entry.contender.label:42}"
-                print(f"  {about} {rate:>12,.0f} samples/s", file=sys.stderr, flush=True)
+        for workload in sets:
+            for round_ in range(num_rounds):
+                for entry in entries:
+                    rate = entry.run(workload, round_, duration_s, server)["samples_per_s"]
+                    about = f"{workload.name}  round {round_ + 1} of {num_rounds}  {entry.contender.label:42}"
+                    print(f"  {about} {rate:>12,.0f} samples/s", file=sys.stderr, flush=True)
     finally:
         for entry in entries:
             entry.stop()
-    return {entry.contender: entry.median() for entry in entries}
+    return {workload.name: {entry.contender: entry.median(workload) for entry in entries} for workload in sets}

@@ -29,23 +29,25 @@ def touch(batch: torch.Tensor) -> None:
 
 
 class Reader:
-    """One job that reads one workload, over and over."""
+    """One job that reads, over and over."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self._workload = Workload(**task["workload"])
         self._kind: str = task["kind"]
         self._num_workers: int = task["num_workers"]
         self._address: str = task["address"]
         self._batches: libraries.Batches = iter(())
+        self._batch_size = 0
         self._import()
 
-    def open(self, seed: int) -> dict[str, float]:
-        """Begin to read, in a new order; returns what the first batch took, from nothing but imported modules."""
+    def open(self, fields: dict[str, Any], seed: int) -> dict[str, float]:
+        """Begin to read a workload in an order; returns what the first batch took, from nothing but imported modules."""
+        workload = Workload(**fields)
+        self._batch_size = workload.batch_size
         began = time.perf_counter()
         if self._kind == "gyre":
-            self._batches = libraries.gyre(self._workload, self._address, seed)
+            self._batches = libraries.gyre(workload, self._address, seed)
         else:
-            self._batches = libraries.OPPONENTS[self._kind](self._workload, self._num_workers, seed)
+            self._batches = libraries.OPPONENTS[self._kind](workload, self._num_workers, seed)
         touch(next(self._batches))
         return {"first_batch_s": time.perf_counter() - began}
 
@@ -59,7 +61,7 @@ class Reader:
         pids = family(os.getpid())
         cpu_before = cpu_s(pids)
         num_batches, elapsed_s = self._read(duration_s)
-        num_samples = num_batches * self._workload.batch_size
+        num_samples = num_batches * self._batch_size
         cpu = cpu_s(pids) - cpu_before
         return {"samples_per_s": num_samples / elapsed_s, "cpu_s_per_1000": cpu / num_samples * 1000}
 
@@ -89,7 +91,7 @@ class Reader:
 
 
 def main() -> None:
-    """Obey until the standard input ends. The first line says what to read."""
+    """Obey until the standard input ends. The first line says what reads."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     reader = Reader(json.loads(sys.stdin.readline()))

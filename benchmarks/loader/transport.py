@@ -72,7 +72,6 @@ def measure(server: Daemon, path: Path, duration_s: float) -> Transport:
         for name, its in bulk.items():
             its.append(_bulk(server, name, duration_s))
         small.append(_small(server, duration_s))
-        server.watch()
     return Transport(
         statistics.median(copies),
         {name: statistics.median(rate for rate, _ in its) for name, its in bulk.items()},
