@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import Reads, Shard
 from gyre_daemon.storage.local import LocalStorage, stat_shard
@@ -81,7 +82,7 @@ async def epoch(path: Path, size: int, kind: type[ReadAhead]) -> tuple[float, fl
     began, ends = time.perf_counter(), []
     with ThreadPoolExecutor(NUM_THREADS) as executor:
         shard = stat_shard(path, "0")
-        storage = LocalStorage([path], [shard], executor, NUM_THREADS, Metrics())
+        storage = LocalStorage([path], [shard], FairExecutor(executor, NUM_THREADS), Metrics())
         storage._ahead = kind([shard])
 
         async def work() -> None:

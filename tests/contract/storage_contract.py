@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, ShardMissing
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import Reads, Storage, StorageOpener, Terms, local, parse_location, remote
 
@@ -34,7 +35,7 @@ class StorageContract:
         with ThreadPoolExecutor(3) as executor:
 
             def open_storage(uri: str, settings: Mapping[str, Any], pattern: str = "*.bin") -> Coroutine[Any, Any, Storage]:
-                opener = StorageOpener(executor, 3, Terms(16, 10.0), metrics)
+                opener = StorageOpener(FairExecutor(executor, 3), Terms(16, 10.0), metrics)
                 openers.append(opener)
                 return opener.open(parse_location(uri), settings, pattern)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gyre_daemon.errors import ConfigError, CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import Storage, StorageOpener, Terms, opener, parse_location
 from gyre_daemon.storage.objects import open_objects
@@ -29,7 +30,7 @@ def metrics() -> Metrics:
 @pytest.fixture
 def storage_opener(metrics: Metrics) -> Iterator[StorageOpener]:
     with ThreadPoolExecutor(2) as executor:
-        openers.append(StorageOpener(executor, 2, TERMS, metrics))
+        openers.append(StorageOpener(FairExecutor(executor, 2), TERMS, metrics))
         yield openers[-1]
         openers.clear()
 
@@ -76,7 +77,7 @@ def test_a_passing_failure_is_not_noticed(one: Coroutine[Any, Any, Storage], obj
         (412, CorruptSample, r"0\.bin has changed"),
         (416, CorruptSample, r"0\.bin has changed"),
         (400, StorageUnavailable, r"the storage failed for 0\.bin: HTTP status 400 no"),
-        (503, StorageUnavailable, r"did not answer for 0\.bin within 1\.5 s: \d+ requests .* said: HTTP status 503 no"),
+        (503, StorageUnavailable, r"did not answer for 0\.bin within 1\.5 s: requests sent: \d+; .* said: HTTP status 503 no"),
     ],
 )
 def test_a_lasting_failure_says_what_it_is(
@@ -149,7 +150,7 @@ def test_silence_ends_at_the_deadline(one: Coroutine[Any, Any, Storage], object_
 
     began = time.monotonic()
     with pytest.raises(
-        StorageUnavailable, match=r"did not answer for 0\.bin within 1\.5 s: 3 requests .* no answer within 0\.5 s"
+        StorageUnavailable, match=r"did not answer for 0\.bin within 1\.5 s: requests sent: 3; .* no answer within 0\.5 s"
     ):
         run(read())
     assert time.monotonic() - began < 5

@@ -32,7 +32,7 @@ def daemon(gyred: StartDaemon, storage: ObjectServerProcess) -> Daemon:
     tokens = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
     return gyred(
         {
-            "memory_budget": "64MiB",
+            "memory_budget": "56MiB",
             "cache_memory": 0,
             "datasets": {"tokens": {**tokens, "storage": dict(storage.storage_settings)}},
         }
@@ -63,14 +63,11 @@ def test_window_grows_while_the_trainer_waits_and_shrinks_for_another(daemon: Da
         assert status(daemon).memory_reserved_bytes > after.memory_limit_bytes
         others = [Loader("tokens", batch_size=BATCH, seed=seed, address=daemon.address, job=str(seed)) for seed in (2, 3)]
         try:
-            for _ in range(3):
+            for _ in range(150):  # what the first has not read yet still lies in what it gives back
                 assert all(right(next(iter(loader))) for loader in (first, *others))
-            sessions = status(daemon).sessions
-            assert [session.memory_limit_bytes for session in sessions] == [before.memory_limit_bytes] * 3
-            assert sessions[0].prefetch_batches == before.prefetch_batches
-            for _ in range(100):
-                assert right(next(iter(first)))
-            assert status(daemon).memory_reserved_bytes <= status(daemon).memory_budget_bytes
+            now = status(daemon)
+            assert now.sessions[0].prefetch_batches == before.prefetch_batches
+            assert now.memory_reserved_bytes == sum(session.memory_limit_bytes for session in now.sessions)
         finally:
             for loader in others:
                 loader.close()

@@ -3,13 +3,14 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 
 import aiofiles
 import numpy as np
 
 from gyre_daemon.errors import InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
@@ -25,14 +26,11 @@ class LocalStorage:
 
     reads_in_bulk = True
 
-    def __init__(
-        self, paths: Sequence[Path], shards: Sequence[Shard], executor: Executor, num_threads: int, metrics: Metrics
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], shards: Sequence[Shard], workers: FairExecutor, metrics: Metrics) -> None:
         self.shards = shards
         self._paths = paths
         self._bounds = Bounds(shards)
-        self._executor = executor
-        self._num_threads = num_threads
+        self._workers = workers
         self._metrics = metrics
         self._open = OpenShards(paths, shards)
         self._ahead = ReadAhead(shards)
@@ -42,7 +40,7 @@ class LocalStorage:
         """See `Storage.read`."""
         self._bounds.check(reads)
         reads = reads.nonempty()
-        num_jobs = min(self._num_threads, 1 + int(reads.size.sum()) // _MIN_JOB_BYTES, len(reads))
+        num_jobs = min(self._workers.num_threads, 1 + int(reads.size.sum()) // _MIN_JOB_BYTES, len(reads))
         if num_jobs == 0:
             return
         if num_jobs == 1:
@@ -57,7 +55,7 @@ class LocalStorage:
         """See `Storage.stream`."""
         listed, num_bytes = self.shards[shard], 0
         try:
-            async with aiofiles.open(self._paths[shard], "rb", executor=self._executor) as file:
+            async with aiofiles.open(self._paths[shard], "rb", executor=self._workers.executor) as file:
                 while chunk := await file.read(_STREAM_CHUNK_BYTES):
                     num_bytes += len(chunk)
                     yield chunk
@@ -73,7 +71,7 @@ class LocalStorage:
     async def _run(self, reads: Reads) -> None:
         outcome: Outcome = "error"
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._read_all, reads)
+            await self._workers.run(reads.flow, float(reads.size.sum()), reads.urgency, partial(self._read_all, reads))
             outcome = "ok"
         finally:
             self._metrics.count_requests(RequestLabels("file", "read", outcome), len(reads), int(reads.size.sum()))

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable, first_error
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.answer import failure, told
 from gyre_daemon.storage.base import Shard, Storage
@@ -32,9 +32,8 @@ _Entries = list[tuple[str, dict[str, Any]]]
 class StorageOpener:
     """Opens locations with one daemon's threads, limits and counters."""
 
-    def __init__(self, executor: Executor, num_threads: int, terms: Terms, metrics: Metrics) -> None:
-        self._executor = executor
-        self._num_threads = num_threads
+    def __init__(self, workers: FairExecutor, terms: Terms, metrics: Metrics) -> None:
+        self._workers = workers
         self._terms = terms
         self._metrics = metrics
         self.endpoints: dict[str, Endpoint] = {}
@@ -54,9 +53,9 @@ class StorageOpener:
         """
         if location.scheme == "file":
             loop = asyncio.get_running_loop()
-            paths, shards = await loop.run_in_executor(self._executor, _list_local, location, pattern)
+            paths, shards = await loop.run_in_executor(self._workers.executor, _list_local, location, pattern)
             self._count_listing("file", len(location.paths), "ok")
-            return LocalStorage(paths, shards, self._executor, self._num_threads, self._metrics)
+            return LocalStorage(paths, shards, self._workers, self._metrics)
         filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(filesystem, location, pattern)
         source = await self._make_source(filesystem, location.scheme, settings, names[0])
