@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gyre_trainer.layers.attention import Attention, AttentionRule, Heads, rope_angles
+from gyre_trainer.layers.attention import Attention, AttentionRule, Heads, rope_table
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate
@@ -88,7 +88,7 @@ def foreign_attention() -> Case:
 
 
 def one_head_for_all_ranks() -> Case:
-    inputs = torch.randn(BATCH, 5, 12), rope_angles(5, 4, 100.0, torch.device("cpu"))
+    inputs = torch.randn(BATCH, 5, 12), rope_table(5, 4, 100.0, torch.device("cpu"))
     return Case(Attention(12, Heads(3, 1), bias=True), inputs, layer_by_layer=True)
 
 
@@ -106,7 +106,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def mine(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor with the batch in front; angles and the like are for all."""
+    """This rank's part of a tensor with the batch in front; tables and the like are for all."""
     return tensor.chunk(dist.get_world_size())[dist.get_rank()] if tensor.shape[0] == BATCH else tensor
 
 

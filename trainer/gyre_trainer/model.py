@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.flyweight import Constant, Init, Normal
-from gyre_trainer.layers.attention import Attention, Heads, rope_angles
+from gyre_trainer.layers.attention import Attention, Heads, rope_table
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import rotate
@@ -74,9 +74,9 @@ class Block(nn.Module):
         mlp = GatedMLP if config.gated_mlp else MLP
         self.mlp = mlp(config.dim, config.hidden_dim, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
         """The residual stream after this block."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TC)
         output: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return output
 
@@ -104,10 +104,10 @@ class GPT(nn.Module):
         config = self.config
         if tokens_BT.shape[1] > config.max_seq_len:
             raise ValueError(f"{tokens_BT.shape[1]} tokens are more than the model's max_seq_len, {config.max_seq_len}")
-        angles = rope_angles(tokens_BT.shape[1], config.dim // config.num_heads, config.rope_theta, tokens_BT.device)
+        rope_TC = rope_table(tokens_BT.shape[1], config.dim // config.num_heads, config.rope_theta, tokens_BT.device)
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, angles)
+            x_BTD = block(x_BTD, rope_TC)
         normed_BTD: Tensor = self.norm(x_BTD)
         return normed_BTD
 

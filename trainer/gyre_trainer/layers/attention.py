@@ -29,15 +29,19 @@ class Heads:
     num_kv_heads: int
 
 
-def rope_angles(num_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Angles (T, C/2) in radians of the rotary position embedding (arXiv 2104.09864), in float32."""
+def rope_table(num_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """The rotary position embedding (arXiv 2104.09864), shape (T, C), float32: cosines in the first half, then sines.
+
+    Made once for all layers and slices, which keep it for backward.
+    """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    return torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _turned(x_BHTC: Tensor, angles: Tensor) -> Tensor:
-    """Each pair of channels (i, i + C/2) turned by its position's angle, in the angles' precision or better."""
-    cos, sin = angles.cos(), angles.sin()
+def _turned(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
+    """Each pair of channels (i, i + C/2) turned by its position's angle, in the table's precision or better."""
+    cos, sin = rope_TC.chunk(2, dim=-1)
     one, other = x_BHTC.chunk(2, dim=-1)
     return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1).type_as(x_BHTC)
 
@@ -58,11 +62,11 @@ class Attention(nn.Module):
         self.v = nn.Linear(dim, kv_dim, bias=bias)
         self.o = nn.Linear(dim, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, angles: Tensor) -> Tensor:
-        """Each position attends to itself and those before; ``angles`` are those of `rope_angles` for T positions."""
+    def forward(self, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
+        """Each position attends to itself and those before; ``rope_TC`` is `rope_table` for T positions."""
         q, k, v = (layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         grouped = q.shape[1] != k.shape[1]
-        y_BHTC = F.scaled_dot_product_attention(_turned(q, angles), _turned(k, angles), v, is_causal=True, enable_gqa=grouped)
+        y_BHTC = F.scaled_dot_product_attention(_turned(q, rope_TC), _turned(k, rope_TC), v, is_causal=True, enable_gqa=grouped)
         output: Tensor = self.o(y_BHTC.transpose(1, 2).flatten(2))
         return output
 
