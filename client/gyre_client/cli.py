@@ -154,6 +154,12 @@ def _cat(connection: Connection, args: argparse.Namespace) -> Answer:
     return Answer(samples, show(samples))
 
 
+def _bench(connection: Connection, args: argparse.Namespace) -> Answer:
+    from gyre_client.bench import compare  # noqa: PLC0415  (numpy takes a while to import; only this command needs it)
+
+    return Answer(*compare(connection, args))
+
+
 def _ref(args: argparse.Namespace) -> pb.DatasetRef:
     return dataset_ref(args.dataset, args.format, dict(args.option))
 
@@ -183,12 +189,13 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--address", help="unix:/path.sock or tcp:host:port; GYRE_ADDRESS if absent")
     common.add_argument("--json", action="store_true", help="print one JSON document")
-    dataset = argparse.ArgumentParser(add_help=False, parents=[common])
-    dataset.add_argument("dataset", help="a dataset's name, or with --format a path or URI")
-    dataset.add_argument("--format", help="tokens or webdataset")
-    dataset.add_argument(
+    ad_hoc = argparse.ArgumentParser(add_help=False, parents=[common])
+    ad_hoc.add_argument("--format", help="tokens or webdataset")
+    ad_hoc.add_argument(
         "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help="with --format; repeatable"
     )
+    dataset = argparse.ArgumentParser(add_help=False, parents=[ad_hoc])
+    dataset.add_argument("dataset", help="a dataset's name, or with --format a path or URI")
     shuffle = argparse.ArgumentParser(add_help=False, parents=[dataset])
     shuffle.add_argument("--seed", type=int, default=0, help="of the shuffle")
 
@@ -209,4 +216,10 @@ def _parser() -> argparse.ArgumentParser:
     cat = commands.add_parser("cat", parents=[shuffle], help="print the first samples of the shuffle")
     cat.set_defaults(run=_cat)
     cat.add_argument("--num", type=int, default=3, help="how many")
+    bench = commands.add_parser("bench", parents=[ad_hoc], help="compare with the DataLoader on the same data")
+    bench.set_defaults(run=_bench)
+    bench.add_argument("--dataset", required=True, help="a dataset's name, or with --format a path")
+    bench.add_argument("--batch-size", type=int, default=256, help="samples per batch")
+    bench.add_argument("--seconds", type=float, default=2.0, help="that each loader reads in each of two rounds")
+    bench.add_argument("--seed", type=int, default=0, help="of the shuffle")
     return parser

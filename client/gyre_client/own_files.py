@@ -1,0 +1,153 @@
+"""The files of a dataset as a user would read them without a daemon: which they are, and where in them each sample lies.
+
+The daemon says what the dataset is; the files must be local, readable by this user, and as many and as large as it says.
+"""
+
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.errors import InvalidRequest
+
+PATTERNS = {"tokens": "*.bin", "webdataset": "*.tar"}
+MAX_SAMPLES = 100_000_000  # the DataLoader's shuffle takes 8 bytes for each, and more while it is made
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+_NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
+
+
+@dataclass(frozen=True, slots=True)
+class TarPlaces:
+    """Where the samples of tar shards lie.
+
+    Attributes:
+        shard: int64 [N].
+        start: int64 [N, F], the first byte of each field.
+        size: int64 [N, F], in bytes.
+    """
+
+    shard: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+
+
+def find_files(description: pb.DatasetDescription) -> list[Path]:
+    """Returns the files of a dataset in the daemon's order.
+
+    Raises:
+        InvalidRequest: They are not local, cannot be read by this user, or are not those that the daemon serves.
+    """
+    name = f"the dataset at {description.uri}"
+    if description.format not in PATTERNS:
+        raise InvalidRequest(f"{name} has the format {description.format!r}: only {' and '.join(PATTERNS)} can be compared")
+    if description.num_samples > MAX_SAMPLES:
+        raise InvalidRequest(
+            f"{name} has more than {MAX_SAMPLES:,} samples: a DataLoader's shuffle of them would fill the memory"
+        )
+    scheme, separator, rest = description.uri.partition("://")
+    place = rest if separator else description.uri
+    if (separator and scheme.lower() not in ("file", "local")) or not place.startswith("/"):
+        raise InvalidRequest(f"{name} is not on this machine's disk at a path from `/`: only local files can be compared")
+    try:
+        files = [file for path in _expanded(place) for file in _matches(Path(path), PATTERNS[description.format])]
+        sizes = [file.stat().st_size for file in files]
+        for file in files:
+            file.open("rb").close()
+    except OSError as error:
+        raise InvalidRequest(f"{name} cannot be read by this user: {error}") from error
+    if (len(files), sum(sizes)) != (description.num_shards, description.num_bytes):
+        raise InvalidRequest(
+            f"{name} has {len(files)} files of {sum(sizes)} bytes as seen from here, but {description.num_shards} of "
+            f"{description.num_bytes} as the daemon sees it: they must be the same to be compared"
+        )
+    return files
+
+
+def token_stride(description: pb.DatasetDescription, files: list[Path], stride: int) -> int:
+    """Returns how many tokens lie between the starts of two samples.
+
+    Args:
+        description: Of a `tokens` dataset.
+        files: Its shards.
+        stride: As the dataset's definition says; 0 where it does not, or is not known.
+
+    Raises:
+        InvalidRequest: The number of samples contradicts it.
+    """
+    field = description.fields[0]
+    itemsize, length = np.dtype(field.dtype).itemsize, int(field.shape[0])
+    stride = stride or length
+    counts = [max(0, (file.stat().st_size // itemsize - length) // stride + 1) for file in files]
+    if sum(counts) != description.num_samples:
+        raise InvalidRequest(
+            f"the samples of the dataset at {description.uri} do not begin every {stride} tokens: name its files with "
+            "--format tokens and the --option stride=... that it has"
+        )
+    return stride
+
+
+def scan_tars(files: list[Path], fields: list[str]) -> TarPlaces:
+    """Reads all headers, as everybody must who reads tar shards by random access.
+
+    Raises:
+        InvalidRequest: A shard is no archive, or a sample lacks a field.
+    """
+    shards: list[int] = []
+    rows: list[list[tuple[int, int]]] = []
+    for shard, file in enumerate(files):
+        try:
+            for members in _samples(file):
+                rows.append([members[field] for field in fields])
+                shards.append(shard)
+        except (tarfile.TarError, KeyError) as error:
+            raise InvalidRequest(f"{file} cannot be compared: a member or field is missing or damaged ({error})") from error
+    places = np.array(rows, np.int64).reshape(len(rows), len(fields), 2)
+    return TarPlaces(np.array(shards, np.int64), places[:, :, 0], places[:, :, 1])
+
+
+def _samples(file: Path) -> Iterator[dict[str, tuple[int, int]]]:
+    """Start and size of each member of each sample, by extension."""
+    key, members = None, dict[str, tuple[int, int]]()
+    with tarfile.open(file) as archive:
+        for member in archive:
+            match = _MEMBER.fullmatch(member.name)
+            if not member.isreg() or not match or _NO_SAMPLE.match(member.name):
+                continue
+            if match[1] != key:
+                if members:
+                    yield members
+                key, members = match[1], {}
+            members[match[2].lower()] = member.offset_data, member.size
+    if members:
+        yield members
+
+
+def _expanded(text: str) -> list[str]:
+    """All texts of a brace list such as `{000..127}` or `{a,b}`."""
+    braces = _BRACES.search(text)
+    if not braces:
+        return [text]
+    numbers = _RANGE.fullmatch(braces[1])
+    if numbers:
+        width = len(numbers[1])
+        parts = [f"{number:0{width}}" for number in range(int(numbers[1]), int(numbers[2]) + 1)]
+    else:
+        parts = braces[1].split(",")
+    return [each for part in parts for each in _expanded(text[: braces.start()] + part + text[braces.end() :])]
+
+
+def _matches(path: Path, pattern: str) -> list[Path]:
+    """A file itself, those of a folder, or those that a glob names; sorted as the daemon sorts them."""
+    if path.is_dir():
+        return [file for file in sorted(path.glob(pattern), key=str) if file.is_file()]
+    if path.exists() or not any(letter in str(path) for letter in "*?["):
+        return [path]
+    return [file for file in sorted(Path("/").glob(str(path.relative_to("/"))), key=str) if file.is_file()]
