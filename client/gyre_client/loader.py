@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from gyre_client.arguments import MAX_UINT32, MAX_UINT64, reader, whole
 from gyre_client.arguments import order as order_spec
 from gyre_client.connection import Connection
+from gyre_client.device import CudaCopier, DeviceStream, parse_device
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset
 from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
 from gyre_client.outage import Outage
@@ -28,8 +29,9 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     samples. So the same arguments give the same global batches on any number of ranks.
 
     Iterating yields dicts of tensors by field name, for ever or for `epochs` epochs. The tensors are the caller's: writable,
-    and valid as long as they are held. A field whose samples differ in length is two tensors, `NAME` and `NAME.offsets`:
-    sample i is `NAME[offsets[i]:offsets[i + 1]]` (see also `gyre_client.texts`). `sample_id` says which samples they are.
+    and valid as long as they are held; with `device`, they are in that device's memory. A field whose samples differ in length
+    is two tensors, `NAME` and `NAME.offsets`: sample i is `NAME[offsets[i]:offsets[i + 1]]` (see also `gyre_client.texts`).
+    `sample_id` says which samples they are.
 
     `iter()` continues where the stream stands. `state_dict()` is that place, after the last batch yielded: what was merely
     prefetched counts as unread. If the daemon goes away, the loader waits for it up to `reattach_timeout_s` and reads on at
@@ -58,6 +60,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         job: str | None = None,
         prefetch_batches: int = 0,
         reattach_timeout_s: float = 60.0,
+        device: str | torch.device | None = None,
         format: str | None = None,  # noqa: A002  (the word that the daemon's configuration uses)
         options: Mapping[str, object] | None = None,
     ) -> None:
@@ -84,6 +87,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 None.
             prefetch_batches: Batches that the daemon keeps in flight, and as many the loader; 0 for the daemon's default.
             reattach_timeout_s: How long the daemon may be away.
+            device: A CUDA device to copy batches to, each while the one before is in use; None, or the CPU, for none.
             format: Makes `dataset` an ad-hoc definition: "tokens" or "webdataset". A daemon must allow it; a private one does.
             options: The ad-hoc definition's other keys, such as {"sequence_length": 1024}.
 
@@ -92,6 +96,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             GyreError: What the daemon says against it; DaemonUnavailable if it stays away.
         """
         rank, world_size = _place(rank, world_size)
+        self._device = parse_device(device)
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options),
             order=order_spec(batch_size, world_size, seed, tail, order, io_block_bytes, window_blocks),
@@ -198,16 +203,21 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     def _global_batch_size(self) -> int:
         return self._request.order.global_batch_size
 
-    def _stream(self) -> BatchStream:
+    def _stream(self) -> BatchStream | DeviceStream:
         """Returns the stream, opened at the cursor if it is not."""
         self._check_process()
         if self._held.stream is None:
             self._request.cursor = self._cursor
-            stream = BatchStream(self._held.endpoint, self._request, self._reattach_timeout_s)
+            stream = self._open()
             self._held.stream = stream
             self._cursor = stream.opened.cursor
             self._step = stream.opened.first_step
         return self._held.stream
+
+    def _open(self) -> BatchStream | DeviceStream:
+        copier = None if self._device is None else CudaCopier(self._device)
+        stream = BatchStream(self._held.endpoint, self._request, self._reattach_timeout_s)
+        return stream if copier is None else DeviceStream(stream, copier)
 
     def _locate(self) -> None:
         """The loader knows where it stands, which at the very beginning the daemon has to say."""
@@ -243,7 +253,7 @@ class _Held:
     def __init__(self, endpoint: Endpoint) -> None:
         self.pid = os.getpid()
         self.endpoint = endpoint
-        self.stream: BatchStream | None = None
+        self.stream: BatchStream | DeviceStream | None = None
 
     def close_stream(self) -> None:
         stream, self.stream = self.stream, None

@@ -39,6 +39,11 @@ class Outbox:
             self._waited_s += waited_s
             self._notify_if_due(self._num_credits)
 
+    def note_wait(self, seconds: float) -> None:
+        """The consumer had nothing to go on with for so long; travels with the next credit."""
+        with self._changed:
+            self._waited_s += seconds
+
     def release(self, step: int) -> None:
         """The payload of `step` has been copied."""
         with self._changed:

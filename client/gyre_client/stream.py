@@ -66,8 +66,11 @@ class BatchStream:
         self._thread = threading.Thread(target=self._run, args=(session,), name="gyre-receiver", daemon=True)
         self._thread.start()
 
-    def take(self) -> Batch | None:
+    def take(self, *, is_ahead: bool = False) -> Batch | None:
         """Returns the next batch, None after the last; waits for it as long as the daemon is alive.
+
+        Args:
+            is_ahead: Whoever consumes the batches has others to go on with, and does not wait for this one.
 
         Raises:
             GyreError: Why there is no next batch; again on every further call.
@@ -78,7 +81,7 @@ class BatchStream:
         except queue.Empty:
             began_s = time.monotonic()
             item = self._wait_for_item()
-            waited_s = time.monotonic() - began_s
+            waited_s = 0.0 if is_ahead else time.monotonic() - began_s
         if isinstance(item, Batch):
             return self._taken(item, waited_s)
         self._inbox.put(item)  # the end stays the end
@@ -95,6 +98,12 @@ class BatchStream:
                 if not is_alive:
                     raise DaemonFault("this stream was closed while it was being read") from None
 
+    def note_wait(self, seconds: float) -> None:
+        """Whoever consumes the batches had none to go on with for so long."""
+        with self._lock:
+            if self._attachment is not None:
+                self._attachment.outbox.note_wait(seconds)
+
     def close(self) -> None:
         """Ends the session and the receiver. Batches taken stay valid."""
         self._closing.set()
@@ -110,6 +119,7 @@ class BatchStream:
         with contextlib.suppress(queue.Empty):
             while True:  # what nobody took lets go of its memory
                 self._inbox.get_nowait()
+        self._inbox.put(DaemonFault("this stream was closed while it was being read"))
 
     def _taken(self, batch: Batch, waited_s: float) -> Batch:
         """The daemon may send one more; a batch is copied where its consumer holds on to too many."""

@@ -1,0 +1,296 @@
+"""Batches on a device. The device is a thread that copies in order, as a CUDA stream does; CUDA itself where there is one."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_client.device import NUM_AHEAD, DeviceStream, Memory, parse_device
+from gyre_client.endpoint import Listening
+from gyre_client.errors import CorruptSample, GyreError, InvalidRequest
+from gyre_client.stream import BatchStream
+from gyre_protos.v1 import loader_pb2 as pb
+from torch import Tensor
+from webdataset import TarWriter
+
+from tests.conftest import Daemon, StartDaemon
+
+DEADLINE_S = 30.0
+Batch = dict[str, Tensor]
+
+
+class ThreadCopy:
+    """A copy on another thread."""
+
+    def __init__(self, payload: "Future[Tensor]") -> None:
+        self._payload = payload
+
+    def wait_until_read(self) -> None:
+        self._payload.result()
+
+    def result(self) -> Tensor:
+        return self._payload.result()
+
+
+class ThreadCopier:
+    """A device whose one stream is a thread. It copies while its gate is open.
+
+    Attributes:
+        num_begun: copies that were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_begun = 0
+        self._stream = ThreadPoolExecutor(1, thread_name_prefix="test-device")
+
+    def begin(self, memory: Memory) -> ThreadCopy:
+        self.num_begun += 1
+        return ThreadCopy(self._stream.submit(self._copy, memory))
+
+    def close(self) -> None:
+        self.gate.set()
+        self._stream.shutdown()
+
+    def _copy(self, memory: Memory) -> Tensor:
+        assert self.gate.wait(DEADLINE_S)
+        return torch.from_numpy(memory).clone()
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, token_files: Path, tmp_path: Path) -> Daemon:
+    with TarWriter(str(tmp_path / "texts.tar")) as writer:
+        for n in range(8):
+            writer.write({"__key__": f"{n:03d}", "json": b"{" if n == 3 else b"{}"})
+    texts = {"uri": str(tmp_path / "texts.tar"), "format": "webdataset", "fields": ["json"]}
+    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    return gyred({"datasets": {"tokens": tokens, "texts": texts}})
+
+
+@pytest.fixture
+def copier() -> Iterator[ThreadCopier]:
+    copier = ThreadCopier()
+    yield copier
+    copier.close()
+
+
+@contextlib.contextmanager
+def device_stream(
+    daemon: Daemon, copier: ThreadCopier, dataset: str = "tokens", *, num_epochs: int = 0, prefetch_batches: int = 4
+) -> Iterator[DeviceStream]:
+    request = pb.OpenSessionRequest(
+        dataset=pb.DatasetRef(name=dataset),
+        order=pb.OrderSpec(global_batch_size=8, seed=3),
+        reader=pb.Reader(job="device", world_size=1),
+        num_epochs=num_epochs,
+        prefetch_batches=prefetch_batches,
+    )
+    stream = DeviceStream(BatchStream(Listening(parse_address(daemon.address)), request, 5.0), copier)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+def take(stream: DeviceStream) -> Batch:
+    batch = stream.take()
+    assert batch is not None
+    return batch.tensors
+
+
+def expected(daemon: Daemon, num_batches: int) -> list[Batch]:
+    with Loader("tokens", batch_size=8, seed=3, address=daemon.address) as loader:
+        return [{name: tensor.clone() for name, tensor in batch.items()} for batch in islice(loader, num_batches)]
+
+
+def same(batch: Batch, other: Batch) -> bool:
+    return list(batch) == list(other) and all(
+        batch[name].dtype == other[name].dtype and torch.equal(batch[name].cpu(), other[name]) for name in batch
+    )
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def num_held(daemon: Daemon) -> int:
+    with Connection(parse_address(daemon.address)) as connection:
+        return sum(session.num_held for session in connection.status().sessions)
+
+
+def test_batches_are_the_same_and_may_be_held_and_written_to(daemon: Daemon, copier: ThreadCopier) -> None:
+    wanted = expected(daemon, 200)
+    with device_stream(daemon, copier) as stream:
+        held = []
+        for batch in wanted:
+            taken = take(stream)
+            assert same(taken, batch)
+            held.append({name: tensor.clone() for name, tensor in taken.items()})
+            for tensor in taken.values():
+                tensor.fill_(9)
+    assert all(same(batch, other) for batch, other in zip(held, wanted, strict=True))
+    with device_stream(daemon, copier) as stream:
+        held = [take(stream) for _ in wanted]
+    daemon.kill()
+    assert all(same(batch, other) for batch, other in zip(held, wanted, strict=True))
+
+
+def test_a_slot_is_held_until_its_copy_is_done_and_no_longer(daemon: Daemon, copier: ThreadCopier) -> None:
+    copier.gate.clear()
+    with device_stream(daemon, copier, prefetch_batches=1) as stream:
+        until(lambda: num_held(daemon) == 2)  # one is being copied, and the one after it has come
+        assert copier.num_begun == 1
+        copier.gate.set()
+        until(lambda: copier.num_begun == NUM_AHEAD)
+        until(lambda: num_held(daemon) == 1)  # only that which will be copied next
+        assert same(take(stream), expected(daemon, 1)[0])
+
+
+def test_all_slots_are_back_while_every_batch_is_held(daemon: Daemon, copier: ThreadCopier) -> None:
+    with device_stream(daemon, copier) as stream:
+        held = [take(stream) for _ in range(100)]
+        # What the client has received and not copied yet waits in its queue: at most as many as it has credit for.
+        until(lambda: num_held(daemon) <= stream.opened.prefetch_batches)
+        assert len(held) == 100
+
+
+def test_the_next_batch_is_copied_while_this_one_is_used_and_no_more_than_that(daemon: Daemon, copier: ThreadCopier) -> None:
+    with device_stream(daemon, copier) as stream:
+        until(lambda: copier.num_begun == NUM_AHEAD)
+        for num_taken in range(1, 20):
+            take(stream)
+            until(lambda wanted=num_taken + NUM_AHEAD: copier.num_begun == wanted)  # type: ignore[misc]
+        time.sleep(0.05)
+        assert copier.num_begun == 19 + NUM_AHEAD
+
+
+def test_a_batch_is_handed_on_before_its_copy_is_made(daemon: Daemon, copier: ThreadCopier) -> None:
+    copier.gate.clear()
+    with device_stream(daemon, copier) as stream:
+        batch = stream.take()
+        assert batch
+        assert batch.step == 0
+        copier.gate.set()
+        assert same(batch.tensors, expected(daemon, 1)[0])
+
+
+def test_the_end_stays_the_end(daemon: Daemon, copier: ThreadCopier) -> None:
+    with device_stream(daemon, copier, num_epochs=1) as stream:
+        steps = []
+        while batch := stream.take():
+            steps.append(batch.step)
+        assert steps == list(range(300 // 8))
+        assert stream.take() is None
+
+
+def test_what_the_daemon_says_against_a_batch_arrives_after_those_before_it(daemon: Daemon, copier: ThreadCopier) -> None:
+    with device_stream(daemon, copier, "texts") as stream:
+        for _ in range(2):
+            with pytest.raises(CorruptSample):
+                while stream.take():
+                    pass
+
+
+def test_a_device_that_fails_is_told_to_whoever_takes_the_next_batch(daemon: Daemon) -> None:
+    class Broken(ThreadCopier):
+        def begin(self, memory: Memory) -> ThreadCopy:
+            if self.num_begun == 2:
+                raise torch.OutOfMemoryError("no memory on this device")
+            return super().begin(memory)
+
+    copier = Broken()
+    with device_stream(daemon, copier) as stream:
+        take(stream)
+        take(stream)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match="no memory on this device"):
+                stream.take()
+    copier.close()
+
+
+def test_closing_leaves_no_thread_and_a_reader_learns_of_it(daemon: Daemon, copier: ThreadCopier) -> None:
+    for num_taken in (0, 1, 5):
+        with device_stream(daemon, copier) as stream:
+            for _ in range(num_taken):
+                take(stream)
+        with pytest.raises(GyreError, match="closed while it was being read"):
+            while stream.take():
+                pass
+        names = {thread.name for thread in threading.enumerate()}
+        assert not {"gyre-copier", "gyre-receiver"} & names
+
+
+@pytest.fixture
+def on_thread(monkeypatch: pytest.MonkeyPatch, copier: ThreadCopier) -> None:
+    """A Loader with a device copies to the one of this test."""
+    monkeypatch.setattr("gyre_client.loader.parse_device", lambda device: device and torch.device("cpu"))
+    monkeypatch.setattr("gyre_client.loader.CudaCopier", lambda device: copier)
+
+
+@pytest.mark.usefixtures("on_thread")
+def test_a_loader_s_state_counts_what_was_yielded_and_not_what_was_copied(daemon: Daemon) -> None:
+    wanted = expected(daemon, 30)
+    with Loader("tokens", batch_size=8, seed=3, address=daemon.address, device="thread") as loader:
+        first = list(islice(loader, 10))
+        state = loader.state_dict()
+        assert loader.step == 10
+        rest = list(islice(loader, 20))
+        loader.load_state_dict(state)
+        again = list(islice(loader, 20))
+    for batches in (first + rest, first + again):
+        assert all(same(batch, other) for batch, other in zip(batches, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("on_thread")
+def test_a_trainer_that_is_slower_than_its_copies_is_not_said_to_wait(daemon: Daemon, copier: ThreadCopier) -> None:
+    with Loader("tokens", batch_size=8, seed=3, prefetch_batches=4, address=daemon.address, device="thread") as loader:
+        began_s = time.monotonic()
+        next(loader)
+        first_s = time.monotonic() - began_s
+        for num_taken in range(1, 20):
+            # The second copy begins when the first has been handed on, so the trainer finds one.
+            until(lambda wanted=num_taken + NUM_AHEAD: copier.num_begun == wanted)  # type: ignore[misc]
+            next(loader)
+        with Connection(parse_address(daemon.address)) as connection:
+            (session,) = connection.status().sessions
+    assert 0 < session.trainer_waited_s <= first_s
+
+
+def test_a_device_that_is_not_there_is_refused_at_once(daemon: Daemon) -> None:
+    assert parse_device(None) is None
+    assert parse_device("cpu") is None
+    for device, complaint in (
+        ("cuda:99", "device is 'cuda:99', but torch sees [0-9]+ CUDA devices here"),
+        ("gpu", "device is 'gpu', which torch does not know"),
+        ("meta", "device is 'meta'; batches can be had on the CPU and on CUDA devices"),
+    ):
+        with pytest.raises(InvalidRequest, match=complaint):
+            Loader("tokens", batch_size=8, address=daemon.address, device=device)
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidRequest, match="torch sees 0 CUDA devices here"):
+            Loader("tokens", batch_size=8, address=daemon.address, device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_cuda(daemon: Daemon) -> None:
+    wanted = expected(daemon, 200)
+    with Loader("tokens", batch_size=8, seed=3, address=daemon.address, device="cuda") as loader:
+        held = list(islice(loader, 100))
+        assert all(tensor.is_cuda for batch in held for tensor in batch.values())
+        sums = [batch["tokens"].long().sum() for batch in islice(loader, 100)]
+    assert all(same(batch, other) for batch, other in zip(held, wanted[:100], strict=True))
+    totals = np.array([int(total) for total in sums])
+    assert totals.tolist() == [int(batch["tokens"].long().sum()) for batch in wanted[100:]]
