@@ -77,7 +77,9 @@ class LocalStorage:
             self._metrics.count_requests(RequestLabels("file", "read", outcome), len(reads), int(reads.size.sum()))
 
     def _read_all(self, reads: Reads) -> None:
-        touched = np.unique(reads.shard)
+        is_touched = np.zeros(len(self.shards), np.bool_)
+        is_touched[reads.shard] = True
+        touched = np.flatnonzero(is_touched)
         limit = self._open.max_open
         for begin in range(0, len(touched), limit):
             group = touched[begin : begin + limit]
