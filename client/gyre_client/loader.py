@@ -78,7 +78,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 `drop`, or `pad` (batches are filled up; the tensor `mask` is false there).
             order: `full`, a global shuffle; `block`, for cold object storage: blocks of samples that lie together come in a
                 random order, each with one request, and are mixed with those in a window around; `sequential`, by sample id.
-            io_block_bytes: With `block`, about how long a block is; 0 lets the window fit into 1 GiB.
+            io_block_bytes: With `block`, about how long a block is; 0 lets the window fit into 512 MiB.
             window_blocks: With `block`, how many blocks are mixed with each other; 0 for four times `batch_size`.
             join: `alone`, or `rotate`: to begin where a running job of the same order on the same data reads now, so that both
                 read what is at hand; every epoch goes round from there. With several ranks, give each rank 0's state.

@@ -29,8 +29,8 @@ from gyre_daemon.permutation import KEY_BYTES, Int64Array, Permutation, epoch_ke
 from gyre_daemon.scatter import SCATTER_KEY_BYTES, Scatter
 
 _NUM_LACED = 4
-_MIN_WINDOW_BLOCKS, _MAX_WINDOW_BLOCKS, _WINDOW_BYTES = 256, 4096, 1 << 30
-_MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 256 << 10, 4 << 20
+_MIN_WINDOW_BLOCKS, _MAX_WINDOW_BLOCKS, _WINDOW_BYTES = 256, 4096, 512 << 20
+_MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 128 << 10, 4 << 20
 _KEY_ENDS = np.cumsum((KEY_BYTES, SCATTER_KEY_BYTES, SCATTER_KEY_BYTES))
 
 
@@ -40,7 +40,7 @@ def default_window_blocks(global_batch_size: int) -> int:
 
 
 def default_io_block_bytes(window_blocks: int) -> int:
-    """As long as requests are worth while, and as the window fits into 1 GiB."""
+    """As long as requests are worth while, and as the window fits into 512 MiB: half of a node cache of the usual size."""
     return min(max(_WINDOW_BYTES // window_blocks, _MIN_IO_BLOCK_BYTES), _MAX_IO_BLOCK_BYTES)
 
 

@@ -2,7 +2,8 @@
 
 Whatever depends on single samples or blocks is estimated from a few thousand of them, spread evenly over the dataset, so that a
 billion samples take no longer than a million. Requests follow the rules of remote storage: the fields of a sample come with one
-request where they lie close together, and a block comes with one.
+request where they lie close together, and a block comes with one. The cache takes whole blocks of its own while it has room,
+and evicts none; what it has no room for is read sample by sample.
 """
 
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class Question:
         order: of mode `block`, with seed, G, blocks and window; `full` takes seed and G of it.
         num_epochs: how often the data is gone through.
         cache_bytes: of the node; 0 for a cache as large as the data.
+        cache_block_bytes: about how large the cache's blocks are.
         prices: of the storage.
         is_local: the data lies on this machine and has no prices, so that a request costs next to nothing.
     """
@@ -57,6 +59,7 @@ class Question:
     order: Order
     num_epochs: int
     cache_bytes: int
+    cache_block_bytes: int
     prices: Prices
     is_local: bool
 
@@ -118,6 +121,7 @@ def estimate_costs(index: SampleIndex, question: Question) -> Report:
     """
     order, epochs = question.order, question.num_epochs
     averages = _look_at(index, order.io_block_bytes)
+    cached = _look_at(index, question.cache_block_bytes)
     full = expected_quality(plan_of(replace(order, mode="full", io_block_bytes=0, window_blocks=0), index))
     block = expected_quality(plan_of(order, index))
     served = averages.num_samples * averages.served_bytes * epochs
@@ -135,7 +139,7 @@ def estimate_costs(index: SampleIndex, question: Question) -> Report:
         )
 
     one_by_one = averages.num_samples * averages.sample_requests, averages.num_samples * averages.sample_bytes
-    held = min(1.0, question.cache_bytes / max(averages.data_bytes, 1)) if question.cache_bytes else 1.0
+    held = min(1.0, question.cache_bytes / max(cached.data_bytes, 1)) if question.cache_bytes else 1.0
     window_blocks = min(order.window_blocks + 2, averages.num_blocks)
     estimates = [
         estimate("full", epochs * one_by_one[0], epochs * one_by_one[1], 0, full),
@@ -148,9 +152,9 @@ def estimate_costs(index: SampleIndex, question: Question) -> Report:
         ),
         estimate(
             "full with the cache",
-            held * averages.num_blocks + (1 - held) * epochs * one_by_one[0],
-            held * averages.data_bytes + (1 - held) * epochs * one_by_one[1],
-            held * averages.data_bytes,
+            held * cached.num_blocks + (1 - held) * epochs * one_by_one[0],
+            held * cached.data_bytes + (1 - held) * epochs * one_by_one[1],
+            held * cached.data_bytes,
             full,
         ),
     ]
@@ -158,7 +162,7 @@ def estimate_costs(index: SampleIndex, question: Question) -> Report:
 
 
 def _recommend(question: Question, averages: _Averages, estimates: Sequence[Estimate], held: float) -> str:
-    full, block, _ = estimates
+    full, block, cached = estimates
     samples_per_block = averages.num_samples / averages.num_blocks
     if question.is_local:
         return "Take `full`: the data lies on this machine, where every order costs the same and nothing shuffles better."
@@ -179,7 +183,7 @@ def _recommend(question: Question, averages: _Averages, estimates: Sequence[Esti
     fewer = f"{full.num_requests / max(block.num_requests, 1):,.0f} times fewer"
     return (
         f"Take `block`: it asks for {fewer} requests than `full`{_saved(full, block)}, and shuffles {block.quality.worst:.2f} "
-        "as well."
+        f"as well{_would_spare(question, cached)}."
     )
 
 
@@ -187,6 +191,12 @@ def _saved(full: Estimate, block: Estimate) -> str:
     if full.money is None or block.money is None or block.money > full.money:
         return ""
     return f", saves {full.money - block.money:,.2f} of {full.money:,.2f}"
+
+
+def _would_spare(question: Question, cached: Estimate) -> str:
+    if question.cache_bytes or question.num_epochs == 1:
+        return ""
+    return f"; where there are {cached.memory_bytes / 1e9:,.1f} GB for a cache, `full` asks for each byte only once"
 
 
 def _look_at(index: SampleIndex, io_block_bytes: int) -> _Averages:

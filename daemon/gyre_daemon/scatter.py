@@ -49,7 +49,7 @@ class Scatter:
 def _walk(seeds: Word, values: Int64Array, sizes: Int64Array, network: _Network) -> Int64Array:
     """Through the network until each value is back in its range; the few different sizes one after the other."""
     result = values.copy()
-    for size in np.unique(sizes).tolist():
+    for size in _distinct(sizes):
         if size < 3:  # the rotations are all that there is
             continue
         num_bits = max((size - 1).bit_length(), _MIN_BITS)
@@ -62,6 +62,12 @@ def _walk(seeds: Word, values: Int64Array, sizes: Int64Array, network: _Network)
             outside = np.flatnonzero(walked >= size)
             left, walked, keys = left[outside], walked[outside], [key[outside] for key in keys]
     return result
+
+
+def _distinct(sizes: Int64Array) -> list[int]:
+    """Mostly one: then nothing is sorted."""
+    distinct: list[int] = (np.unique(sizes) if (sizes != sizes[:1]).any() else sizes[:1]).tolist()
+    return distinct
 
 
 def _round_keys(seeds: Word) -> list[np.ndarray[tuple[int], np.dtype[np.uint32]]]:

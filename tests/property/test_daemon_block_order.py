@@ -218,7 +218,7 @@ def test_orders_of_this_version_never_change(table: BlockTable, window_blocks: i
     assert hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).hexdigest() == digest
 
 
-@pytest.mark.parametrize(("batch", "window", "io_block"), [(1, 256, 4 << 20), (256, 1024, 1 << 20), (4096, 4096, 256 << 10)])
+@pytest.mark.parametrize(("batch", "window", "io_block"), [(1, 256, 2 << 20), (256, 1024, 512 << 10), (4096, 4096, 128 << 10)])
 def test_defaults_follow_from_the_batch_alone(batch: int, window: int, io_block: int) -> None:
     assert default_window_blocks(batch) == window
     assert default_io_block_bytes(window) == io_block

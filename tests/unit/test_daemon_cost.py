@@ -54,9 +54,10 @@ def question(
     prices: Prices | None = None,
     *,
     window: int = 1024,
+    cache_block: int = MIB,
     local: bool = False,
 ) -> Question:
-    return Question(Order("block", "wrap", 1, 256, io_block, window), epochs, cache, prices or Prices(), local)
+    return Question(Order("block", "wrap", 1, 256, io_block, window), epochs, cache, cache_block, prices or Prices(), local)
 
 
 def by_name(estimates: Sequence[Estimate]) -> dict[str, Estimate]:
@@ -88,6 +89,12 @@ def test_a_cache_of_half_the_data() -> None:
     assert of["full with the cache"].num_requests == 200 + 4 * 102_400
     assert of["full with the cache"].num_bytes == 200 * MIB + 4 * 200 * MIB
     assert of["full with the cache"].memory_bytes == 200 * MIB
+
+
+def test_the_cache_has_blocks_of_its_own() -> None:
+    of = by_name(estimate_costs(tokens(204_800), question(cache_block=256 << 10)).estimates)
+    assert of["full with the cache"].num_requests == 1600
+    assert of["block"].num_requests == 400
 
 
 def test_money() -> None:
@@ -123,6 +130,7 @@ def test_a_billion_samples_are_estimated_from_a_few_thousand() -> None:
     [
         (tokens(10**6), question(local=True), "Take `full`: the data lies on this machine"),
         (tokens(10**6), question(), "Take `block`: it asks for 512 times fewer requests than `full`, and shuffles"),
+        (tokens(10**6), question(epochs=2), "; where there are 2.0 GB for a cache, `full` asks for each byte only once."),
         (tokens(10**6), question(cache=1 << 40), "Take `full` with the cache: it holds all"),
         (tokens(10**6), question(io_block=4096), "Take `full`: a block of 4096 bytes would bring only 2.0 samples"),
         (tokens(10**6), question(window=8), "with a wider window than 8 blocks: this one shuffles only 0.0"),

@@ -7,6 +7,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.batch import BatchLayout
 from gyre_daemon.block_order import default_io_block_bytes, default_window_blocks
+from gyre_daemon.cache import shared_block_bytes
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.cost import Prices, Question, Report
 from gyre_daemon.dataset import Dataset
@@ -127,7 +128,8 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> Question:
         _to_price(message.price_per_gb) if message.HasField("price_per_gb") else None,
     )
     is_local = dataset.storage.local_path(0) is not None and prices == Prices()
-    return Question(to_order(spec), message.num_epochs or 1, message.cache_bytes, prices, is_local)
+    cache_block_bytes = shared_block_bytes(dataset.storage.shards)
+    return Question(to_order(spec), message.num_epochs or 1, message.cache_bytes, cache_block_bytes, prices, is_local)
 
 
 def _to_price(price: float) -> float:
@@ -138,6 +140,7 @@ def _to_price(price: float) -> float:
 
 def from_cost_report(report: Report, question: Question, dataset: Dataset) -> pb.PlanCostResponse:
     """What each order costs."""
+    block_bytes = {"full": 0, "block": question.order.io_block_bytes, "full with the cache": question.cache_block_bytes}
     return pb.PlanCostResponse(
         estimates=[
             pb.CostEstimate(
@@ -147,7 +150,7 @@ def from_cost_report(report: Report, question: Question, dataset: Dataset) -> pb
                 amplification=each.amplification,
                 memory_bytes=each.memory_bytes,
                 quality=from_quality(each.quality),
-                io_block_bytes=0 if each.order == "full" else question.order.io_block_bytes,
+                io_block_bytes=block_bytes[each.order],
                 window_blocks=question.order.window_blocks if each.order == "block" else 0,
                 money=each.money,
             )

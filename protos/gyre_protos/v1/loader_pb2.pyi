@@ -448,7 +448,7 @@ class OrderSpec(_message.Message):
     global_batch_size: _builtins.int
     """G, in samples, over all ranks"""
     io_block_bytes: _builtins.int
-    """Of the order `block` only; 0: chosen by G alone (4G blocks, 1 GiB in all).
+    """Of the order `block` only; 0: chosen by G alone (4G blocks, 512 MiB in all).
     about how long a block is
     """
     window_blocks: _builtins.int
