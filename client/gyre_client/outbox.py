@@ -72,11 +72,12 @@ class Outbox:
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
                 self._is_due = bool(self._released)
             on_wake()
-            if released:
-                yield pb.StreamRequest(release=pb.Release(steps=released))
             if num_credits:
-                yield pb.StreamRequest(credit=pb.Credit(num_batches=num_credits, waited_s=waited_s))
-            if not released and not num_credits:
+                credit = pb.Credit(num_batches=num_credits, waited_s=waited_s, released_steps=released)
+                yield pb.StreamRequest(credit=credit)
+            elif released:
+                yield pb.StreamRequest(release=pb.Release(steps=released))
+            else:
                 yield pb.StreamRequest(heartbeat=pb.Heartbeat())
 
     def _notify_if_due(self, num_waiting: int) -> None:

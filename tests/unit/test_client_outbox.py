@@ -16,8 +16,7 @@ def test_what_came_up_meanwhile_travels_together() -> None:
     for step in (5, 6, 9):
         outbox.release(step)
         outbox.credit(1)
-    assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[5, 6, 9]))
-    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=3))
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=3, released_steps=[5, 6, 9]))
     outbox.release(10)
     assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[10]))
 
@@ -63,8 +62,7 @@ def test_the_time_that_was_waited_travels_once_with_the_credit_that_ended_it() -
     outbox.credit(1, waited_s=0.5)
     outbox.release(1)
     outbox.release(2)
-    assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[1, 2]))
-    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=1, waited_s=0.5))
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=1, waited_s=0.5, released_steps=[1, 2]))
     outbox.credit(1, waited_s=0.25)
     outbox.credit(1, waited_s=0.25)
     assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=2, waited_s=0.5))

@@ -23,6 +23,8 @@ def take(session: Session, request: pb.StreamRequest) -> None:
     session.renew()
     match request.WhichOneof("event"):
         case "credit":
+            for step in request.credit.released_steps:
+                session.release(step)
             session.add_credit(request.credit.num_batches, request.credit.waited_s)
         case "release":
             for step in request.release.steps:

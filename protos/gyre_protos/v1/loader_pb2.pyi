@@ -907,18 +907,24 @@ class Credit(_message.Message):
 
     NUM_BATCHES_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
+    RELEASED_STEPS_FIELD_NUMBER: _builtins.int
     num_batches: _builtins.int
     waited_s: _builtins.float
     """for so long the trainer had no batch to go on with since the last Credit"""
+    @_builtins.property
+    def released_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as of a Release, before the credit counts"""
+
     def __init__(
         self,
         *,
         num_batches: _builtins.int = ...,
         waited_s: _builtins.float = ...,
+        released_steps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batches", b"num_batches", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batches", b"num_batches", "released_steps", b"released_steps", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
