@@ -22,6 +22,7 @@ from gyre_daemon.lag import BOUNDS_S, LoopLag
 from gyre_daemon.metrics import CacheCounts, RequestCount, RequestLabels
 
 OPENMETRICS = "application/openmetrics-text"
+_JOB_LABEL = "job_name"  # `job` is Prometheus's own name for what it scrapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,12 @@ def families(census: Census) -> Iterator[Metric]:
     yield from _cache(census.cache)
     yield _loop_lag(census.loop_lag)
     for name, what, read in _JOB_COUNTERS:
-        counter = CounterMetricFamily(name, what, labels=["job"])
+        counter = CounterMetricFamily(name, what, labels=[_JOB_LABEL])
         for job, totals in census.totals.items():
             counter.add_metric([job], read(totals))
         yield counter
     for name, what, read_now in _JOB_GAUGES:
-        gauge = GaugeMetricFamily(name, what, labels=["job"])
+        gauge = GaugeMetricFamily(name, what, labels=[_JOB_LABEL])
         for job in census.totals:
             gauge.add_metric([job], read_now(census.jobs.get(job, JobNow())))
         yield gauge

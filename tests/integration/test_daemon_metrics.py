@@ -40,7 +40,7 @@ def scrape(daemon: Daemon) -> str:
 def of_job(daemon: Daemon, job: str) -> dict[str, float]:
     """A job's metrics, without their common beginning."""
     families = text_string_to_metric_families(scrape(daemon))
-    samples = [sample for family in families for sample in family.samples if sample.labels.get("job") == job]
+    samples = [sample for family in families for sample in family.samples if sample.labels.get("job_name") == job]
     return {sample.name.removeprefix("gyre_job_"): sample.value for sample in samples}
 
 
@@ -91,7 +91,7 @@ def test_nobody_reads_and_nothing_falls(daemon: Daemon) -> None:
     first, second = ({line.split()[0] for line in scrape(daemon).splitlines() if line[0] != "#"} for _ in range(2))
     assert first == second
     assert {"gyre_sessions", "gyre_memory_budget_bytes", "gyre_event_loop_lag_seconds_count", "process_open_fds"} <= first
-    assert not any("job=" in name for name in first)
+    assert not any("job_name=" in name for name in first)
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool comes with Debian's package prometheus")
@@ -99,7 +99,7 @@ def test_promtool_finds_nothing_to_complain_about(daemon: Daemon) -> None:
     with Loader("tokens", batch_size=20, job='a "job"\nwith \\', address=daemon.address) as loader:
         next(loader)
         text = scrape(daemon)
-    assert 'job="a \\"job\\"\\nwith \\\\"' in text
+    assert 'job_name="a \\"job\\"\\nwith \\\\"' in text
     checked = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60, check=False
     )

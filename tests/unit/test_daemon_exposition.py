@@ -42,10 +42,10 @@ CENSUS = Census(
 
 
 def samples(text: str, parse: object = parse_text) -> dict[tuple[str, str], float]:
-    """By name and the value of the label `job`."""
+    """By name and the value of the label `job_name`."""
     assert callable(parse)
     return {
-        (sample.name, sample.labels.get("job", "")): sample.value
+        (sample.name, sample.labels.get("job_name", "")): sample.value
         for family in parse(text)
         for sample in family.samples
         if not sample.name.startswith("gyre_event_loop_lag_seconds_bucket")
