@@ -69,6 +69,7 @@ _MORE_COLUMNS = (
     _Column("READY", 0, lambda row: str(row.session.num_ready)),
     _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
     _Column("HELD", 0, lambda row: str(row.session.num_held)),
+    _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
     _Column("STORAGE WAIT", 0, lambda row: duration(row.session.wait_storage_s)),
     _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
 )
@@ -97,9 +98,20 @@ def full_text(snapshot: Snapshot) -> str:
         columns = (*_COLUMNS, *_MORE_COLUMNS)
         parts.append(table([column.name for column in columns], _cells(snapshot, columns)))
     if status.storage:
-        rows = [(s.scheme, s.kind, s.outcome, f"{s.num_requests:,}", size(s.num_bytes)) for s in status.storage]
-        parts.append(table(("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES"), rows))
+        rows = [
+            (s.scheme, s.kind, s.outcome, f"{s.num_requests:,}", size(s.num_bytes), _mean_ms(s.first_byte_s, s.num_requests))
+            for s in status.storage
+        ]
+        parts.append(table(("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE"), rows))
+    if status.endpoints:
+        header = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
+        states = [(e.name, e.limit, e.num_in_flight, e.num_waiting, e.num_retries_left) for e in status.endpoints]
+        parts.append(table(header, states))
     return "\n\n".join(parts)
+
+
+def _mean_ms(total_s: float, num_requests: int) -> str:
+    return f"{total_s / num_requests * 1000:,.1f} ms" if total_s else _UNKNOWN
 
 
 def screen(snapshot: Snapshot, num_columns: int, num_lines: int | None) -> list[str]:
