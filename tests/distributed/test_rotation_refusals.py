@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.errors import MeshError, RingError, RotationError
 from gyre_trainer.flyweight import materialize
-from gyre_trainer.layers.attention import Attention, Heads
+from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
+from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.mesh import make_mesh
-from gyre_trainer.rotate import rotate
+from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -56,11 +57,11 @@ def two_axes() -> None:
 
 
 def heads_that_do_not_divide() -> None:
-    rotate(Attention(12, Heads(6, 3)), mesh=make_mesh("cpu"))
+    rotate(Attention(12, Heads(6, 3)), mesh=make_mesh("cpu"), rule=AttentionRule(3))
 
 
 def more_ranks_than_kv_heads() -> None:
-    rotate(Attention(12, Heads(6, 1)), mesh=make_mesh("cpu"))
+    rotate(Attention(12, Heads(6, 1)), mesh=make_mesh("cpu"), rule=AttentionRule(1))
 
 
 def rotate_twice() -> None:
@@ -110,8 +111,52 @@ def mixed_dtypes() -> None:
     rotate(mlp, mesh=make_mesh("cpu"))
 
 
-def embedding_with_padding() -> None:
-    rotate(nn.Embedding(8, 4, padding_idx=0), mesh=make_mesh("cpu"))
+def embedding_with_norms() -> None:
+    rotate(nn.Embedding(8, 4, max_norm=1.0), mesh=make_mesh("cpu"))
+
+
+def attention_with_another_key() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2)
+    layer.self_attn = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+    rotate_all(nn.Sequential(layer), mesh=make_mesh("cpu"))
+
+
+def no_shape_yet() -> None:
+    rotate_all(nn.Sequential(nn.LazyLinear(4)), mesh=make_mesh("cpu"))
+
+
+def one_parameter_in_two_places() -> None:
+    mlp = MLP(4, 4)
+    mlp.down.weight = mlp.up.weight
+    rotate(mlp, mesh=make_mesh("cpu"))
+
+
+def rule_for_nothing() -> None:
+    rotate_all(nn.Sequential(MLP(4, 8)), mesh=make_mesh("cpu"), rules={"1": None})
+
+
+def rule_for_no_class() -> None:
+    rotate_all(nn.Sequential(MLP(4, 8)), mesh=make_mesh("cpu"), rules={nn.Conv2d: None})
+
+
+def masks_of_their_own() -> None:
+    model = nn.ModuleDict({"rnn": nn.LSTM(4, 4, num_layers=2, dropout=0.1)})
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout="equal"))
+
+
+def masks_of_channels() -> None:
+    model = nn.ModuleDict({"drop": nn.Dropout2d(0.1)})
+    rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(dropout="equal"))
+
+
+def no_such_dropout() -> None:
+    rotate(Residual(nn.Identity()), mesh=make_mesh("cpu"), rule=MLPRule(dropouts=("ends_in",)))
+
+
+def integers_that_rotate() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int64), requires_grad=False)
+    rotate(layer, mesh=make_mesh("cpu"))
 
 
 def token_outside_of_the_vocabulary() -> None:
@@ -120,11 +165,11 @@ def token_outside_of_the_vocabulary() -> None:
 
 
 def output_of_another_width() -> None:
-    rotate(TwoOutputs(4, 4), mesh=make_mesh("cpu"))(torch.randn(2, 4))
+    rotate(TwoOutputs(4, 4), mesh=make_mesh("cpu"), rule=LinearRule())(torch.randn(2, 4))
 
 
 def output_of_integers() -> None:
-    rotate(BestFeature(4, 4), mesh=make_mesh("cpu"))(torch.randn(2, 4))
+    rotate(BestFeature(4, 4), mesh=make_mesh("cpu"), rule=LinearRule())(torch.randn(2, 4))
 
 
 def loaded_by_assignment() -> None:
@@ -175,7 +220,16 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (tied_and_cut_in_another_way, RotationError, ["MLP", "up.weight", "tied"]),
     (tied_and_not_rotated, RotationError, ["head.weight", "tied"]),
     (mixed_dtypes, RotationError, ["MLP.down.weight", "float64", "float32"]),
-    (embedding_with_padding, RotationError, ["Embedding", "padding_idx"]),
+    (embedding_with_norms, RotationError, ["Embedding", "max_norm"]),
+    (attention_with_another_key, RotationError, ["MultiheadAttention", "bias_k"]),
+    (no_shape_yet, RotationError, ["Sequential.0.weight", "no shape yet"]),
+    (one_parameter_in_two_places, RotationError, ["MLP", "up.weight, down.weight"]),
+    (rule_for_nothing, RotationError, ["'1'", "no module"]),
+    (rule_for_no_class, RotationError, ["Conv2d", "no module"]),
+    (masks_of_their_own, RotationError, ["rnn", "LSTM", "independent"]),
+    (masks_of_channels, RotationError, ["drop", "Dropout2d", "independent"]),
+    (no_such_dropout, RotationError, ["Residual.ends_in", "Identity", "Dropout"]),
+    (integers_that_rotate, RotationError, ["Linear.weight", "int64"]),
     (token_outside_of_the_vocabulary, IndexError, ["index out of range"]),
     (output_of_another_width, RotationError, ["(2, 4)", "beside", "weight"]),
     (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),

@@ -98,6 +98,16 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
         if name not in inits:
             raise RotationError(f"nothing says how parameter {name} begins; give the model a method inits()")
         fill(parameter, inits[name], seed=seed, name=name)
+    _clear_padding(model)
+
+
+@torch.no_grad()
+def _clear_padding(model: nn.Module) -> None:
+    """Rows of embeddings that stand for padding begin with zeros, as torch has it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            local, first, _ = _local_part(module.weight, name)
+            local[max(module.padding_idx - first, 0) : max(module.padding_idx - first + 1, 0)] = 0
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
@@ -112,18 +122,30 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def torch_inits(model: nn.Module) -> dict[str, Init]:
-    """The distributions of torch's own `reset_parameters`, for linear layers, embeddings and norms."""
+    """The distributions of torch's own `reset_parameters`, for the kinds of layers that are known here."""
     inits: dict[str, Init] = {}
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        match module:
-            case nn.Linear():
-                inits[f"{prefix}weight"] = inits[f"{prefix}bias"] = Uniform(1 / sqrt(module.in_features))
-            case nn.Embedding():
-                inits[f"{prefix}weight"] = Normal(1.0)
-            case nn.LayerNorm() | nn.RMSNorm():
-                inits[f"{prefix}weight"], inits[f"{prefix}bias"] = Constant(1.0), Constant(0.0)
+    for path, module in model.named_modules():  # outer ones first: attention has its own idea of the layer inside
+        for name, init in _inits_of(module).items():
+            inits.setdefault(f"{path}.{name}".removeprefix("."), init)
     return inits
+
+
+def _inits_of(module: nn.Module) -> dict[str, Init]:
+    match module:
+        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            fan_in = prod(module.weight.shape[1:])
+            return dict.fromkeys(("weight", "bias"), Uniform(1 / sqrt(fan_in)))
+        case nn.Embedding():
+            return {"weight": Normal(1.0)}
+        case nn.LayerNorm() | nn.RMSNorm() | nn.GroupNorm() | nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
+            return {"weight": Constant(1.0), "bias": Constant(0.0)}
+        case nn.MultiheadAttention():
+            names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+            weights = {name: getattr(module, name) for name in names}
+            bounds = {name: Uniform(sqrt(6 / sum(weight.shape))) for name, weight in weights.items() if weight is not None}
+            return {**bounds, "in_proj_bias": Constant(0.0), "out_proj.bias": Constant(0.0)}
+        case _:
+            return {}
 
 
 @torch.no_grad()

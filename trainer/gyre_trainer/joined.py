@@ -8,7 +8,6 @@ from torch import Tensor
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.home import has_sole_storage
-from gyre_trainer.layout import Layout
 
 
 class Sum:
@@ -83,23 +82,29 @@ class Added:
 
 
 class Beside:
-    """Outputs that lie side by side along one dim, which is divided as the layout's first cut is."""
+    """Outputs that lie side by side along one dim."""
 
-    def __init__(self, dim: int, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(self, dim: int, bounds: Sequence[tuple[int, int]], name: str, dtype: torch.dtype) -> None:
+        """``bounds`` are the slices' half-open ranges along ``dim``, those of the parameter of this name."""
         self._dim = dim
-        self._layout = layout
+        self._name = name
+        self._bounds = bounds
         self._dtype = dtype
         self._whole: Tensor | None = None
 
     def add(self, index: int, output: Tensor) -> None:
         """See `Join`."""
-        self._require_size(index, output)
+        start, stop = self._bounds[index]
+        if output.shape[self._dim] != stop - start:
+            raise RotationError(
+                f"a slice's output of shape {tuple(output.shape)} cannot lie beside the others': "
+                f"it has to be {stop - start} wide along dim {self._dim}, as the slice of {self._name} is"
+            )
         if self._whole is None:
-            cut = self._layout.cuts[0]
             shape = list(output.shape)
-            shape[self._dim] = cut.shape[cut.dim]
+            shape[self._dim] = max(stop for _, stop in self._bounds)
             self._whole = output.new_empty(shape, dtype=self._dtype)
-        self._place(index, self._whole).copy_(output)
+        self._whole.narrow(self._dim, start, stop - start).copy_(output)
 
     def result(self) -> Tensor:
         """See `Join`."""
@@ -109,16 +114,5 @@ class Beside:
 
     def share(self, index: int, grad: Tensor) -> Tensor:
         """The slice's own place in it."""
-        return self._place(index, grad)
-
-    def _place(self, index: int, whole: Tensor) -> Tensor:
-        start, stop = self._layout.bounds(self._layout.cuts[0], index)
-        return whole.narrow(self._dim, start, stop - start)
-
-    def _require_size(self, index: int, output: Tensor) -> None:
-        start, stop = self._layout.bounds(self._layout.cuts[0], index)
-        if output.shape[self._dim] != stop - start:
-            raise RotationError(
-                f"an output of shape {tuple(output.shape)} cannot lie beside those of other slices: "
-                f"it has to be {stop - start} wide along dim {self._dim}, as the slice of {self._layout.cuts[0].name} is"
-            )
+        start, stop = self._bounds[index]
+        return grad.narrow(self._dim, start, stop - start)

@@ -45,6 +45,10 @@ class Layout:
         """The half-open range of the cut dim that slice ``index`` holds."""
         return slice_bounds(cut.shape[cut.dim], index, self.num_slices)
 
+    def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
+        """Those of every slice."""
+        return [self.bounds(cut, index) for index in range(self.num_slices)]
+
     def numel(self, index: int) -> int:
         """Elements of slice ``index``; slice 0 is the largest."""
         return self._numels[index]

@@ -1,29 +1,30 @@
-"""`rotate`: the one function that a user of Rotated Tensor Parallelism calls."""
+"""`rotate` and `rotate_all`: the functions that a user of Rotated Tensor Parallelism calls."""
 
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.home import Home, home_of, settle
-from gyre_trainer.layers.attention import Attention, AttentionRule
-from gyre_trainer.layers.embedding import EmbeddingRule
-from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
-from gyre_trainer.layers.replicated import Replicas, ReplicatedModule, replicated
-from gyre_trainer.layout import Layout
+from gyre_trainer.known import turn_known
+from gyre_trainer.layers.dropout import share_masks
+from gyre_trainer.layers.replicated import replicate
 from gyre_trainer.mesh import require_ring
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rotation import Rotation, RotationPolicy
+from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.rotation_plan import Plan, plan_of
 from gyre_trainer.rule import Rule
 from gyre_trainer.turn import prove
+from gyre_trainer.wrap import Where, wrap
 
-__all__ = ["RotationPolicy", "rotate"]
+__all__ = ["RotationPolicy", "rotate", "rotate_all"]
 
 _DEFAULT_POLICY = RotationPolicy()
+
+Rules = Mapping[type[nn.Module] | str, Rule | None]
 
 
 def rotate(
@@ -32,8 +33,8 @@ def rotate(
     """Spread a module's parameters over the ranks of ``mesh``: each keeps a slice and sees the others pass.
 
     Apply it bottom-up: to each MLP, attention, embedding and large linear layer, which then rotate, and at last to the model,
-    whose remaining parameters (norms, small biases) are kept whole on every rank. It changes the module in place and returns
-    it. Its parameters are DTensors from then on: give them to the optimizer afterwards.
+    whose remaining parameters (norms, small biases) are kept whole on every rank. `rotate_all` does so by itself. It changes
+    the module in place and returns it. Its parameters are DTensors from then on: give them to the optimizer afterwards.
 
     Each rank calls the module with its own part of the batch, and `loss.backward()` leaves gradients that are averaged over
     the ranks, as data parallelism does: where every rank's loss is the mean over its part and all parts are equally large,
@@ -43,23 +44,105 @@ def rotate(
         module: on `meta` (then `gyre_trainer.flyweight.materialize` follows), or with the same values on every rank.
         mesh: of one axis, as `gyre_trainer.mesh.make_mesh` gives it.
         policy: dtypes of what travels.
-        rule: how the module is cut; None for the rule of its class, if it has one. It is put to the proof at the first call.
+        rule: how the module is cut; None for the way of its class, if it has one. It is put to the proof at the first call.
 
     Raises:
         MeshError: the mesh is not a ring with this rank on it.
         RotationError: the module was rotated before, or cannot be cut like this; names module and parameter.
     """
     require_ring(mesh)
-    if isinstance(module, RotatedModule):
-        raise RotationError(f"{type(module).__name__} is rotated already")
-    own_rule = rule or _rule_of(module)
-    if own_rule is None:
-        _replicate(module, mesh)
-    else:
-        _turn_over(module, mesh, policy, own_rule)
+    _require_new(module)
+    where = Where(mesh, policy)
+    if rule is not None:
+        wrap(module, rule, where)
+    elif not turn_known(module, where):
+        _keep_whole(module, where)
     if rule is not None and rule.linear_in:
         _prove_at_first_call(module)
     return module
+
+
+def rotate_all(
+    model: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rules: Rules | None = None
+) -> Plan:
+    """Rotate a whole model: `rotate` for every module inside that can be, and what no rule knows stays whole on every rank.
+
+    Modules that were rotated before are left as they are.
+
+    Args:
+        model: as for `rotate`.
+        mesh: likewise.
+        policy: likewise.
+        rules: for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp" (in which * stands for anything,
+            dots too); a path goes before a class, and the first that fits before others. None keeps a module whole.
+
+    Returns:
+        What became of every parameter. `gyre_trainer.rotation_plan.plan_of(model)` gives it again.
+
+    Raises:
+        MeshError: see `rotate`.
+        RotationError: likewise; or a rule fits no module.
+    """
+    require_ring(mesh)
+    _require_new(model)
+    where = Where(mesh, policy)
+    walk = _Walk(rules or {}, where)
+    walk.visit("", model)
+    walk.require_all_used()
+    if not isinstance(model, RotatedModule):
+        _keep_whole(model, where)
+    return plan_of(model)
+
+
+class _Walk:
+    """Down a model, to the topmost modules that rotate."""
+
+    def __init__(self, rules: Rules, where: Where) -> None:
+        self._rules = rules
+        self._where = where
+        self._used: set[type[nn.Module] | str] = set()
+
+    def visit(self, path: str, module: nn.Module) -> None:
+        """Rotate the module, or what is inside it."""
+        if isinstance(module, RotatedModule):
+            return
+        key = self._key(path, module)
+        if key is not None:
+            self._used.add(key)
+            rule = self._rules[key]
+            if rule is not None:
+                rotate(module, mesh=self._where.mesh, policy=self._where.policy, rule=rule)
+        elif not turn_known(module, self._where):
+            for name, child in module.named_children():
+                self.visit(f"{path}.{name}".removeprefix("."), child)
+
+    def require_all_used(self) -> None:
+        """Refuse rules that were of no use."""
+        for key in self._rules:
+            if key not in self._used:
+                name = repr(key) if isinstance(key, str) else key.__name__
+                raise RotationError(f"the rule for {name} fits no module that is not inside of another one that rotates")
+
+    def _key(self, path: str, module: nn.Module) -> type[nn.Module] | str | None:
+        paths = [key for key in self._rules if isinstance(key, str) and fnmatchcase(path, key)]
+        classes = [key for key in self._rules if isinstance(key, type) and isinstance(module, key)]
+        return (*paths, *classes, None)[0]
+
+
+def _require_new(module: nn.Module) -> None:
+    """Refuse what is rotated already, and what has no shape yet."""
+    if isinstance(module, RotatedModule) or hasattr(module, "replicas"):
+        raise RotationError(f"{type(module).__name__} is rotated already")
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise RotationError(f"{type(module).__name__}.{name} has no shape yet; call the model once before it is rotated")
+
+
+def _keep_whole(module: nn.Module, where: Where) -> None:
+    """All that does not rotate inside of the module stays on every rank."""
+    replicate(module, where.mesh)
+    if where.policy.dropout == "equal":
+        share_masks(module, where.mesh)
 
 
 def _prove_at_first_call(module: nn.Module) -> None:
@@ -71,92 +154,3 @@ def _prove_at_first_call(module: nn.Module) -> None:
         prove(rotated.rotation, args, kwargs)
 
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)
-
-
-def _rule_of(module: nn.Module) -> Rule | None:
-    match module:
-        case nn.Linear():
-            return LinearRule()
-        case nn.Embedding():
-            return EmbeddingRule(module.num_embeddings)
-        case GatedMLP():
-            return MLPRule(ups=("gate", "up"))
-        case MLP():
-            return MLPRule()
-        case Attention():
-            return AttentionRule(module.heads.num_kv_heads)
-        case _:
-            return None
-
-
-def _turn_over(module: nn.Module, mesh: DeviceMesh, policy: RotationPolicy, rule: Rule) -> None:
-    """Move the module's parameters home and put the rotation in the place of its forward."""
-    for name, child in module.named_modules():
-        if isinstance(child, RotatedModule):
-            raise RotationError(
-                f"{type(module).__name__}.{name} is rotated already; rotate either it or {type(module).__name__}"
-            )
-    layout = Layout(tuple(rule.cuts(module, ring_of(mesh).size)), ring_of(mesh).size)
-    home = _home(module, layout, mesh)
-    for cut, parameter in zip(layout.cuts, home.parameters, strict=True):
-        path, _, name = cut.name.rpartition(".")
-        setattr(module.get_submodule(path), name, parameter)
-    cut_names = {cut.name for cut in layout.cuts}
-    passengers = tuple(name for name, _ in module.named_parameters() if name not in cut_names)
-    rotation = Rotation(module, module.forward, rule, layout, home, policy, passengers)
-    _mix_in(module, RotatedModule, "Rotated")
-    module.rotation = rotation  # type: ignore[assignment]
-    module._by_rule = {}  # type: ignore[assignment]
-
-
-def _home(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Home:
-    """Where the parameters live: a new home, or the one of the module that they are tied with."""
-    sources = [module.get_parameter(cut.name) for cut in layout.cuts]
-    tied = [home_of(source) for source in sources]
-    if all(home is None for home in tied):
-        _require_uniform(module, layout, sources, mesh)
-        return settle(sources, layout, mesh)
-    home = tied[0]
-    if home is None or any(other is not home for other in tied) or home.layout.shapes != layout.shapes:
-        names = ", ".join(cut.name for cut, other in zip(layout.cuts, tied, strict=True) if other is not None)
-        raise RotationError(
-            f"{type(module).__name__} shares {names} with a module that is rotated already and cut in another way; "
-            "tied modules must have the same parameters, all cut alike"
-        )
-    return home
-
-
-def _require_uniform(module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Refuse parameters that cannot lie in one buffer on the mesh's device."""
-    for cut, source in zip(layout.cuts, sources, strict=True):
-        where = f"{type(module).__name__}.{cut.name}"
-        if source.dtype != sources[0].dtype:
-            raise RotationError(f"{where} is {source.dtype}, but {layout.cuts[0].name} beside it is {sources[0].dtype}")
-        if source.device.type not in ("meta", mesh.device_type):
-            raise RotationError(f"{where} is on {source.device}, but the mesh is of {mesh.device_type}")
-
-
-def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep all parameters of the module that do not rotate whole on every rank."""
-    if hasattr(module, "replicas"):
-        raise RotationError(f"{type(module).__name__} is rotated already")
-    copies: dict[nn.Parameter, nn.Parameter] = {}
-    for path, child in list(module.named_modules()):
-        loose = {name: p for name, p in child._parameters.items() if p is not None and not isinstance(p, DTensor)}
-        for name, parameter in loose.items():
-            if home_of(parameter) is not None:
-                raise RotationError(
-                    f"{type(module).__name__}.{path}.{name} is tied to a parameter that rotates; rotate {path} too, before this"
-                )
-            if parameter not in copies:
-                copies[parameter] = replicated(parameter, mesh)
-            setattr(child, name, copies[parameter])
-        if loose and not isinstance(child, RotatedModule):
-            _mix_in(child, ReplicatedModule, "Replicated")
-    module.replicas = Replicas(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
-
-
-def _mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
-    """The module's class becomes a subclass of itself with another forward; what it is an instance of stays true."""
-    cls = type(module)
-    module.__class__ = type(f"{prefix}{cls.__name__}", (behaviour, cls), {})

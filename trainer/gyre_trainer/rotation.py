@@ -9,6 +9,7 @@ one step behind it and is complete when it reaches the owner. `gyre_trainer.turn
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -30,11 +31,14 @@ class RotationPolicy:
         compute_dtype: of travelling weights and of the computation with them; None for the parameters' own.
         grad_dtype: of travelling gradients; None for the parameters' own.
         recompute: keep no activation inside the module, run each slice once more in backward. Sends no byte more.
+        dropout: "independent", each rank draws its own masks; or "equal", they are the same at every number of ranks, where
+            every rank was seeded alike (`torch.manual_seed`). See `gyre_trainer.draw`.
     """
 
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     recompute: bool = False
+    dropout: Literal["independent", "equal"] = "independent"
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,11 @@ class Rule(ABC):
     recompute_pays: ClassVar[bool] = True
 
     @property
+    def draws(self) -> bool:
+        """Whether slices need random numbers in training; `run` finds them in the argument `gyre_trainer.draw.DRAW`."""
+        return False
+
+    @property
     def linear_in(self) -> tuple[str, ...]:
         """See the class."""
         return ()
@@ -58,10 +63,11 @@ class Rule(ABC):
         """
         return forward(*args, **kwargs)
 
-    def join(self, layout: Layout, dtype: torch.dtype) -> Join:
+    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
         """How the slices' outputs make the module's: they add up, unless a rule says otherwise.
 
         Args:
+            place: of the output among those that `run` returns.
             layout: of the slices.
             dtype: of the activations around the module.
         """

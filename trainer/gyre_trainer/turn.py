@@ -151,7 +151,8 @@ class Turn:
 
     def _join(self, index: int, outputs: Sequence[Tensor]) -> None:
         if not self._joins:
-            self._joins = [self._rotation.rule.join(self._layout, self._call.outer_dtype) for _ in outputs]
+            rule, dtype = self._rotation.rule, self._call.outer_dtype
+            self._joins = [rule.join(place, self._layout, dtype) for place in range(len(outputs))]
         for join, output in zip(self._joins, outputs, strict=True):
             join.add(index, output)
 

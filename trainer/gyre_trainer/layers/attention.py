@@ -1,19 +1,28 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""Causal self-attention by groups of heads: a slice attends with its own heads, and the outputs add up.
+"""Self-attention by groups of heads: a slice attends with its own heads, and the outputs add up.
+
+Where the ranks cannot share the key/value heads evenly, but can share the queries', keys and values are computed first, by
+layers that rotate on their own, and a slice attends to those of its queries. Where they can share neither, all four layers
+rotate one by one, and each rank attends with all heads.
 
 Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one head.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.mlp import projections
+from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.layers.mlp import projections, refuse_dropout
 from gyre_trainer.layout import Cut
-from gyre_trainer.rule import Rule
+from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rule import Part, Rule
+from gyre_trainer.wrap import Inside, Where, wrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +61,46 @@ class Attention(nn.Module):
     The number of heads is read from the weights, so the same forward runs with all heads or with a slice of them.
     """
 
-    def __init__(self, dim: int, heads: Heads, *, bias: bool = False) -> None:
+    def __init__(self, dim: int, heads: Heads, *, bias: bool = False, causal: bool = True) -> None:
         super().__init__()
         self.heads = heads
         self.head_dim = dim // heads.num_heads
+        self.causal = causal
         kv_dim = heads.num_kv_heads * self.head_dim
         self.q = nn.Linear(dim, dim, bias=bias)
         self.k = nn.Linear(dim, kv_dim, bias=bias)
         self.v = nn.Linear(dim, kv_dim, bias=bias)
         self.o = nn.Linear(dim, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
-        """Each position attends to itself and those before; ``rope_TC`` is `rope_table` for T positions."""
-        q, k, v = (layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        grouped = q.shape[1] != k.shape[1]
-        y_BHTC = F.scaled_dot_product_attention(_turned(q, rope_TC), _turned(k, rope_TC), v, is_causal=True, enable_gqa=grouped)
+    def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Tensor:
+        """Each position attends to itself and those before, or to all where it is not causal.
+
+        Args:
+            x_BTD: the input.
+            rope_TC: that of `rope_table` for T positions; None for no rotary positions.
+            padding_BT: true where nobody may attend to; None for nowhere.
+        """
+        return self.attend(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
+
+    def attend(self, x_BTD: Tensor, keys: Tensor, values: Tensor, rope_TC: Tensor | None, padding_BT: Tensor | None) -> Tensor:
+        """The output for the outputs of k and v."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (self.q(x_BTD), keys, values))
+        if rope_TC is not None:
+            q, k = _turned(q, rope_TC), _turned(k, rope_TC)
+        mask = None if padding_BT is None else self._mask(padding_BT)
+        causal, grouped = self.causal and mask is None, q.shape[1] != k.shape[1]
+        y_BHTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         output: Tensor = self.o(y_BHTC.transpose(1, 2).flatten(2))
         return output
+
+    def _mask(self, padding_BT: Tensor) -> Tensor:
+        """Who attends to whom, as (B, 1, T, T) or what broadcasts to it. Padding before a text's begin attends to itself."""
+        allowed = ~padding_BT[:, None, None, :]
+        if not self.causal:
+            return allowed
+        num_positions = padding_BT.shape[1]
+        own = torch.eye(num_positions, dtype=torch.bool, device=padding_BT.device)
+        return allowed.expand(-1, -1, num_positions, -1).tril() | own
 
 
 @dataclass(frozen=True)
@@ -95,6 +127,7 @@ class AttentionRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of q, k and v, columns of o, a segment of its bias."""
+        refuse_dropout(module)
         if self.num_kv_heads % num_slices:
             names = ", ".join((*self.inputs, self.output))
             raise RotationError(
@@ -103,3 +136,62 @@ class AttentionRule(Rule):
                 f"or rotate its layers {names} one by one instead"
             )
         return projections(module, self.inputs, self.output)
+
+
+@dataclass(frozen=True)
+class QueryHeadsRule(Rule):
+    """For `Attention.attend`: a slice holds query heads of q and o, and is given keys and values of all heads.
+
+    Attributes:
+        heads: of the whole module; the ring's size divides the queries'.
+        head_dim: channels of one.
+    """
+
+    heads: Heads
+    head_dim: int
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """Rows of q, columns of o, a segment of its bias."""
+        return projections(module, ("q",), "o")
+
+    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The slice's part of the output: its queries attend to the keys and values that serve them."""
+        x_BTD, keys, values, *rest = args
+        start, stop = (bound // self.head_dim for bound in part.bounds["q.weight"])
+        keys, values = (self._serving(y.to(x_BTD.dtype), start, stop) for y in (keys, values))
+        output: Tensor = forward(x_BTD, keys, values, *rest)
+        return output
+
+    def _serving(self, keys: Tensor, start: int, stop: int) -> Tensor:
+        """The heads of keys, or of values, that serve a range of the queries'."""
+        group = self.heads.num_heads // self.heads.num_kv_heads
+        serving = [head // group for head in range(start, stop)]
+        if serving[0] == serving[-1]:
+            return keys.narrow(-1, serving[0] * self.head_dim, self.head_dim)
+        by_head = keys.view(*keys.shape[:-1], self.heads.num_kv_heads, self.head_dim)
+        return by_head.index_select(-2, torch.tensor(serving, device=keys.device)).flatten(-2)
+
+
+class RotatedQueries(RotatedModule):
+    """Mixed in before `Attention`: keys and values first, then once round the ring."""
+
+    k: nn.Module
+    v: nn.Module
+
+    def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Any:
+        """As without rotation, on this rank's part of the batch."""
+        return self.around(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
+
+
+def turn_attention(module: Attention, where: Where) -> None:
+    """Let it rotate: by key/value heads, else by the queries', else layer by layer, as the number of ranks allows."""
+    heads = module.heads
+    if heads.num_kv_heads % where.num_slices == 0:
+        wrap(module, AttentionRule(heads.num_kv_heads), where)
+        return
+    by_queries = heads.num_heads % where.num_slices == 0
+    for layer in (module.k, module.v) if by_queries else (module.q, module.k, module.v, module.o):
+        wrap(layer, LinearRule(), where)
+    if by_queries:
+        rule = QueryHeadsRule(heads, module.head_dim)
+        wrap(module, rule, where, Inside(module.attend, ("q", "o"), RotatedQueries))

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from gyre_trainer.home import local_of
 from gyre_trainer.joined import Join
+from gyre_trainer.layers.linear import rows
 from gyre_trainer.layout import Cut, Layout
 from gyre_trainer.rotated import RotatedModule
 from gyre_trainer.rule import Part, Rule
@@ -98,7 +99,7 @@ class StatisticsRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Weight and bias, along the classes."""
-        return [Cut(name, tuple(parameter.shape), 0) for name, parameter in module.named_parameters()]
+        return rows(module)
 
     def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Statistics [S, T] of the slice's own classes."""
@@ -106,7 +107,7 @@ class StatisticsRule(Rule):
         classes = _Classes(*part.bounds["weight"], self.num_classes)
         return _of_slice(x_TD, part.weights["weight"], part.weights.get("bias"), targets_T, counted_T, classes, self.with_sum)
 
-    def join(self, layout: Layout, dtype: torch.dtype) -> Join:
+    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
         """Logs of sums of exponentials join into one; the others add up."""
         return _JoinedStatistics()
 

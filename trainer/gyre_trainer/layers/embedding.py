@@ -19,9 +19,11 @@ class EmbeddingRule(Rule):
 
     Attributes:
         num_embeddings: the vocabulary's size.
+        padding_idx: the token whose row takes no gradient, if there is one.
     """
 
     num_embeddings: int
+    padding_idx: int | None = None
 
     backward_reads_weights: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = False
@@ -29,7 +31,7 @@ class EmbeddingRule(Rule):
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The weight, along the vocabulary."""
         assert isinstance(module, nn.Embedding)
-        for option in ("max_norm", "scale_grad_by_freq", "sparse", "padding_idx"):
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option) is not None and getattr(module, option) is not False:
                 raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
         return [Cut("weight", tuple(module.weight.shape), 0)]
@@ -46,5 +48,7 @@ class EmbeddingRule(Rule):
             outside |= tokens < start
         if stop < self.num_embeddings:
             outside |= tokens >= stop
-        rows = F.embedding(torch.where(outside, 0, tokens - start), weight)
+        padding = self.padding_idx
+        here = None if padding is None or not start <= padding < stop else padding - start
+        rows = F.embedding(torch.where(outside, 0, tokens - start), weight, padding_idx=here)
         return rows.masked_fill(outside.unsqueeze(-1), 0)

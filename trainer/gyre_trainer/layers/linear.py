@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.joined import Beside, Join
 from gyre_trainer.layout import Cut, Layout
 from gyre_trainer.rule import Rule
@@ -13,8 +14,20 @@ class LinearRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Weight and bias, along their first dim."""
-        return [Cut(name, tuple(parameter.shape), 0) for name, parameter in module.named_parameters()]
+        return rows(module)
 
-    def join(self, layout: Layout, dtype: torch.dtype) -> Join:
+    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
         """Side by side."""
-        return Beside(-1, layout, dtype)
+        return Beside(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+
+
+def rows(module: nn.Module) -> list[Cut]:
+    """The cuts of a weight, and of the bias where there is one, along the dim of the outputs.
+
+    Raises:
+        RotationError: there is no weight.
+    """
+    parameters = {name: getattr(module, name, None) for name in ("weight", "bias")}
+    if not isinstance(parameters["weight"], nn.Parameter):
+        raise RotationError(f"{type(module).__name__} has no parameter named weight")
+    return [Cut(name, tuple(p.shape), 0) for name, p in parameters.items() if p is not None]

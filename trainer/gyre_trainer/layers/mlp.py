@@ -1,13 +1,18 @@
 """A transformer's MLP by slices of its hidden width: the whole hidden activation never exists."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gyre_trainer.draw import DRAW
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.dropout import SliceDropout, drawing
 from gyre_trainer.layout import Cut
-from gyre_trainer.rule import Rule
+from gyre_trainer.rotated import mix_in
+from gyre_trainer.rule import Part, Rule
 
 
 class MLP(nn.Module):
@@ -49,10 +54,19 @@ class MLPRule(Rule):
     Attributes:
         ups: names of the linear layers from the input to the hidden width (up, and gate where there is one).
         down: name of the linear layer from the hidden width to the output.
+        dropouts: names of the dropout modules that act on the hidden width; others are refused.
+        batch_dim: of the input.
     """
 
     ups: tuple[str, ...] = ("up",)
     down: str = "down"
+    dropouts: tuple[str, ...] = ()
+    batch_dim: int = 0
+
+    @property
+    def draws(self) -> bool:
+        """If there is dropout."""
+        return bool(self.dropouts)
 
     @property
     def linear_in(self) -> tuple[str, ...]:
@@ -61,14 +75,24 @@ class MLPRule(Rule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, a segment of its bias."""
+        refuse_dropout(module, self.dropouts)
+        for name in self.dropouts:
+            drop_by_slices(module, name)
         return projections(module, self.ups, self.down)
+
+    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A slice's part of the output; dropout draws for its part of the hidden width."""
+        draw, own = kwargs.get(DRAW), {name: value for name, value in kwargs.items() if name != DRAW}
+        first, _ = part.bounds[f"{self.ups[0]}.weight"]
+        with drawing(draw and draw.of_slice(first, self.batch_dim)):
+            return forward(*args, **own)
 
 
 def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list[Cut]:
     """The cuts of linear layers that open a width together, and of the one that closes it.
 
     Raises:
-        RotationError: one of them is missing or not linear, or dropout would draw another mask for each slice.
+        RotationError: one of them is missing or not linear.
     """
     weights, biases = [], []
     for name in (*inputs, output):
@@ -79,9 +103,30 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
         weights.append(Cut(f"{name}.weight", tuple(linear.weight.shape), 1 if closes else 0))
         if linear.bias is not None:
             biases.append(Cut(f"{name}.bias", tuple(linear.bias.shape), 0, padded=closes))
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Dropout) and child.p > 0:
-            raise RotationError(
-                f"{type(module).__name__}.{name} drops out with p={child.p}; each slice would draw its own mask: set p=0"
-            )
     return weights + biases
+
+
+def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
+    """Refuse dropout in a module where nobody said that it acts on what is sliced: each slice would draw its own mask.
+
+    Raises:
+        RotationError: names the dropout.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and name not in allowed:
+            raise RotationError(
+                f"{type(module).__name__}.{name} drops out with p={child.p}; each slice would draw its own mask: set p=0, "
+                "or name it in MLPRule(dropouts=...) if it acts on the hidden width"
+            )
+
+
+def drop_by_slices(module: nn.Module, name: str) -> None:
+    """The dropout of this name draws its mask slice by slice.
+
+    Raises:
+        RotationError: it is no `nn.Dropout`.
+    """
+    dropout = dict(module.named_modules()).get(name)
+    if type(dropout) is not nn.Dropout:
+        raise RotationError(f"{type(module).__name__}.{name} is {type(dropout).__name__}, but the rule wants a Dropout there")
+    mix_in(dropout, SliceDropout, "Slice")

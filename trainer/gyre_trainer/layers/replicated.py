@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from gyre_trainer.home import as_parameter, local_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.home import as_parameter, home_of, local_of
+from gyre_trainer.rotated import RotatedModule, mix_in
 from gyre_trainer.rule import swapped
 
 
@@ -54,10 +56,32 @@ class Replicas:
             grad.copy_(mean.view_as(grad))
 
 
-def replicated(source: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep all parameters of the module that do not rotate whole on every rank.
+
+    Raises:
+        RotationError: one is tied to a parameter that rotates, or on another device; names it.
+    """
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for path, child in list(module.named_modules()):
+        loose = {name: p for name, p in child._parameters.items() if p is not None and not isinstance(p, DTensor)}
+        for name, parameter in loose.items():
+            if parameter not in copies:
+                copies[parameter] = _replicated(parameter, f"{path}.{name}".removeprefix("."), mesh)
+            setattr(child, name, copies[parameter])
+        if loose and not isinstance(child, RotatedModule):
+            mix_in(child, ReplicatedModule, "Replicated")
+    module.replicas = Replicas(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
+
+
+def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
     """A DTensor parameter with the values of rank 0; NaN until it is materialised where ``source`` is on `meta`."""
+    if home_of(source) is not None:
+        raise RotationError(f"{name} is tied to a parameter that rotates; rotate the module that it is in too, before this")
     if source.is_meta:
         local = torch.full(source.shape, torch.nan, dtype=source.dtype, device=mesh.device_type)
+    elif source.device.type != mesh.device_type:
+        raise RotationError(f"{name} is on {source.device}, but the mesh is of {mesh.device_type}; move the model first")
     else:
         local = source.detach().clone()
         dist.broadcast(local, group=mesh.get_group(), group_src=0)

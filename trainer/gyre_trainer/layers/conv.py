@@ -1,0 +1,83 @@
+"""Convolutions by output channels: slices of the output lie side by side."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre_trainer.joined import Beside, Join
+from gyre_trainer.layers.linear import rows
+from gyre_trainer.layout import Cut, Layout
+from gyre_trainer.rule import Part, Rule
+
+_FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True)
+class ConvRule(Rule):
+    """For `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`, with groups or without. Output channels need not be cut between groups.
+
+    Attributes:
+        conv: whose stride, padding and dilation are used.
+    """
+
+    conv: nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """Weight and bias, along the output channels."""
+        return rows(module)
+
+    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
+        """Side by side, along the channels."""
+        return Beside(self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+
+    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The slice's output channels."""
+        (x,) = (*args, *kwargs.values())
+        start, stop = part.bounds["weight"]
+        weight, bias = part.weights["weight"], part.weights.get("bias")
+        if start == stop:  # no convolution has zero output channels; one of zeros shows the output's shape
+            nothing = self._convolved(self._inputs(x, 0, 1), weight.new_zeros(1, *weight.shape[1:]), None, 1)
+            return nothing.narrow(self._channels, 0, 0)
+        if self.conv.groups == 1:
+            return self._convolved(x, weight, bias, 1)
+        parts = []
+        for first, num_channels, group, num_groups in self._runs(start, stop):
+            own = slice(first - start, first - start + num_channels)
+            inputs = self._inputs(x, group, num_groups)
+            parts.append(self._convolved(inputs, weight[own], None if bias is None else bias[own], num_groups))
+        return torch.cat(parts, self._channels)
+
+    @property
+    def _channels(self) -> int:
+        """The dim of the channels, with a batch in front or without."""
+        return -1 - len(self.conv.kernel_size)
+
+    def _inputs(self, x: Tensor, group: int, num_groups: int) -> Tensor:
+        """The input channels of some groups."""
+        size = self.conv.in_channels // self.conv.groups
+        return x.narrow(self._channels, group * size, num_groups * size)
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Output channels that one convolution gives: the first, how many; their first group, how many groups.
+
+        They are as many whole groups as there are, or a part of one.
+        """
+        size = self.conv.out_channels // self.conv.groups
+        while start < stop:
+            group, inside = divmod(start, size)
+            num_groups = 1 if inside else max(1, (stop - start) // size)
+            num_channels = min(num_groups * size - inside, stop - start)
+            yield start, num_channels, group, num_groups
+            start += num_channels
+
+    def _convolved(self, x: Tensor, weight: Tensor, bias: Tensor | None, num_groups: int) -> Tensor:
+        conv = self.conv
+        padding: str | tuple[int, ...] | int = conv.padding
+        if conv.padding_mode != "zeros":
+            x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
+        function = _FUNCTIONS[len(conv.kernel_size)]
+        return function(x, weight, bias, conv.stride, padding, conv.dilation, num_groups)

@@ -1,0 +1,163 @@
+# ruff: noqa: N803, N806  # names carry shape letters
+"""`nn.MultiheadAttention`, layer by layer: its projections rotate by output features, and each rank attends with all heads.
+
+Its packed projection holds all queries' rows before all keys' and all values', so that equal slices of it are no groups of
+heads. Where activations matter, take a module with a projection for each, and `AttentionRule`.
+
+Dims: B batch, T targets, S sources, E features, H heads, C channels of one head.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre_trainer.draw import Draw, fresh_key
+from gyre_trainer.errors import RotationError
+from gyre_trainer.home import local_of
+from gyre_trainer.joined import Beside, Join
+from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.layout import Cut, Layout
+from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rule import Part, Rule
+from gyre_trainer.turn import run
+from gyre_trainer.wrap import Inside, Where, wrap
+
+_SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+@dataclass(frozen=True)
+class InputProjectionsRule(Rule):
+    """For the projections to queries, keys and values: one packed weight, or three.
+
+    Attributes:
+        dim: features of each of them.
+        packed: whether it is one.
+    """
+
+    dim: int
+    packed: bool
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """Weights, and a packed one's bias, along the output features."""
+        names = ("in_proj_weight", "in_proj_bias") if self.packed else _SEPARATE
+        parameters = {name: getattr(module, name) for name in names}
+        return [Cut(name, tuple(p.shape), 0) for name, p in parameters.items() if p is not None]
+
+    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The slice's features of queries, keys and values."""
+        if not self.packed:
+            weights = [part.weights[name] for name in _SEPARATE]
+            return [F.linear(x.to(weight.dtype), weight) for x, weight in zip(args, weights, strict=True)]
+        weight, bias = part.weights["in_proj_weight"], part.weights.get("in_proj_bias")
+        packed = part.bounds["in_proj_weight"]
+        outputs = []
+        for place, x in enumerate(args):
+            start, stop = (bound + place * self.dim - packed[0] for bound in self._bounds(place, packed))
+            own_bias = None if bias is None else bias[start:stop]
+            outputs.append(F.linear(x.to(weight.dtype), weight[start:stop], own_bias))
+        return outputs
+
+    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
+        """Side by side."""
+        cut = layout.cuts[0 if self.packed else place]
+        bounds = layout.all_bounds(cut)
+        return Beside(-1, [self._bounds(place, each) for each in bounds] if self.packed else bounds, cut.name, dtype)
+
+    def _bounds(self, place: int, packed: tuple[int, int]) -> tuple[int, int]:
+        """The part of a range of the packed features that belongs to the queries (place 0), keys (1) or values (2)."""
+        start, stop = (min(max(bound - place * self.dim, 0), self.dim) for bound in packed)
+        return start, stop
+
+
+class RotatedMultiheadAttention(RotatedModule):
+    """Mixed in before `nn.MultiheadAttention`: the same arguments, the same results."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As without rotation, on this rank's part of the batch."""
+        assert isinstance(self, nn.MultiheadAttention)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
+        batched = query.dim() == 3
+        swapped = batched and not self.batch_first
+        q, k, v = (x if batched else x.unsqueeze(0) for x in (query, key, value))
+        q, k, v = (x.transpose(0, 1) if swapped else x for x in (q, k, v))
+        q, k, v = (x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for x in _projected(self, q, k, v))
+        mask = _merged_mask(attn_mask, key_padding_mask, q, k)
+        y_BHTC, weights = _attended(self, q, k, v, mask, need_weights=need_weights)
+        y_BTE = self.out_proj(y_BHTC.transpose(1, 2).flatten(2))
+        output = y_BTE.transpose(0, 1) if swapped else y_BTE
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if batched:
+            return output, weights
+        return output.squeeze(0), None if weights is None else weights.squeeze(0)
+
+
+def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
+    """Queries, keys and values."""
+    assert isinstance(module, RotatedModule)
+    projected: list[Tensor] = run(module.rotation, inputs, {})
+    if module.in_proj_bias is None or module._qkv_same_embed_dim:
+        return projected
+    return [x + bias for x, bias in zip(projected, local_of(module.in_proj_bias).chunk(3), strict=True)]
+
+
+def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tensor, k_BHSC: Tensor) -> Tensor | None:
+    """What is added to the scores [B, H, T, S], or to any that it broadcasts to; None for nothing."""
+    dtype = q_BHTC.dtype
+    padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", dtype)
+    attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
+    if attn_mask is not None:
+        attn_mask = attn_mask.view(-1, q_BHTC.shape[1] if attn_mask.dim() == 3 else 1, *attn_mask.shape[-2:])
+    if padding is not None:
+        padding = padding.view(-1, 1, 1, k_BHSC.shape[2])
+    if attn_mask is None or padding is None:
+        return padding if attn_mask is None else attn_mask
+    return attn_mask + padding
+
+
+def _attended(
+    module: nn.MultiheadAttention, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, *, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What the heads found, and where they looked if that is needed."""
+    assert isinstance(module, RotatedModule)
+    p = module.dropout if module.training else 0.0
+    equal = module.rotation.policy.dropout == "equal"
+    if not need_weights and not (p and equal):
+        return F.scaled_dot_product_attention(q_BHTC, k_BHSC, v_BHSC, attn_mask=mask, dropout_p=p), None
+    scores = q_BHTC @ k_BHSC.transpose(-2, -1) * q_BHTC.shape[-1] ** -0.5
+    weights = (scores if mask is None else scores + mask).softmax(-1)
+    if p and equal:
+        weights = Draw(fresh_key(), module.rotation.home.ring, equal=True).drop(weights, p)
+    elif p:
+        weights = F.dropout(weights, p)
+    return weights @ v_BHSC, weights if need_weights else None
+
+
+def turn_multihead(module: nn.MultiheadAttention, where: Where) -> None:
+    """Let it rotate.
+
+    Raises:
+        RotationError: it has an option that is not supported.
+    """
+    for option in ("bias_k", "bias_v", "add_zero_attn"):
+        if getattr(module, option) is not None and getattr(module, option) is not False:
+            raise RotationError(f"{type(module).__name__}: attention with {option} cannot be rotated")
+    rule = InputProjectionsRule(module.embed_dim, module._qkv_same_embed_dim)
+    reads = ("in_proj_weight", "in_proj_bias") if rule.packed else _SEPARATE
+    wrap(module, rule, where, Inside(module.forward, reads, RotatedMultiheadAttention))
+    wrap(module.out_proj, LinearRule(), where)

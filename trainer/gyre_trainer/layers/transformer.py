@@ -1,0 +1,67 @@
+"""`nn.TransformerEncoderLayer` and the decoder's: their attentions rotate, and their feed-forward by hidden slices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gyre_trainer.layers.dropout import share_mask
+from gyre_trainer.layers.mlp import MLPRule, drop_by_slices, projections
+from gyre_trainer.layers.multihead import turn_multihead
+from gyre_trainer.layout import Cut
+from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.wrap import Inside, Where, wrap
+
+_Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+
+
+@dataclass(frozen=True)
+class FeedForwardRule(MLPRule):
+    """For the feed-forward inside of such a layer."""
+
+    ups: tuple[str, ...] = ("linear1",)
+    down: str = "linear2"
+    dropouts: tuple[str, ...] = ("dropout",)
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """As `MLPRule`; the layer's other dropouts are outside of the feed-forward."""
+        drop_by_slices(module, "dropout")
+        return projections(module, self.ups, self.down)
+
+
+class RotatedFeedForward(RotatedModule):
+    """Mixed in before the layer's class: its feed-forward goes round the ring, all else is as it was."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As without rotation, on this rank's part of the batch."""
+        return super(RotatedModule, self).forward(*args, **kwargs)  # type: ignore[misc]  # that of the layer's class
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        last: nn.Module = self.dropout2 if isinstance(self, nn.TransformerEncoderLayer) else self.dropout3  # type: ignore[attr-defined]
+        output: Tensor = last(self.around(x))
+        return output
+
+
+def turn_transformer_layer(layer: _Layer, where: Where) -> None:
+    """Let its attentions and its feed-forward rotate; its norms are left as they are.
+
+    Raises:
+        RotationError: it has an option that is not supported.
+    """
+    batch_dim = 0 if layer.self_attn.batch_first else 1
+    turn_multihead(layer.self_attn, where)
+    if isinstance(layer, nn.TransformerDecoderLayer):
+        turn_multihead(layer.multihead_attn, where)
+    else:
+        layer.activation_relu_or_gelu = 0  # torch's fused inference would read the parameters themselves
+
+    def feed_forward(x: Tensor) -> Tensor:
+        output: Tensor = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
+        return output
+
+    reads = ("linear1", "linear2", "dropout", "activation")
+    wrap(layer, FeedForwardRule(batch_dim=batch_dim), where, Inside(feed_forward, reads, RotatedFeedForward))
+    if where.policy.dropout == "equal":
+        for name in ("dropout1", "dropout2", "dropout3"):
+            if hasattr(layer, name):
+                share_mask(getattr(layer, name), where.mesh, batch_dim)
