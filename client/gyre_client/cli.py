@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from gyre_protos.v1 import loader_pb2 as pb
 
+from gyre_client import why
 from gyre_client.arguments import MAX_UINT32, whole
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset, find_endpoint, given_address
@@ -146,6 +147,11 @@ def _top(connection: Connection, args: argparse.Namespace) -> None:
     top(connection, args.interval, once=args.once, as_json=args.json)
 
 
+def _why(connection: Connection, args: argparse.Namespace) -> Answer:
+    response = why.why(connection, _ref(args), args)
+    return Answer([plain(account) for account in response.accounts], why.text(response))
+
+
 def _cat(connection: Connection, args: argparse.Namespace) -> Answer:
     from gyre_client.cat import read_samples, show  # noqa: PLC0415  (torch takes a second to import; only this command needs it)
 
@@ -213,6 +219,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", parents=[shuffle], help="which samples make a step, or what each order costs")
     plan.set_defaults(run=_plan)
     add_plan_arguments(plan)
+    reasons = commands.add_parser("why", parents=[dataset], help="why the batch of a step took as long as it did")
+    reasons.set_defaults(run=_why)
+    why.add_why_arguments(reasons)
     cat = commands.add_parser("cat", parents=[shuffle], help="print the first samples of the shuffle")
     cat.set_defaults(run=_cat)
     cat.add_argument("--num", type=int, default=3, help="how many")

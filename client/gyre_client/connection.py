@@ -164,6 +164,10 @@ class Connection:
         """Returns what the daemon is doing."""
         return self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s)
 
+    def explain(self, request: pb.ExplainStepRequest) -> pb.ExplainStepResponse:
+        """Returns why batches of a step took as long as they did."""
+        return self._call(self._stub.ExplainStep, request, CALL_TIMEOUT_S)
+
     def stream(self, requests: Iterator[pb.StreamRequest]) -> "grpc.CallIterator[pb.StreamResponse]":
         """Starts the control stream of a session. Its failures are grpc.RpcErrors: whoever iterates translates them."""
         return self._stub.Stream(requests)

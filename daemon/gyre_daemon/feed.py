@@ -8,11 +8,12 @@ the others waiting for longer than patience lasts is cast off and goes on by its
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet
 
+from gyre_daemon.account import Accounts, BatchAccount
 from gyre_daemon.arena import Budget, Share, Slot
 from gyre_daemon.arenas import Arenas
 from gyre_daemon.errors import GyreError
@@ -20,6 +21,7 @@ from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
+from gyre_daemon.storage import Delays
 from gyre_daemon.window import View, Window
 
 _PATIENCE_S, _PATIENCE_FORGIVEN = 0.25, 0.05  # a slow subscriber may cost the others so much once, and so much for ever
@@ -35,6 +37,7 @@ class Machinery:
         budget: of what windows that grow take more.
         arena_limit_bytes: so much memory a feed may have in all.
         feeds: all that are open.
+        accounts: what batches took.
     """
 
     budget: Budget
@@ -42,6 +45,7 @@ class Machinery:
     arena_limit_bytes: int
     clock: Clock
     feeds: WeakSet["Feed"] = field(default_factory=WeakSet)
+    accounts: Accounts = field(default_factory=Accounts)
 
 
 class Subscriber(Protocol):
@@ -286,7 +290,9 @@ class Feed:
             self.arenas.put_back(self._slots.pop(step))
 
     async def _fill(self, begun: Begun) -> None:
-        outcomes = await self._prefetcher.fill(begun, self.owner.flow)
+        delays, began = Delays(), self._machinery.clock()
+        outcomes = await self._prefetcher.fill(begun, self.owner.flow, delays)
+        self._give_account(outcomes, begun[0][0].plan.step, began, delays)
         for (fetch, _), outcome in zip(begun, outcomes, strict=True):
             self._outcomes[fetch.plan.step] = outcome
             self.window.seal(fetch.plan.step)
@@ -294,6 +300,24 @@ class Feed:
         for each in self._subscriptions:
             if each.view.head_is_sealed:
                 each.subscriber.wake()
+
+    def _give_account(self, outcomes: Sequence[Outcome], first_step: int, began: float, delays: Delays) -> None:
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        self._machinery.accounts.add(
+            BatchAccount(
+                dataset=self.spec.dataset.name,
+                job=self.owner.flow.name,
+                rank=self.spec.rank,
+                world_size=self.spec.world_size,
+                first_step=first_step,
+                stop_step=first_step + len(outcomes),
+                begun_at=began,
+                total_s=self._machinery.clock() - began,
+                is_awaited=any(each.subscriber.is_starved for each in self._subscriptions),
+                delays=delays,
+                error=str(errors[0]) if errors else "",
+            )
+        )
 
     def _grow_if_awaited(self, num_sealed: int) -> None:
         """Where subscribers waited for half of the batches of a whole window, the window doubles, if there is memory for it.

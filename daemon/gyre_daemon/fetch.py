@@ -5,6 +5,7 @@ There is no object per sample: a batch's reads are arrays, and only fields that 
 by one.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.formats import Extents
 from gyre_daemon.plan import BatchPlan
-from gyre_daemon.storage import NextUse, Reads
+from gyre_daemon.storage import Delays, NextUse, Reads
 from gyre_daemon.transform import CODECS
 
 _Integers = npt.NDArray[np.int64]
@@ -141,13 +142,16 @@ class Fetcher:
             begin = end
         return fetches
 
-    async def fill(self, fetches: Sequence[tuple[Fetch, Slot]], flow: Flow, ahead: Ahead = NOTHING_AHEAD) -> list[Batch]:
+    async def fill(
+        self, fetches: Sequence[tuple[Fetch, Slot]], flow: Flow, ahead: Ahead = NOTHING_AHEAD, delays: Delays | None = None
+    ) -> list[Batch]:
         """Read batches into their slots; a batch is the same bytes whatever the order in which its samples arrive.
 
         Args:
             fetches: from `prepare`, each with a slot at least `layout.num_bytes` long, which the caller keeps.
             flow: the job for which it is done; earlier steps are more urgent.
             ahead: what the job will read after these.
+            delays: told what it took.
 
         Raises:
             CorruptSample: names shard, sample, offset and reason.
@@ -158,11 +162,18 @@ class Fetcher:
         bulk = _Bulk.of(fetches)
         reads, scratches = self._place(bulk)
         urgency = fetches[0][0].plan.step
-        reads = replace(reads, flow=flow, urgency=urgency, block_bytes=ahead.block_bytes, next_use=ahead.next_use)
+        delays = delays or Delays()
+        reads = replace(
+            reads, flow=flow, urgency=urgency, block_bytes=ahead.block_bytes, next_use=ahead.next_use, delays=delays
+        )
+        began = time.monotonic()
         await self._dataset.storage.read(reads)
+        read = time.monotonic()
+        delays.read_s += read - began
         if self._finishes:
             num_bytes = sum(fetch.layout.num_bytes for fetch, _ in fetches)
             await self._workers.run(flow, num_bytes, urgency, partial(self._finish, bulk, scratches))
+            delays.finish_s += time.monotonic() - read
         return [Batch(fetch.plan, fetch.layout, slot) for fetch, slot in fetches]
 
     def _place(self, bulk: _Bulk) -> tuple[Reads, list[_Scratch]]:

@@ -14,6 +14,7 @@ from gyre_daemon.errors import first_error
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import NOTHING_AHEAD, Ahead, Batch, Fetch, Fetcher
 from gyre_daemon.plan import NEVER, Order, Plan
+from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window
 
 _MAX_PLANNED = 64  # batches that are planned at once
@@ -81,14 +82,14 @@ class Prefetcher:
             begun.append((fetch, slot))
         return begun
 
-    async def fill(self, begun: Begun, flow: Flow) -> Sequence[Outcome]:
-        """Read batches into their slots; where some fail, which do."""
+    async def fill(self, begun: Begun, flow: Flow, delays: Delays) -> Sequence[Outcome]:
+        """Read batches into their slots; where some fail, which do; `delays` are told what it took."""
         try:
-            return await self._fetcher.fill(begun, flow, self._ahead)
+            return await self._fetcher.fill(begun, flow, self._ahead, delays)
         except Exception as error:
             if len(begun) == 1:
                 return [first_error(error) if isinstance(error, ExceptionGroup) else error]
-        return [outcome for single in begun for outcome in await self.fill([single], flow)]
+        return [outcome for single in begun for outcome in await self.fill([single], flow, delays)]
 
     def _next_use(self, block_bytes: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """In how many samples from now blocks of this size are read again; see `Reads.next_use`."""

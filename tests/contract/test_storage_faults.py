@@ -77,7 +77,7 @@ def test_a_passing_failure_is_not_noticed(one: Coroutine[Any, Any, Storage], obj
         (412, CorruptSample, r"0\.bin has changed"),
         (416, CorruptSample, r"0\.bin has changed"),
         (400, StorageUnavailable, r"the storage failed for 0\.bin: HTTP status 400 no"),
-        (503, StorageUnavailable, r"did not answer for 0\.bin within 1\.5 s: requests sent: \d+; .* said: HTTP status 503 no"),
+        (503, StorageUnavailable, r"did not answer for 0\.bin within 1\.5 s: requests sent for it: \d+; .* said: HTTP status 503 no"),
     ],
 )
 def test_a_lasting_failure_says_what_it_is(
@@ -150,7 +150,7 @@ def test_silence_ends_at_the_deadline(one: Coroutine[Any, Any, Storage], object_
 
     began = time.monotonic()
     with pytest.raises(
-        StorageUnavailable, match=r"did not answer for 0\.bin within 1\.5 s: requests sent: 3; .* no answer within 0\.5 s"
+        StorageUnavailable, match=r"did not answer for 0\.bin within 1\.5 s: requests sent for it: 3; .* no answer within 0\.5 s"
     ):
         run(read())
     assert time.monotonic() - began < 5

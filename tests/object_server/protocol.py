@@ -7,7 +7,6 @@ import re
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import ClassVar, cast
 from urllib.parse import unquote
 
@@ -108,8 +107,7 @@ class Connection(asyncio.Protocol):
     def _send_read(self, method: str, stored: Stored | None, head: bytes, rule: Rule | None) -> None:
         self._end_read()
         if rule and rule.fault == "status":
-            advice = "" if rule.retry_after_s is None else f"Retry-After: {rule.retry_after_s}\r\n"
-            self._send(rule.status, b"<Error><Code>SlowDown</Code></Error>", advice)
+            self._send(rule.status, b"<Error><Code>SlowDown</Code></Error>")
             return
         if stored is None:
             self._send(404, b"<Error><Code>NoSuchKey</Code></Error>")
@@ -158,7 +156,7 @@ class Connection(asyncio.Protocol):
 
     def _administer(self, method: str, what: str, body: bytes) -> None:
         answers: dict[tuple[str, str], Callable[[], object]] = {
-            ("GET", "counts"): lambda: asdict(self._director.counts),
+            ("GET", "counts"): lambda: vars(self._director.counts),
             ("DELETE", "counts"): self._forget,
             ("PUT", "script"): lambda: self._follow(Script.from_json(json.loads(body))),
             ("DELETE", "connections"): self._hang_up_all,

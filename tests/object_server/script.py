@@ -23,7 +23,6 @@ class Rule:
         count: how many reads at most; None for no end.
         status: for `status`.
         delay_s: for `delay`.
-        retry_after_s: for `status`: what the answer advises.
     """
 
     fault: Fault
@@ -32,7 +31,6 @@ class Rule:
     count: int | None = None
     status: int = 503
     delay_s: float = 0.0
-    retry_after_s: int | None = None
 
 
 @dataclass

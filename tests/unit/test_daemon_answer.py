@@ -36,8 +36,9 @@ def test_meanings(wanted: Range, answer: Answer, means: Meaning) -> None:
     assert meaning(wanted, answer, 1) is means
 
 
-def test_an_answer_that_is_always_too_short_is_believed_at_last() -> None:
-    short = Answer(206, bytes(49), '"v1"', 1000)
+def test_an_answer_that_is_always_too_short_is_believed_at_last_unless_the_size_speaks_against_it() -> None:
+    assert meaning(WANTED, Answer(206, bytes(49), '"v1"', 1000), 30) is Meaning.AGAIN
+    short = Answer(206, bytes(49))
     assert [meaning(WANTED, short, num_tries) for num_tries in (2, 3)] == [Meaning.AGAIN, Meaning.FINAL]
     assert str(final_error(WANTED, short)).startswith("shard a/0.tar is shorter than its index says: bytes [100, 150) were")
 

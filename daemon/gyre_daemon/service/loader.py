@@ -19,9 +19,9 @@ from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import GyreError, InvalidRequest
 from gyre_daemon.events import log_event
 from gyre_daemon.plan import Order, check_ranks, plan_of
+from gyre_daemon.request import SessionRequest
 from gyre_daemon.service import control, convert, explain
 from gyre_daemon.service.status import Context, answers_errors
-from gyre_daemon.request import SessionRequest
 from gyre_daemon.session import Session
 from gyre_daemon.sessions import SessionTable
 from gyre_daemon.sidechannel import Peer, SideChannel
@@ -184,7 +184,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             memory_budget_bytes=environment.budget.limit_bytes,
             sessions=[convert.from_session(session) for session in self._sessions],
             storage=[explain.from_count(labels, count) for labels, count in counts],
-            endpoints=[explain.from_endpoint(endpoint) for endpoint in self._catalog.endpoints],
+            endpoints=[explain.from_endpoint(endpoint, time.monotonic()) for endpoint in self._catalog.endpoints],
             num_batches_sent=environment.metrics.num_batches_sent,
             num_bytes_sent=environment.metrics.num_bytes_sent,
             cache=convert.from_cache(environment.metrics.cache) if self._catalog.has_cache else None,

@@ -5,16 +5,20 @@ ranges of shards, each with the memory where its bytes belong. Reading waits; it
 """
 
 from gyre_daemon.storage.base import Bounds, NextUse, Reads, Shard, Storage
-from gyre_daemon.storage.endpoint import Terms
+from gyre_daemon.storage.delays import Delays, RequestDelays
+from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.openfiles import file_error
 
 __all__ = [
     "Bounds",
+    "Delays",
+    "Endpoint",
     "Location",
     "NextUse",
     "Reads",
+    "RequestDelays",
     "Shard",
     "Storage",
     "StorageOpener",

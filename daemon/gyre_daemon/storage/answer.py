@@ -69,7 +69,8 @@ def meaning(wanted: Range, answer: Answer, num_tries: int) -> Meaning:
             return Meaning.FINAL
         if len(answer.data) == wanted.stop - wanted.start:
             return Meaning.GOOD
-        return Meaning.AGAIN if num_tries < _MAX_SHORT_TRIES else Meaning.FINAL
+        says_size = answer.object_bytes >= 0  # that of the object as it was listed: what is missing was lost on the way
+        return Meaning.AGAIN if says_size or num_tries < _MAX_SHORT_TRIES else Meaning.FINAL
     if status in (401, 403) or 300 <= status < 400 or (status == 400 and any(word in answer.detail for word in _STALE)):
         return Meaning.REFRESH
     if status in (429, 503) or answer.unreachable:

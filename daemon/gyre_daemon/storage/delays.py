@@ -35,9 +35,11 @@ class RequestDelays:
 
 @dataclass(slots=True)
 class Delays:
-    """The requests of some reads.
+    """What some reads took, and the requests that they became.
 
     Attributes:
+        read_s: until the last byte was there.
+        finish_s: from there until all was checked and decoded; waiting for a thread included.
         num_requests: ranges that were needed.
         num_joined: of those, the ones that somebody else was asking for already.
         num_refused: answers 429 and 503.
@@ -47,6 +49,8 @@ class Delays:
         slowest: the one that took longest, if any was needed.
     """
 
+    read_s: float = 0.0
+    finish_s: float = 0.0
     num_requests: int = 0
     num_joined: int = 0
     num_refused: int = 0

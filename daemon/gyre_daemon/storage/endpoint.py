@@ -26,6 +26,7 @@ from gyre_daemon.storage.source import Source
 
 _TICK_S = 0.005
 _TICKS_PER_LOOK = 20  # at deadlines
+_NO_TOKEN_S = 0.05  # until the budget is asked again
 _SILENCE = 1 / 3  # of the deadline: a try without a first byte for as long is given up
 _BASE_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 
@@ -66,6 +67,7 @@ class Endpoint:
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._good_at = self._loop.time()
+        self._last_failure: Answer | None = None
         self._refreshed_at: weakref.WeakKeyDictionary[Source, float] = weakref.WeakKeyDictionary()
         self.queue.resize(self.limit.limit)
 
@@ -103,6 +105,12 @@ class Endpoint:
 
     def _send(self, request: Request, *, is_hedge: bool) -> None:
         now = self._loop.time()
+        if request.begun_at and not is_hedge:
+            if not self.budget.take(now):
+                self.queue.release()
+                self._retry_at(now + _NO_TOKEN_S, request)
+                return
+            request.num_retries += 1
         request.begun_at = request.begun_at or now
         request.num_tries += 1
         try_ = Try(request, now, self.limit.round, is_hedge=is_hedge)
@@ -156,7 +164,7 @@ class Endpoint:
         self.queue.resize(0 if failed else self.limit.limit)
 
     def _try_again(self, request: Request, try_: Try, answer: Answer, now: float, *, at_once: bool) -> None:
-        request.last, request.failed_at = answer, now
+        request.last = self._last_failure = answer
         if at_once:
             request.was_refreshed = True
             if self._refreshed_at.get(request.source, 0.0) <= try_.sent_at:  # otherwise it was sent with the old ones
@@ -164,7 +172,10 @@ class Endpoint:
                 request.source.refresh(answer.status)
         if not request.tries:
             pause = 0.0 if at_once else pause_s(request.num_tries, random.random())
-            heapq.heappush(self._to_retry, (now + pause, next(self._numbers), request))
+            self._retry_at(now + pause, request)
+
+    def _retry_at(self, when: float, request: Request) -> None:
+        heapq.heappush(self._to_retry, (when, next(self._numbers), request))
 
     def _tick(self) -> None:
         now = self._loop.time()
@@ -177,14 +188,11 @@ class Endpoint:
         self._timer = self._loop.call_later(_TICK_S, self._tick) if self._live else None
 
     def _retry(self, now: float) -> None:
+        """What has paused waits for its turn again; the token of the budget is taken when it is sent."""
         while self._to_retry and self._to_retry[0][0] <= now:
-            request = self._to_retry[0][2]
+            _, _, request = heapq.heappop(self._to_retry)
             if not request.is_over:
-                if not self.budget.take(now):
-                    return
-                request.num_retries += 1
                 self._ask(request, is_hedge=False)
-            heapq.heappop(self._to_retry)
 
     def _hedge(self, now: float) -> None:
         for size, tries in self._under_way.items():
@@ -217,10 +225,10 @@ class Endpoint:
                     self._done(try_, Answer(0, detail=silence, unreachable=True))
 
     def _too_late(self, request: Request) -> GyreError:
-        name, last = request.wanted.shard.name, request.last
+        name, last = request.wanted.shard.name, request.last or self._last_failure
         return StorageUnavailable(
             f"the storage at {self.name} did not answer for {name} within {self._terms.deadline_s:g} s: "
-            f"{request.num_tries} requests were sent; the last one that failed said: {told(last) if last else 'nothing'}",
+            f"requests sent for it: {request.num_tries}; the last one that failed said: {told(last) if last else 'nothing'}",
             {"shard": name, "endpoint": self.name, "num_tries": request.num_tries},
         )
 

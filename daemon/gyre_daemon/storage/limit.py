@@ -88,8 +88,8 @@ class AdaptiveLimit:
         is_slow = self._best.is_slower(statistics.median(self._waits_s)) if self._waits_s else False
         if self._was_refused:
             self._lower(self._limit * through, self._floor)
-        elif is_slow:
-            self._lower(self._limit * _SHRINK, min(_SLOW_FLOOR, self._ceiling))
+        elif is_slow and self._limit > _SLOW_FLOOR:
+            self._lower(self._limit * _SHRINK, _SLOW_FLOOR)
         elif self._most_in_flight * 8 >= self.limit * 7:
             self._limit = min(self._ceiling, self._limit * 2 if self._doubles else self._limit + _STEP)
         self._begin_round()

@@ -27,13 +27,12 @@ class Request:
         tries: under way.
         asked_at: when it was needed.
         begun_at: when its first try was sent; 0 before.
-        failed_at: when its last failed try ended; 0 before.
-        last: the answer to that.
+        last: the answer to its last try that failed.
         is_over: it is there, has failed, or is abandoned.
     """
 
     __slots__ = (
-        "asked_at", "begun_at", "delays", "failed_at", "finish", "flow", "is_over", "kind", "last", "num_hedges", "num_refused",
+        "asked_at", "begun_at", "delays", "finish", "flow", "is_over", "kind", "last", "num_hedges", "num_refused",
         "num_retries", "num_tries", "path", "source", "tries", "turn", "urgency", "wanted", "was_refreshed",
     )  # fmt: skip
 
@@ -49,7 +48,6 @@ class Request:
         self.tries: list[Try] = []
         self.asked_at = 0.0
         self.begun_at = 0.0
-        self.failed_at = 0.0
         self.last: Answer | None = None
         self.is_over = False
         self.was_refreshed = False

@@ -6,12 +6,12 @@ one that failed for a moment loses nothing.
 """
 
 _SHARE = 0.15
-_REFILL_S = 60.0
+_REFILL_S = 30.0
 _BASE_S, _MAX_S = 0.1, 5.0
 
 
 class RetryBudget:
-    """Tokens: a repetition takes one, a first request brings a part of one, an empty bucket is full again after a minute."""
+    """Tokens: a repetition takes one, a first request brings a part of one, an empty bucket is full again in half a minute."""
 
     def __init__(self, reserve: int, now: float) -> None:
         """Full.
@@ -24,9 +24,10 @@ class RetryBudget:
         self._tokens = self._reserve
         self._at = now
 
-    @property
-    def num_left(self) -> int:
-        """Repetitions that could be made at once, when it was last asked."""
+    def num_left(self, now: float) -> int:
+        """Repetitions that could be made at once."""
+        self._tokens = min(self._reserve, self._tokens + (now - self._at) * self._reserve / _REFILL_S)
+        self._at = now
         return int(self._tokens)
 
     def earn(self) -> None:
@@ -35,9 +36,7 @@ class RetryBudget:
 
     def take(self, now: float) -> bool:
         """Whether a repetition may be sent now; if so, it counts as sent."""
-        self._tokens = min(self._reserve, self._tokens + (now - self._at) * self._reserve / _REFILL_S)
-        self._at = now
-        if self._tokens < 1:
+        if not self.num_left(now):
             return False
         self._tokens -= 1
         return True

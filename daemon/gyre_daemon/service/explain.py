@@ -1,0 +1,69 @@
+"""How storages and what batches took look to clients."""
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_daemon.account import BatchAccount
+from gyre_daemon.metrics import RequestCount, RequestLabels
+from gyre_daemon.storage import Endpoint, RequestDelays
+
+
+def from_count(labels: RequestLabels, count: RequestCount) -> pb.StorageCount:
+    """Requests of one kind and outcome."""
+    return pb.StorageCount(
+        scheme=labels.scheme,
+        kind=labels.kind,
+        outcome=labels.outcome,
+        num_requests=count.num_requests,
+        num_bytes=count.num_bytes,
+        first_byte_s=count.first_byte_s,
+        body_s=count.body_s,
+    )
+
+
+def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
+    """How an object storage is treated now; `now` on the loop's clock."""
+    return pb.EndpointState(
+        name=endpoint.name,
+        limit=endpoint.limit.limit,
+        num_in_flight=endpoint.queue.num_taken,
+        num_waiting=endpoint.queue.num_waiting,
+        num_retries_left=endpoint.budget.num_left(now),
+    )
+
+
+def from_account(account: BatchAccount, now: float) -> pb.BatchAccount:
+    """What a batch took; `now` on the clock that the account was taken with."""
+    delays = account.delays
+    return pb.BatchAccount(
+        job=account.job,
+        rank=account.rank,
+        world_size=account.world_size,
+        first_step=account.first_step,
+        stop_step=account.stop_step,
+        ago_s=now - account.begun_at - account.total_s,
+        total_s=account.total_s,
+        read_s=delays.read_s,
+        finish_s=delays.finish_s,
+        awaited=account.is_awaited,
+        error=account.error,
+        num_requests=delays.num_requests,
+        num_joined=delays.num_joined,
+        num_refused=delays.num_refused,
+        num_retries=delays.num_retries,
+        num_hedges=delays.num_hedges,
+        num_bytes=delays.num_bytes,
+        slowest=_from_request(delays.slowest) if delays.slowest else None,
+    )
+
+
+def _from_request(request: RequestDelays) -> pb.RequestAccount:
+    return pb.RequestAccount(
+        shard=request.shard,
+        start=request.start,
+        stop=request.stop,
+        queue_s=request.queue_s,
+        tried_s=request.tried_s,
+        first_byte_s=request.first_byte_s,
+        body_s=request.body_s,
+        num_tries=request.num_tries,
+    )

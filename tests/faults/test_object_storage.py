@@ -1,0 +1,210 @@
+"""A daemon that reads from an object storage in trouble: no batch is wrong, little is asked twice, and it recovers."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.errors import CorruptSample, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+from tests.object_server.process import ObjectServerProcess, object_server
+from tests.object_server.script import Rule, Script
+
+LENGTH = 128  # tokens of a sample
+NUM_SHARDS, SHARD_SAMPLES = 4, 600
+NUM_SAMPLES = NUM_SHARDS * SHARD_SAMPLES
+NUM_READS = NUM_SAMPLES + NUM_SHARDS  # the fingerprint has a look at each shard
+MAX_REQUESTS = 64
+TOKENS = (np.arange(NUM_SAMPLES * LENGTH, dtype=np.uint32) * 2654435761).astype(np.uint32).view(np.int32)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServerProcess]:
+    with object_server() as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def _sound(server: ObjectServerProcess) -> None:
+    server.follow(Script())
+    for number, shard in enumerate(np.split(TOKENS, NUM_SHARDS)):
+        server.put(f"/data/{number}.bin", shard.tobytes())
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, server: ObjectServerProcess) -> Daemon:
+    return start(gyred, server.storage_settings)
+
+
+def start(gyred: StartDaemon, settings: Mapping[str, str]) -> Daemon:
+    about = {"format": "tokens", "dtype": "int32", "sequence_length": LENGTH, "cache": False, "storage": settings}
+    limits = {"max_requests": MAX_REQUESTS, "read_deadline_s": 20.0, "prefetch_batches": 8}
+    return gyred({**limits, "datasets": {"tokens": {"uri": "s3://data/*.bin", **about}}})
+
+
+def slow(rules: list[Rule]) -> Script:
+    return Script(first_byte_p50_s=0.005, first_byte_p99_s=0.02, rules=rules)
+
+
+def loader(daemon: Daemon, epochs: int | None = 1) -> Loader:
+    return Loader("tokens", batch_size=50, seed=1, epochs=epochs, address=daemon.address, reattach_timeout_s=1.0)
+
+
+def check_epoch(loader: Loader, trouble: Mapping[int, Callable[[], None]] | None = None) -> None:
+    """Read an epoch; every sample comes once and has its own bytes. `trouble` begins when so many batches were read."""
+    seen: list[int] = []
+    for number, batch in enumerate(loader):
+        ids = batch["sample_id"].numpy()
+        np.testing.assert_array_equal(batch["tokens"].numpy(), TOKENS.reshape(-1, LENGTH)[ids])
+        seen += ids.tolist()
+        if trouble and number in trouble:
+            trouble[number]()
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+
+
+def status(daemon: Daemon) -> pb.DaemonStatus:
+    with grpc.insecure_channel(daemon.address) as channel:
+        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+        return answer
+
+
+def outcomes(daemon: Daemon) -> dict[str, int]:
+    return {count.outcome: count.num_requests for count in status(daemon).storage if count.kind == "read"}
+
+
+def check_polite(daemon: Daemon, server: ObjectServerProcess, num_wanted: int, share: float = 0.2) -> dict[str, int]:
+    """No more requests than the budget allows, each of them counted; gives the counts by outcome."""
+    counted, answered = outcomes(daemon), server.counts()["reads"]
+    num_unheard = sum(counted.values()) - answered  # sent on connections that were reset, or still opening
+    assert 0 <= num_unheard <= MAX_REQUESTS
+    assert counted["ok"] == num_wanted
+    assert "error" not in counted
+    assert answered - num_wanted <= share * num_wanted
+    return counted
+
+
+def after(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_storm_of_503_passes_and_all_is_as_before(daemon: Daemon, server: ObjectServerProcess) -> None:
+    with loader(daemon, epochs=2) as reading:
+        batches = iter(reading)
+        for _ in range(5):
+            next(batches)
+        server.forget()
+        server.misbehave(Rule("status", status=503))
+        after(lambda: status(daemon).endpoints[0].limit <= 4)
+        time.sleep(1.0)  # nothing gets through, and hardly anything is asked
+        assert server.counts()["reads"] < 4 * MAX_REQUESTS
+        server.misbehave()
+        for batch in batches:
+            ids = batch["sample_id"].numpy()
+            np.testing.assert_array_equal(batch["tokens"].numpy(), TOKENS.reshape(-1, LENGTH)[ids])
+    counted = outcomes(daemon)
+    assert NUM_READS < counted["ok"] <= NUM_READS + NUM_SAMPLES  # what two steps wait for at the same time is one request
+    assert 0 < counted["refused"] <= 0.2 * 2 * NUM_SAMPLES
+    assert set(counted) <= {"ok", "refused", "hedged"}
+    assert status(daemon).endpoints[0].limit == MAX_REQUESTS
+
+
+def test_a_storage_that_refuses_some_is_asked_for_less(daemon: Daemon, server: ObjectServerProcess) -> None:
+    with loader(daemon) as reading:
+        next(iter(reading))
+    refused_before = outcomes(daemon).get("refused", 0)
+    server.follow(slow([Rule("status", share=0.2, status=429, count=100)]))
+    with loader(daemon) as reading:
+        check_epoch(reading)
+    assert outcomes(daemon)["refused"] - refused_before <= 100
+
+
+def test_stragglers_are_overtaken(daemon: Daemon, server: ObjectServerProcess) -> None:
+    server.follow(slow([Rule("delay", share=0.01, delay_s=5.0)]))
+    server.forget()
+    began = time.monotonic()
+    with loader(daemon) as reading:
+        check_epoch(reading)
+    assert server.counts()["faults"]["delay"] > 5
+    counted = outcomes(daemon)
+    assert counted["hedged"] >= server.counts()["faults"]["delay"] / 2, time.monotonic() - began
+    assert server.counts()["reads"] <= 1.06 * (NUM_SAMPLES + 16)
+    accounts = [explain(daemon, step) for step in range(NUM_SAMPLES // 50)]
+    assert sum(account.num_hedges for account in accounts) >= counted["hedged"]
+    assert all(account.num_requests == 50 for account in accounts)
+    assert all(account.total_s >= account.read_s >= account.slowest.first_byte_s > 0 for account in accounts)
+
+
+def explain(daemon: Daemon, step: int) -> pb.BatchAccount:
+    with grpc.insecure_channel(daemon.address) as channel:
+        request = pb.ExplainStepRequest(dataset=pb.DatasetRef(name="tokens"), step=step)
+        (account,) = pb_grpc.LoaderStub(channel).ExplainStep(request, timeout=10).accounts
+        return account
+
+
+def test_broken_bodies_are_read_again(daemon: Daemon, server: ObjectServerProcess) -> None:
+    server.follow(Script(rules=[Rule(fault, share=0.02) for fault in ("reset", "truncate", "short", "status")]))
+    server.forget()
+    with loader(daemon) as reading:
+        check_epoch(reading, {20: server.hang_up})
+    counted = check_polite(daemon, server, NUM_READS)
+    assert counted["retried"] > 10
+    assert set(server.counts()["faults"]) == {"reset", "truncate", "short", "status"}
+
+
+def test_credentials_that_expire_are_read_again(gyred: StartDaemon, server: ObjectServerProcess) -> None:
+    """They come from the instance's metadata service, which has newer ones by then."""
+    server.follow(Script(accepted_key="first", issued_key="first"))
+    settings = {key: value for key, value in server.storage_settings.items() if "key" not in key}
+    daemon = start(gyred, {**settings, "metadata_endpoint": server.url, "imdsv1_fallback": "true"})
+    with loader(daemon) as reading:
+        check_epoch(reading, {5: lambda: server.follow(Script(accepted_key="second", issued_key="second"))})
+    assert outcomes(daemon)["retried"] > 0
+    server.follow(Script(accepted_key="third", issued_key="second"))
+    with (
+        loader(daemon) as reading,
+        pytest.raises(NotAllowed, match=r"refused access to \d\.bin; check the daemon's credentials"),
+    ):
+        check_epoch(reading)
+    server.follow(Script(accepted_key="third", issued_key="third"))
+    with loader(daemon) as reading:
+        check_epoch(reading)
+
+
+@pytest.mark.parametrize("change", ["vanished", "replaced", "grown", "lies"])
+def test_an_object_that_is_no_longer_what_was_listed(daemon: Daemon, server: ObjectServerProcess, change: str) -> None:
+    changes: dict[str, Any] = {
+        "vanished": lambda: server.delete("/data/2.bin"),
+        "replaced": lambda: server.put("/data/2.bin", bytes(SHARD_SAMPLES * LENGTH * 4)),
+        "grown": lambda: server.put("/data/2.bin", bytes(SHARD_SAMPLES * LENGTH * 4 + 1)),
+        "lies": lambda: server.misbehave(Rule("other etag", match="/2.bin")),
+    }
+    error = ShardMissing if change == "vanished" else CorruptSample
+    sentence = r"2\.bin does not exist" if change == "vanished" else r"2\.bin has changed"
+    with loader(daemon) as reading, pytest.raises(error, match=sentence) as caught:
+        check_epoch(reading, {0: changes[change]})
+    assert caught.value.facts["shard"] == "2.bin"
+    assert outcomes(daemon)["error"] >= 1
+
+
+def test_an_endpoint_that_is_gone_is_an_error_that_says_what_was_tried_until_it_is_back(gyred: StartDaemon) -> None:
+    with object_server() as server:
+        for number, shard in enumerate(np.split(TOKENS, NUM_SHARDS)):
+            server.put(f"/data/{number}.bin", shard.tobytes())
+        about = {"format": "tokens", "dtype": "int32", "sequence_length": LENGTH, "cache": False}
+        table = {"uri": "s3://data/*.bin", **about, "storage": server.storage_settings}
+        daemon = gyred({"read_deadline_s": 1.5, "prefetch_batches": 2, "datasets": {"tokens": table}})
+        with loader(daemon) as reading:
+            check_epoch(reading)
+    with loader(daemon) as reading, pytest.raises(StorageUnavailable, match=r"storage at http\S+ did not answer") as caught:
+        check_epoch(reading)
+    assert "requests sent for it: " in str(caught.value)
+    assert "Connection refused" in str(caught.value)
