@@ -16,6 +16,7 @@ from gyre_daemon.cache import mirror as mirrors
 from gyre_daemon.cache.blocks import BlockMap
 from gyre_daemon.cache.disk import open_disk_cache
 from gyre_daemon.cache.mirror import BLOCKS_SUFFIX, JOURNAL_SUFFIX, Mirror
+from gyre_daemon.storage import Reads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,8 @@ def read(mirror: Mirror, blocks: Iterable[int]) -> dict[int, bytes | None]:
     wanted = np.array(list(blocks), np.int64)
     memory = [np.zeros(SIZES[block], np.uint8) for block in wanted.tolist()]
     targets = np.array([each.ctypes.data for each in memory], np.uint64)
-    damaged = mirror.copy(wanted, np.zeros(len(wanted), np.int64), BLOCKS.sizes()[wanted], targets)
+    nothing = np.zeros(len(wanted), np.int64)
+    damaged = mirror.copy(wanted, nothing, Reads(nothing, nothing, BLOCKS.sizes()[wanted], targets, nothing, tuple(memory)))
     return {block: None if block in damaged else each.tobytes() for block, each in zip(wanted.tolist(), memory, strict=True)}
 
 
@@ -84,7 +86,7 @@ def test_parts_of_blocks(tmp_path: Path, way: str) -> None:
     blocks, starts, sizes = np.array([3, 0, 3, 0]), np.array([11_999, 10, 0, 4999]), np.array([1, 300, 20, 1])
     memory = np.zeros(322, np.uint8)
     targets = (memory.ctypes.data + np.array([0, 1, 301, 321])).astype(np.uint64)
-    assert mirror.copy(blocks, starts, sizes, targets) == set()
+    assert mirror.copy(blocks, starts, Reads(blocks, starts, sizes, targets, blocks, (memory,))) == set()
     assert memory.tobytes() == b"".join(
         content(block)[start : start + size].tobytes() for block, start, size in zip(blocks, starts, sizes, strict=True)
     )
@@ -277,7 +279,7 @@ def test_what_nobody_opened_counts_and_goes_oldest_first(tmp_path: Path) -> None
     disk = open_disk_cache(tmp_path, 1 << 20)
     assert disk
     for number, identity in enumerate(("old", "new")):
-        mirror, _ = disk.open_mirror(identity, BLOCKS)
+        mirror = disk.open_mirror(identity, BLOCKS)
         mirror.write(3, content(3))
         mirror.write(0, content(0))
         os.utime(mirror._file, (1000 + number, 1000 + number))
@@ -288,18 +290,20 @@ def test_what_nobody_opened_counts_and_goes_oldest_first(tmp_path: Path) -> None
     disk = open_disk_cache(tmp_path, 1 << 20)
     assert disk
     assert list(disk.unopened.values()) == [20_480, 20_480]
-    assert disk.remove_oldest() == 20_480
-    mirror, num_bytes = disk.open_mirror("new", BLOCKS)
-    assert (num_bytes, disk.unopened) == (20_480, {})
+    assert disk.free_bytes == (1 << 20) - 2 * 20_480
+    disk.remove_oldest()
+    assert disk.free_bytes == (1 << 20) - 20_480
+    mirror = disk.open_mirror("new", BLOCKS)
+    assert (disk.free_bytes, disk.unopened) == (1 << 20, {})
     check(mirror, {0: 0, 3: 0})
-    assert disk.open_mirror("old", BLOCKS)[0].blocks().tolist() == []
+    assert disk.open_mirror("old", BLOCKS).blocks().tolist() == []
 
 
 def test_other_blocks_or_other_shards_have_another_mirror(tmp_path: Path) -> None:
     disk = open_disk_cache(tmp_path, 1 << 20)
     assert disk
-    mirror, _ = disk.open_mirror("set", BLOCKS)
+    mirror = disk.open_mirror("set", BLOCKS)
     mirror.write(0, content(0))
     moved = BlockMap(BLOCKS.shard, BLOCKS.start + 1, BLOCKS.stop + 1)
-    assert disk.open_mirror("set", moved)[0].blocks().tolist() == []
-    assert disk.open_mirror("set2", BLOCKS)[0].blocks().tolist() == []
+    assert disk.open_mirror("set", moved).blocks().tolist() == []
+    assert disk.open_mirror("set2", BLOCKS).blocks().tolist() == []

@@ -67,12 +67,13 @@ def test_datasets(tmp_path: Path) -> None:
         [datasets."odd name"]
         uri = "/data"
         format = "webdataset"
+        cache = false
         """,
     )
     datasets = load(path, {}, {}).config.datasets
     assert datasets == {
         "wiki": DatasetConfig("s3://bucket/wiki", "tokens", {"sequence_length": 128}, {"secret_access_key": "hunter2"}),
-        "odd name": DatasetConfig("/data", "webdataset", {}, {}),
+        "odd name": DatasetConfig("/data", "webdataset", {}, {}, cache=False),
     }
     assert "hunter2" not in repr(datasets), "nothing that prints a configuration prints credentials"
 
@@ -82,7 +83,7 @@ def test_datasets(tmp_path: Path) -> None:
     [
         ("lease = 3", r"unknown key `lease` in .*gyre\.toml; did you mean `lease_s`\?"),
         ("memory_buget = 3", r"did you mean `memory_budget`\?"),
-        ("zzz = 1", r"unknown key `zzz` in .*; known are .*datasets, drain_timeout_s, index_dir, job_weights, lease_s, listen"),
+        ("zzz = 1", r"unknown key `zzz` in .*; known are cache_dir, .*datasets, drain_timeout_s, .*listen"),
         ("[dataset.wiki]\nuri='x'", r"unknown key `dataset` in .*; did you mean `datasets`\?"),
         ("lease_s = 'soon'", r"lease_s in .*gyre\.toml must be of type float, but is 'soon'"),
         ("lease_s = true", r"lease_s in .* must be of type float, but is True"),
@@ -116,6 +117,13 @@ def test_datasets(tmp_path: Path) -> None:
         ("[datasets.wiki]\nuri = 'x'", r"datasets\.wiki\.format is missing or no text"),
         ("[datasets.wiki]\nuri = 'x'\nformat = 3", r"datasets\.wiki\.format is missing or no text"),
         ("[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\nstorage = 's3'", r"datasets\.wiki\.storage must be a table"),
+        (
+            "[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\ncache = 'yes'",
+            r"datasets\.wiki\.cache must be of type bool, but is 'yes'",
+        ),
+        ("cache_memory = -1", r"cache_memory in .* must be a number of bytes"),
+        ("cache_disk = 'all'", r"cache_disk in .* must be a number of bytes"),
+        ("cache_dir = '/x'\ncache_memory = 0", r"blocks reach the disk through memory; give it some"),
         ("lease_s = ", r"gyre\.toml is not valid TOML: Invalid value"),
         ("lease_s = 1\nlease_s = 2", r"gyre\.toml is not valid TOML"),
         ("a = " + "[" * 5000, r"gyre\.toml is not valid TOML"),

@@ -34,8 +34,13 @@ class DiskCache:
         """Let the next daemon have it."""
         os.close(self._lock)
 
-    def open_mirror(self, identity: str, blocks: BlockMap) -> tuple[Mirror, int]:
-        """The mirror of a dataset's blocks, and how many bytes of `unopened` it was.
+    @property
+    def free_bytes(self) -> int:
+        """What the mirrors that are opened may take together."""
+        return max(0, self.limit_bytes - sum(self.unopened.values()))
+
+    def open_mirror(self, identity: str, blocks: BlockMap) -> Mirror:
+        """The mirror of a dataset's blocks, which does not count as unopened any more.
 
         Args:
             identity: of the dataset's shards; changes when any of them does.
@@ -47,19 +52,19 @@ class DiskCache:
         key = f"{_LAYOUT_VERSION}\n{identity}\n".encode() + blocks.digest()
         name = hashlib.blake2b(key, digest_size=16).hexdigest()
         mirror = Mirror(self.folder / name, blocks.sizes(), blocks.offsets())
-        return mirror, self.unopened.pop(name, 0)
+        self.unopened.pop(name, None)
+        return mirror
 
-    def remove_oldest(self) -> int:
-        """Remove the mirror that nobody has opened for longest; gives its bytes.
+    def remove_oldest(self) -> None:
+        """Remove the mirror that nobody has opened for longest.
 
         Raises:
             OSError: it cannot be removed.
         """
         name = next(iter(self.unopened))
-        num_bytes = self.unopened.pop(name)
         for suffix in (JOURNAL_SUFFIX, BLOCKS_SUFFIX):
             self.folder.joinpath(name + suffix).unlink(missing_ok=True)
-        return num_bytes
+        self.unopened.pop(name, None)
 
 
 def open_disk_cache(folder: Path, limit_bytes: int) -> DiskCache | None:

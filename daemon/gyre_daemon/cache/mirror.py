@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.cache.blocks import Integers
+from gyre_daemon.storage import Reads
 from gyre_daemon.storage.gather import address_of, gather, is_allowed, memory_at
 
 BLOCKS_SUFFIX, JOURNAL_SUFFIX = ".blocks", ".journal"
@@ -112,14 +113,13 @@ class Mirror:
             for block in dropped:
                 self._record(block, _NO_DIGEST)
 
-    def copy(self, blocks: Integers, starts: Integers, sizes: Integers, targets: npt.NDArray[np.uint64]) -> set[int]:
+    def copy(self, blocks: Integers, starts: Integers, reads: Reads) -> set[int]:
         """Copy ranges of blocks that are there into memory.
 
         Args:
             blocks: int64 [n].
             starts: int64 [n], within the blocks.
-            sizes: int64 [n], in bytes.
-            targets: uint64 [n], addresses.
+            reads: how much, and to where.
 
         Returns:
             The blocks that are damaged; they are dropped, and nothing of their ranges counts as copied.
@@ -130,7 +130,7 @@ class Mirror:
             self._look()
             damaged |= {block for block in touched if block not in damaged and not self._is_sound(block)}
             sound = ~np.isin(blocks, list(damaged))
-            failed = self._copy(self._offsets[blocks[sound]] + starts[sound], sizes[sound], targets[sound])
+            failed = self._copy(self._offsets[blocks[sound]] + starts[sound], reads.size[sound], reads.target[sound])
             if failed is not None:
                 damaged.add(int(blocks[sound][failed]))
             elif self._look():

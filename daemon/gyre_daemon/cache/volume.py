@@ -36,7 +36,8 @@ class Volume:
         place: uint8 [M], where each is read from: the best place that has it; changed by `move`.
         num_there: how many are in memory or on disk.
         on_disk: bool [M], whether the mirror has it.
-        num_pins: int32 [M], who reads it now.
+        num_pins: int32 [M], who reads each now.
+        used_bytes: int64 [M], what was copied out of each since it was last looked at.
     """
 
     def __init__(self, storage: Storage, blocks: BlockMap, block_bytes: int, mirror: Mirror | None) -> None:
@@ -50,6 +51,7 @@ class Volume:
         self.num_there = 0
         self.on_disk = np.zeros(blocks.num_blocks, np.bool_)
         self.num_pins = np.zeros(blocks.num_blocks, np.int32)
+        self.used_bytes = np.zeros(blocks.num_blocks, np.int64)
         self._memory: dict[int, mmap.mmap] = {}
         self._addresses = np.zeros(blocks.num_blocks, np.uint64)
         self._jobs: list[WeakMethod[NextUse]] = []
