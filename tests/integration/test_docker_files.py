@@ -61,6 +61,7 @@ class Node:
             text.replace("/etc/gyre/", f"{self.root}/")
             .replace("/run/gyre/", f"{self.root}/run/")
             .replace("/data/", f"{self.root}/data/")
+            .replace("127.0.0.1:9847", "127.0.0.1:0")  # several such nodes are on this machine
         )
 
 
