@@ -111,6 +111,11 @@ class Checkpoints:
             shutil.rmtree(torn)
 
 
+def exists(folder: Path) -> bool:
+    """Whether a run's folder of checkpoints has a complete one."""
+    return (folder / _LATEST).exists()
+
+
 def latest(folder: Path) -> Path:
     """The newest complete checkpoint in a run's folder of checkpoints.
 
@@ -120,7 +125,9 @@ def latest(folder: Path) -> Path:
     try:
         return folder / (folder / _LATEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise CheckpointRejected(f"there is no checkpoint in {folder}; begin the run without --resume") from None
+        raise CheckpointRejected(
+            f"there is no checkpoint in {folder}; begin the run without --resume, or with --resume-if-any"
+        ) from None
 
 
 def read_manifest(path: Path, model_config: GPTConfig) -> dict[str, Any]:

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from gyre_client.errors import GyreError
 
-from gyre_trainer import checkpoint
+from gyre_trainer import checkpoint, plan
 from gyre_trainer.config import TrainConfig, load
 from gyre_trainer.errors import RingError, TrainError
 from gyre_trainer.last_words import Launcher
 from gyre_trainer.launch import Launch
+from gyre_trainer.memory import draw
+from gyre_trainer.trace import trace
 from gyre_trainer.train import train
 
 LATEST = "latest"
@@ -30,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if launcher:
         launcher.die_with()
     options = _parse(arguments)
-    if launcher or "RANK" in os.environ:
+    if launcher or ("RANK" in os.environ and options.be_rank):
         return _be_rank(options, launcher)
     try:
         config = load(options.config, options.set)
+        if not options.be_rank:
+            options.show(config, options)
+            return 0
         config.require_divisible(options.nproc)
-        _checkpoint(config, options.resume)
+        if options.prepare:
+            options.prepare(config, options)
     except TrainError as error:
         print(f"gyre-train: error: {error}", file=sys.stderr)
         return 2
@@ -44,11 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
-    """Train as one rank; after a failure the process ends at once, for a rank that lingers keeps the others waiting."""
+    """Do a rank's part; after a failure the process ends at once, for a rank that lingers keeps the others waiting."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        config = load(options.config, options.set)
-        train(config, _checkpoint(config, options.resume))
+        options.be_rank(load(options.config, options.set), options)
     except Exception as error:
         mendable = isinstance(error, TrainError | GyreError) and not isinstance(error, RingError)
         status, text = (2, str(error)) if mendable else (1, traceback.format_exc())
@@ -62,34 +67,98 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
     return 0
 
 
-def _checkpoint(config: TrainConfig, resume: str | None) -> Path | None:
-    """The checkpoint directory that `--resume` means."""
-    if resume is None:
-        return None
-    path = checkpoint.latest(Path(config.run.out) / "checkpoints") if resume == LATEST else Path(resume)
-    checkpoint.read_manifest(path, config.model)
+def _run(config: TrainConfig, options: argparse.Namespace) -> None:
+    train(config, _checkpoint(config, options), begins_again=options.resume_if_any)
+
+
+def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
+    trace(config, options.out, options.steps)
+
+
+def _plan(config: TrainConfig, options: argparse.Namespace) -> None:
+    print(plan.text(config, options.ranks))
+
+
+def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
+    taken = plan.accounts(config, options.ranks)
+    print(plan.peaks(taken))
+    draw(taken, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
+
+
+def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
+    """The checkpoint directory to go on from."""
+    folder = Path(config.run.out) / "checkpoints"
+    if options.resume_if_any:
+        path = checkpoint.latest(folder) if checkpoint.exists(folder) else None
+    elif options.resume == LATEST:
+        path = checkpoint.latest(folder)
+    else:
+        path = Path(options.resume) if options.resume else None
+    if path:
+        checkpoint.read_manifest(path, config.model)
     return path
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gyre-train", description="Train with Rotated Tensor Parallelism on a Gyre dataset.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="run a training configuration to its end")
-    run.add_argument("config", type=Path, metavar="CONFIG.toml")
-    run.add_argument(
-        "--nproc", type=_positive, default=1, help="ranks to start on this machine (default 1; not under torchrun)"
-    )
-    run.add_argument(
+    _add_run(commands.add_parser("run", help="run a training configuration to its end"))
+    _add_trace(commands.add_parser("trace", help="profile a few steps on random tokens; every rotation step is named"))
+    shows = commands.add_parser("plan", help="show what each module becomes, and what a step takes of a rank")
+    _add_shows(shows)
+    shows.set_defaults(show=_plan)
+    shows = commands.add_parser("memory", help="draw the live bytes of one step, beside FSDP2 and DDP")
+    _add_shows(shows)
+    shows.add_argument("--out", type=Path, default=Path("memory.png"), metavar="PNG", help="default memory.png")
+    shows.set_defaults(show=_memory)
+    return parser.parse_args(arguments)
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    _add_config(run)
+    _add_nproc(run)
+    resumes = run.add_mutually_exclusive_group()
+    resumes.add_argument(
         "--resume",
         nargs="?",
         const=LATEST,
         metavar="CHECKPOINT",
         help="go on from a checkpoint directory, or from the run's latest",
     )
-    run.add_argument(
+    resumes.add_argument(
+        "--resume-if-any",
+        action="store_true",
+        help="go on from the run's latest checkpoint; where there is none yet, begin: for a service that restarts",
+    )
+    run.set_defaults(be_rank=_run, prepare=_checkpoint)
+
+
+def _add_trace(traces: argparse.ArgumentParser) -> None:
+    _add_config(traces)
+    _add_nproc(traces)
+    traces.add_argument("--out", type=Path, default=Path("trace"), metavar="FOLDER", help="for rank-*.json (default trace)")
+    traces.add_argument("--steps", type=_positive, default=3, help="to record (default 3)")
+    traces.set_defaults(be_rank=_trace, prepare=None)
+
+
+def _add_shows(shows: argparse.ArgumentParser) -> None:
+    """Commands that need no ranks: fake tensors on a fake group tell."""
+    _add_config(shows)
+    shows.add_argument("--ranks", type=_positive, default=4, help="of the job, whatever this machine has (default 4)")
+    shows.set_defaults(be_rank=None)
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", type=Path, metavar="CONFIG.toml")
+    command.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value of the configuration"
     )
-    return parser.parse_args(arguments)
+
+
+def _add_nproc(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--nproc", type=_positive, default=1, help="ranks to start on this machine (default 1; not under torchrun)"
+    )
 
 
 def _positive(text: str) -> int:

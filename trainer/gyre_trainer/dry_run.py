@@ -30,18 +30,19 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Account:
         RotationError: the model cannot.
     """
     config.require_divisible(num_ranks)
-    device = torch.device("cpu")
-    with _alone_of(num_ranks) as mesh, FakeTensorMode(), _Pretending():  # type: ignore[no-untyped-call]
+    with on_fake_ranks(num_ranks) as mesh:
         rows = torch.zeros(config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64)
-        return account(spread(config, strategy, mesh, device), config, Examples(rows, rows, None))
+        return account(spread(config, strategy, mesh, rows.device), config, Examples(rows, rows, None))
 
 
 @contextmanager
-def _alone_of(num_ranks: int) -> Iterator[DeviceMesh]:
-    """A ring of which this process is rank 0 and believes that it talks to the others."""
+def on_fake_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
+    """A ring of which this process is rank 0 and believes that it talks to the others; tensors made inside are fake."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        yield make_mesh("cpu")
+        mesh = make_mesh("cpu")
+        with FakeTensorMode(), _Pretending():  # type: ignore[no-untyped-call]
+            yield mesh
     finally:
         dist.destroy_process_group()
 

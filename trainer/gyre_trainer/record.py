@@ -39,20 +39,21 @@ class Facts:
 class Recorder:
     """The run directory's files, but for its checkpoints."""
 
-    def __init__(self, config: TrainConfig, facts: Facts, first_step: int) -> None:
+    def __init__(self, config: TrainConfig, facts: Facts, first_step: int, *, begins_again: bool = False) -> None:
         """Begin, or take up, the record of a run at `first_step`.
 
         Raises:
-            ConfigError: the run begins at step 0 where another run already is.
+            ConfigError: the run begins at step 0 where another run already is, and does not begin again.
         """
         self._config = config
         self._facts = facts
         self._out = Path(config.run.out)
         self._out.mkdir(parents=True, exist_ok=True)
-        if first_step == 0 and self._history_path.exists() and self._history_path.stat().st_size:
+        is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
+        if first_step == 0 and is_begun and not begins_again:
             raise ConfigError(f"{self._out} already holds a run; go on with --resume, or choose another `run.out`")
         self._history = History(self._history_path)
-        if first_step:
+        if first_step or is_begun:
             self._history.resume_at(first_step)
         self._watch = ShuffleWatch(facts.num_samples)
         self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=first_step + 1)

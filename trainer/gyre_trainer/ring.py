@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import RingError
+from gyre_trainer.spans import span
 
 
 class Direction(IntEnum):
@@ -70,7 +71,8 @@ class Hop:
         """
         for work, what in self._works:
             try:
-                work.wait()
+                with span(what):
+                    work.wait()
             except RuntimeError as error:
                 raise RingError(f"{what} failed: {error}") from error
         self._works = ()

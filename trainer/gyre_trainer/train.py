@@ -16,19 +16,21 @@ from gyre_trainer.config import TrainConfig
 from gyre_trainer.errors import Diverged
 from gyre_trainer.flyweight import materialize
 from gyre_trainer.ledger import Ledger, Times
-from gyre_trainer.model import GPT, rotate_gpt
+from gyre_trainer.model import GPT
 from gyre_trainer.place import Place, join, peak_memory_bytes
 from gyre_trainer.record import Facts, Recorder
-from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.sharing import sharing_a_daemon
+from gyre_trainer.spread import rotated
 from gyre_trainer.step import Stepper
 
 
-def train(config: TrainConfig, resume: Path | None) -> None:
+def train(config: TrainConfig, resume: Path | None, *, begins_again: bool = False) -> None:
     """Take the configured run to its last step, as one of the ranks that the environment names.
 
     Args:
         config: of the run.
         resume: a checkpoint directory to go on from; None begins at step 0.
+        begins_again: a run that ended before its first checkpoint may begin once more in its directory.
 
     Raises:
         TrainError: the run cannot be as it is configured.
@@ -36,9 +38,9 @@ def train(config: TrainConfig, resume: Path | None) -> None:
     """
     with join(config.run) as place:
         config.require_divisible(place.world_size)
-        with open_loader(config, place, config.data.dataset, config.data.seed) as loader:
-            training = Training(config, place, loader)
-            training.begin(resume)
+        with sharing_a_daemon(config) as here, open_loader(here, place, config.data.dataset, config.data.seed) as loader:
+            training = Training(here, place, loader)
+            training.begin(resume, begins_again=begins_again)
             while training.step < config.run.steps:
                 training.take()
             training.finish()
@@ -63,14 +65,14 @@ class Training:
         self._recorder: Recorder | None = None
         self._began_s = 0.0  # the step under way
 
-    def begin(self, resume: Path | None) -> None:
+    def begin(self, resume: Path | None, *, begins_again: bool) -> None:
         """Take the state of a checkpoint, if there is one to go on from."""
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
         if self._place.rank == 0:
             num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
             facts = Facts(self._loader.num_samples, self._loader.steps_per_epoch, self._place.world_size, num_parameters)
-            self._recorder = Recorder(self._config, facts, self.step)
+            self._recorder = Recorder(self._config, facts, self.step, begins_again=begins_again)
         self._began_s = time.monotonic()
 
     def take(self) -> None:
@@ -164,14 +166,7 @@ def job_name(out: str, dataset: str, seed: int) -> str:
 
 
 def build_model(config: TrainConfig, place: Place) -> GPT:
-    """The model, rotated over the mesh before it exists, so that this rank never holds more than its own shards of it."""
-    with torch.device("meta"):
-        model = GPT(config.model)
-    dtypes = config.precision
-    policy = RotationPolicy(
-        compute_dtype=getattr(torch, dtypes.compute_dtype),
-        grad_dtype=getattr(torch, dtypes.grad_dtype),
-    )
-    rotate_gpt(model, place.mesh, policy)
+    """The rotated model with its initial weights."""
+    model = rotated(config, place.mesh)
     materialize(model, seed=config.run.seed, device=place.device)
     return model

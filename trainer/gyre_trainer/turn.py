@@ -21,6 +21,7 @@ from gyre_trainer.relay import Relay
 from gyre_trainer.ring import Direction
 from gyre_trainer.rotation import Departure, Rotation, prefetch_of
 from gyre_trainer.saved import SavedSlice
+from gyre_trainer.spans import slice_span
 
 _Grads = Sequence[Tensor | None]
 
@@ -109,8 +110,10 @@ class Turn:
         """The slices' outputs, joined."""
         self._call.take_in(tensors)
         with Departure(self._rotation, Direction.CLOCKWISE) as departure:
-            for index, flat in chain([(self._ring.rank, departure.own)], departure.visitors):
-                self._join(index, self._run(index, flat))
+            visits = chain([(self._ring.rank, departure.own)], departure.visitors)
+            for hop, (index, flat) in enumerate(visits):
+                with slice_span(self._rotation.module, "forward", index, hop):
+                    self._join(index, self._run(index, flat))
         return tuple(join.result() for join in self._joins)
 
     def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
@@ -123,8 +126,9 @@ class Turn:
         home, call = self._rotation.home, self._call
         layout = self._layout.only(call.trainable)
         relay = Relay(self._ring, layout, self._rotation.policy.grad_dtype or home.flat.dtype, home.flat.device)
-        for index, flat in self._visits():
-            grads = self._differentiate(index, flat, grad_outputs)
+        for step, (index, flat) in enumerate(self._visits(), 1):
+            with slice_span(self._rotation.module, "backward", index, step % self._ring.size):
+                grads = self._differentiate(index, flat, grad_outputs)
             if layout.cuts:
                 self._add(index, grads, relay)
         own = iter(layout.views(relay.finish().to(home.flat.dtype), self._ring.rank)) if layout.cuts else iter(())

@@ -1,0 +1,113 @@
+"""Without an address, a job's ranks share one private daemon; a service may start the same command line again and again."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from gyre_trainer.history import committed, resumes
+
+DEADLINE_S = 100.0
+CONFIG = """
+[run]
+out = "{out}"
+steps = 6
+log_every = 1
+device = "cpu"
+threads = 1
+[data]
+dataset = "{tokens}"
+format = "tokens"
+options = {{ sequence_length = 9 }}
+batch_size = 4
+sequence_length = 8
+[model]
+vocab_size = 64
+num_layers = 1
+dim = 16
+num_heads = 2
+num_kv_heads = 2
+hidden_dim = 32
+[eval]
+dataset = "{tokens}"
+every = 3
+"""
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    (np.arange(4000) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    (tmp_path / "train.toml").write_text(CONFIG.format(out=tmp_path / "run", tokens=tmp_path / "tokens.bin"))
+    environment = {name: value for name, value in os.environ.items() if name != "GYRE_ADDRESS"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(*flags: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "gyre_trainer", "run", str(tmp_path / "train.toml"), "--nproc", "2", *flags]
+        started.append(subprocess.Popen(command, env=environment))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def daemons(launcher: int) -> list[psutil.Process]:
+    """Among the descendants of a process."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "gyre_daemon" in child.cmdline():
+                    found.append(child)
+    return found
+
+
+def seen_while(process: "subprocess.Popen[bytes]") -> set[int]:
+    """Pids of all daemons that lived below a process until it ended."""
+    pids: set[int] = set()
+    deadline = time.monotonic() + DEADLINE_S
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        pids |= {daemon.pid for daemon in daemons(process.pid)}
+        time.sleep(0.05)
+    return pids
+
+
+@pytest.mark.timeout(240)  # two launches
+def test_a_service_may_begin_again_what_ended_before_its_first_checkpoint(start: Start, tmp_path: Path) -> None:
+    interrupted = start("--resume-if-any", "--set", "checkpoint.every=0")  # as if it had ended before its first checkpoint
+    assert len(seen_while(interrupted)) == 1
+    assert interrupted.returncode == 0
+    assert start("--resume-if-any").wait(DEADLINE_S) == 0
+    assert [record.step for record in committed(tmp_path / "run" / "history.jsonl")] == list(range(6))
+    assert resumes(tmp_path / "run" / "history.jsonl") == [0]
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 6
+    assert not list(tmp_path.glob("gyre-*"))
+
+
+def test_the_shared_daemon_is_gone_after_the_launcher_was_killed(start: Start, tmp_path: Path) -> None:
+    launcher = start("--set", "run.steps=1000000", "--set", "eval.every=0")
+    history = tmp_path / "run" / "history.jsonl"
+    deadline = time.monotonic() + DEADLINE_S
+    while not history.exists() or not history.stat().st_size:
+        assert launcher.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (daemon,) = daemons(launcher.pid)
+    assert list(tmp_path.glob("gyre-*"))
+    launcher.kill()
+    daemon.wait(DEADLINE_S)
+    while list(tmp_path.glob("gyre-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
