@@ -80,6 +80,17 @@ class BlockOrder:
         group, element = self._slide(section, element, sign=1)
         return self._sections.join(self._unlace(group), self._unshuffle_runs(group, element))
 
+    def span(self, blocks: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The places `[first, end)` of the epoch outside which no sample of each block comes."""
+        first, last = (self._sections.split(ends)[0] for ends in self._belt.ends(blocks))
+        reach, count = self._window // 2, self._sections.count
+        first_turn, last_turn = np.maximum(first - reach, 0), np.minimum(last + reach, count - 1)
+        if self._lace > _NUM_LACED:  # else groups come in their order
+            first_turn -= first_turn % self._lace
+            last_turn = np.minimum(last_turn - last_turn % self._lace + self._lace, count) - 1
+        behind = self._sections.join(last_turn, self._sections.sizes(last_turn))
+        return self._sections.join(first_turn, np.zeros_like(first_turn)), behind
+
     def _interlace(self, turn: Int64Array) -> Int64Array:
         """Which group comes when: within laces, every fourth one, then those behind them, and so on."""
         place = turn % self._lace
@@ -184,6 +195,11 @@ class _Belt:
         elements = np.where(behind < 0, places - self._begins[last], behind % size)
         ids: Int64Array = self._table.first_sample(self._turn(turns)) + elements
         return ids
+
+    def ends(self, blocks: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The first and the last place of each block."""
+        first = self.inverse(self._table.first_sample(blocks))
+        return first, first + self._table.sizes(blocks) - 1
 
     def inverse(self, sample_ids: Int64Array) -> Int64Array:
         """Places at which sample ids lie."""

@@ -4,10 +4,13 @@ A table is a list of *runs*. All blocks of a run have the same number of samples
 shard of samples of one size is one run, however many blocks it has; where samples differ in size, each block is a run.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+_MAX_TABLES = 8
 
 _Integers = npt.NDArray[np.int64]
 
@@ -57,6 +60,23 @@ class BlockTable:
         last = self.first_block[1:] - 1
         irregular: _Integers = last[self.sizes(last) != self.regular_size]
         return irregular
+
+
+class BlockTables:
+    """The tables of a dataset by the size of their blocks; the last few are kept, and each is one object."""
+
+    def __init__(self, make: Callable[[int], BlockTable]) -> None:
+        self._make = make
+        self._kept: dict[int, BlockTable] = {}
+
+    def of(self, io_block_bytes: int) -> BlockTable:
+        """The table whose blocks are about so long."""
+        table = self._kept.get(io_block_bytes)
+        if table is None:
+            if len(self._kept) >= _MAX_TABLES:
+                del self._kept[next(iter(self._kept))]
+            table = self._kept[io_block_bytes] = self._make(io_block_bytes)
+        return table
 
 
 def blocks_of_equal_samples(num_samples: _Integers, stride_bytes: int, io_block_bytes: int) -> BlockTable:

@@ -10,14 +10,16 @@ A job that joins a running one begins at a position `(E, q0)` of that one, and e
 epoch e is the running job's epoch E + e from place q0 to the end and then from the beginning to q0.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.block_order import BlockOrder
 from gyre_daemon.blocks import BlockTable
+from gyre_daemon.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.formats import SampleIndex
 from gyre_daemon.permutation import MAX_SAMPLES, Int64Array, Permutation, epoch_key
@@ -29,7 +31,6 @@ NEVER = (1 << 63) - 1  # a position that no job reaches
 MAX_START_POSITION = 1 << 62
 
 _MAX_EPOCHS_PER_BATCH = 4096  # each takes some 10 us, while all other sessions wait
-_MAX_EPOCH_ORDERS = 3  # a batch touches the epoch that ends and the one that begins; a next use may lie in the one after
 _MAX_EPOCHS_AHEAD = 8  # in which a next use is looked for
 
 
@@ -74,11 +75,7 @@ class BatchPlan:
     mask: npt.NDArray[np.bool_] | None
 
 
-class _EpochOrder(Protocol):
-    """A bijection from the places of one epoch to sample ids."""
-
-    def __call__(self, places: Int64Array) -> Int64Array: ...
-    def inverse(self, sample_ids: Int64Array) -> Int64Array: ...
+_Span = tuple[Int64Array, Int64Array]  # first place of each, and the one behind its last
 
 
 class Plan:
@@ -115,7 +112,7 @@ class Plan:
             )
         self._blocks = blocks
         self._start_epoch, self._start_place = divmod(order.start_position, self.epoch_length)
-        self._epoch_orders: dict[int, _EpochOrder] = {}
+        self._epochs = EpochOrders(lambda epoch: self._make_epoch_order(self._start_epoch + epoch))
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
         """What a rank reads in a step; `world_size` divides G and `rank` is below it."""
@@ -137,7 +134,7 @@ class Plan:
         sample_ids = np.empty(len(places), np.int64)
         for epoch in range(int(epochs[-1]) + 1):
             of_epoch = slice(*np.searchsorted(epochs, (epoch, epoch + 1)).tolist())
-            sample_ids[of_epoch] = self._epoch_order(first_epoch + epoch)(places[of_epoch])
+            sample_ids[of_epoch] = self._epochs.of(first_epoch + epoch)(places[of_epoch])
         return [
             BatchPlan(
                 first_step + index,
@@ -154,7 +151,7 @@ class Plan:
 
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """The samples at places of the first epoch, in `[0, N)`, of the running order: without ranks, tails or a start."""
-        return self._epoch_order(0)(places)
+        return self._epochs.of(0)(places)
 
     def running_position(self, step: int) -> int:
         """Where a step begins, as a position of a job that started at 0: whoever joins there reads the same samples."""
@@ -163,57 +160,73 @@ class Plan:
 
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
         """The first position at or after `position` at which each sample is read; NEVER if that is not within some epochs."""
-        found = np.full(len(sample_ids), NEVER)
+
+        def span(epoch: int, which: Int64Array) -> _Span:
+            places = self._epochs.of(epoch).inverse(sample_ids[which])
+            return places, places + 1
+
+        return self._next_in_span(len(sample_ids), position, span)
+
+    def next_use_of_blocks(self, table: BlockTable, blocks: Int64Array, position: int) -> Int64Array:
+        """The first position at or after `position` at which any sample of each block is read; see `next_use`.
+
+        In the order `block`, of its own blocks, it may be too early, by some runs of the window at most: it is found without a
+        look at every sample.
+        """
+        if not len(blocks):
+            return np.empty(0, np.int64)
+        if table is self._blocks:
+            in_window = self._next_in_span(
+                len(blocks), position, lambda epoch, which: self._epochs.blocks_of(epoch).span(blocks[which])
+            )
+            return np.where(in_window == position, self._next_draw(table, blocks, position), in_window)
+        sizes = table.sizes(blocks)
+        begins = np.cumsum(sizes) - sizes
+        ids = np.arange(sizes.sum()) + np.repeat(table.first_sample(blocks) - begins, sizes)
+        return np.minimum.reduceat(self.next_use(ids, position), begins)
+
+    def _next_draw(self, table: BlockTable, blocks: Int64Array, position: int) -> Int64Array:
+        """The next use of blocks in the window, from each of which one sample of a run comes; two runs are looked at."""
+        size, num_ahead = self.order.global_batch_size, min(2 * self.order.window_blocks, self.num_samples)
+        first_step, skipped = divmod(position, size)
+        batches = self.batches(first_step, -(-(skipped + num_ahead) // size), 0, 1)
+        drawn = table.block_of(np.concatenate([batch.sample_ids for batch in batches])[skipped:])
+        found, ahead = np.unique(drawn, return_index=True)
+        at = np.minimum(np.searchsorted(found, blocks), len(found) - 1)
+        return position + np.where(found[at] == blocks, ahead[at], len(drawn))
+
+    def _next_in_span(self, count: int, position: int, span: Callable[[int, Int64Array], _Span]) -> Int64Array:
+        """The first position at or after `position` that lies in the span of places that each of `count` things has."""
+        found = np.full(count, NEVER)
         first_epoch = position // self.epoch_length
         for epoch in range(first_epoch, first_epoch + _MAX_EPOCHS_AHEAD):
             left = np.flatnonzero(found == NEVER)
             if not left.size:
                 break
-            found[left] = self._use_in_epoch(sample_ids[left], epoch, position - epoch * self.epoch_length)
+            places = span(epoch, left)
+            found[left] = self._first_in_epoch(places, epoch, position - epoch * self.epoch_length)
         return found
 
-    def next_use_of_blocks(self, table: BlockTable, blocks: Int64Array, position: int) -> Int64Array:
-        """The first position at or after `position` at which any sample of each block is read; see `next_use`."""
-        sizes = table.sizes(blocks)
-        begins = np.cumsum(sizes) - sizes
-        ids = np.arange(sizes.sum()) + np.repeat(table.first_sample(blocks) - begins, sizes)
-        return np.minimum.reduceat(self.next_use(ids, position), begins) if len(blocks) else np.empty(0, np.int64)
+    def _first_in_epoch(self, span: _Span, epoch: int, after: int) -> Int64Array:
+        """The first position in an epoch, at least `after` places from its beginning, in each span of the running order's."""
+        first = np.full(len(span[0]), NEVER)
+        length, start = self.epoch_length, self._start_place
+        for padding in range(0, length, self.num_samples):  # padding reads samples again
+            for begin, end, moved in ((start, length, -start), (0, start, length - start)):
+                low = np.maximum(np.maximum(span[0] + padding, begin) + moved, after)
+                high = np.minimum(span[1] + padding, end) + moved
+                usable = low < high
+                first[usable] = np.minimum(first[usable], epoch * length + low[usable])
+        return first
 
-    def _use_in_epoch(self, sample_ids: Int64Array, epoch: int, after: int) -> Int64Array:
-        """The first position in an epoch, at least `after` places from its beginning, of each sample."""
-        first = self._epoch_order(epoch).inverse(sample_ids)
-        best = np.full(len(sample_ids), NEVER)
-        for repeated in range(-(-self.epoch_length // self.num_samples)):  # padding reads samples again
-            places = first + repeated * self.num_samples
-            own = (places - self._start_place) % self.epoch_length
-            usable = (places < self.epoch_length) & (own >= after)
-            best[usable] = np.minimum(best[usable], epoch * self.epoch_length + own[usable])
-        return best
-
-    def _epoch_order(self, epoch: int) -> _EpochOrder:
-        """Of an epoch of this job."""
-        if epoch not in self._epoch_orders:
-            if len(self._epoch_orders) >= _MAX_EPOCH_ORDERS:
-                del self._epoch_orders[min(self._epoch_orders)]
-            self._epoch_orders[epoch] = self._make_epoch_order(self._start_epoch + epoch)
-        return self._epoch_orders[epoch]
-
-    def _make_epoch_order(self, epoch: int) -> _EpochOrder:
+    def _make_epoch_order(self, epoch: int) -> EpochOrder:
         order = self.order
         if order.mode == "sequential":
-            return _Sequential()
+            return Sequential()
         if order.mode == "full":
             return Permutation(epoch_key(order.seed, epoch), self.num_samples)
         assert self._blocks is not None
         return BlockOrder(order.seed, epoch, self._blocks, order.window_blocks)
-
-
-class _Sequential:
-    def __call__(self, places: Int64Array) -> Int64Array:
-        return places
-
-    def inverse(self, sample_ids: Int64Array) -> Int64Array:
-        return sample_ids
 
 
 def plan_of(order: Order, index: SampleIndex) -> Plan:

@@ -107,6 +107,7 @@ class FormatContract:
         table = index.blocks(io_block_bytes)
         everyone, every_block = np.arange(len(samples)), np.arange(table.num_blocks)
         assert table.num_samples == len(samples)
+        assert index.blocks(io_block_bytes) is table, "a plan and a cache mean the same blocks"
         extents, ranges = index.locate(everyone), block_ranges(index, table, every_block)
         block = table.block_of(everyone)
         assert np.array_equal(extents.shard, ranges.shard[block])

@@ -105,11 +105,34 @@ def test_next_uses_are_those_of_the_stream(order: Order, counts: list[int], posi
             assert use == position + ahead.index(sample)
         else:
             assert use >= position + plan.epoch_length, "dropped this epoch: not before the next but one"
-    if order.mode == "block":
-        table = table_of(order, counts)
-        blocks = table.block_of(everyone)
-        by_block = [uses[blocks == block].min() for block in range(table.num_blocks)]
-        assert plan.next_use_of_blocks(table, np.arange(table.num_blocks), position).tolist() == by_block
+    table = table_of(order, counts)
+    blocks = table.block_of(everyone)
+    by_block = [uses[blocks == block].min() for block in range(table.num_blocks)]
+    assert plan.next_use_of_blocks(table, np.arange(table.num_blocks), position).tolist() == by_block, "of any table"
+
+
+@given(orders, shards, st.integers(0, 200))
+def test_the_window_has_a_block_when_it_is_used(order: Order, counts: list[int], position: int) -> None:
+    order = replace(order, mode="block")
+    table = table_of(order, counts)
+    plan, every = Plan(order, table.num_samples, table), np.arange(table.num_blocks)
+    exact = plan.next_use_of_blocks(table_of(order, counts), every, position)
+    fast = plan.next_use_of_blocks(table, every, position)
+    assert (fast >= position).all()
+    assert (fast <= exact).all()
+
+
+def test_the_window_has_a_block_not_long_before_and_after() -> None:
+    """32,000 samples in 500 blocks, seen from the middle: blocks that are done are not wanted before the next epoch."""
+    table = blocks_of_equal_samples(np.array([32_000]), 1, 64)
+    plan, every = Plan(Order("block", "wrap", 1, 16, 64, 32), 32_000, table), np.arange(500)
+    exact = plan.next_use_of_blocks(blocks_of_equal_samples(np.array([32_000]), 1, 64), every, 16_000)
+    fast = plan.next_use_of_blocks(table, every, 16_000)
+    in_window = exact < 16_000 + 64
+    assert (fast[in_window] == exact[in_window]).all()
+    assert in_window.sum() == 31
+    assert (exact - fast).max() <= 2 * 64
+    assert (fast >= 32_000).sum() == pytest.approx(250, abs=20)
 
 
 def test_what_is_dropped_for_ever_is_never_used() -> None:

@@ -110,7 +110,7 @@ def test_a_plan_answers_in_any_order() -> None:
     forward = [plan.batch(step).sample_ids.tolist() for step in range(40)]
     for step in (39, 0, 20, 1, 39, 38, 5):
         assert plan.batch(step).sample_ids.tolist() == forward[step]
-    assert len(plan._epoch_orders) <= 3, "memory does not grow with the epochs"
+    assert len(plan._epochs) <= 3, "memory does not grow with the epochs"
 
 
 @given(tails, sizes, sizes, st.integers(0, 2**40), st.integers(1, 12), st.data())

@@ -70,7 +70,7 @@ class SampleIndex(Protocol):
         """An upper bound of the bytes that the ragged fields of samples at `num_samples` successive positions have together."""
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
-        """Runs of successive samples of one shard, about `io_block_bytes` long; nothing of a sample is outside its block."""
+        """Runs of successive samples of one shard, about `io_block_bytes` long; the last few tables are kept."""
 
     def digest(self) -> bytes:
         """Changes whenever a sample id would mean other bytes of the same shards."""

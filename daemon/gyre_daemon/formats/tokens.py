@@ -7,7 +7,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.blocks import BlockTable, blocks_of_equal_samples
+from gyre_daemon.blocks import BlockTable, BlockTables, blocks_of_equal_samples
 from gyre_daemon.cache import Arrays
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.formats.base import Extents, FieldSpec
@@ -75,6 +75,7 @@ class TokensIndex:
         counts = np.maximum((sizes - self._sample_bytes) // self._stride_bytes + 1, 0)
         self._first = np.concatenate(([0], np.cumsum(counts)))
         self.num_samples = int(self._first[-1])
+        self._blocks = BlockTables(lambda io_block_bytes: blocks_of_equal_samples(counts, self._stride_bytes, io_block_bytes))
         self.fields = (FieldSpec("tokens", dtype, (options.sequence_length,), ragged=False, codec="bytes"),)
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
@@ -89,7 +90,7 @@ class TokensIndex:
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: arithmetic, a few bytes per shard."""
-        return blocks_of_equal_samples(np.diff(self._first), self._stride_bytes, io_block_bytes)
+        return self._blocks.of(io_block_bytes)
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.blocks import BlockTable, blocks_of_unequal_samples
+from gyre_daemon.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
 from gyre_daemon.cache import Arrays
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.formats.base import MASK, OFFSETS_SUFFIX, SAMPLE_ID, Codec, Extents, FieldSpec
@@ -32,7 +32,6 @@ _CODECS: dict[str, Codec] = {
     "npy": "npy",
 }  # fmt: skip
 _NPY_HEADER_BYTES = 12 + 10_000
-_MAX_BLOCK_TABLES = 4
 _UNSERVABLE = f"a batch has {SAMPLE_ID}, {MASK} and offsets of its own; name the other `fields` to serve"
 
 
@@ -154,7 +153,7 @@ class WebdatasetIndex:
         self._digest = hashlib.blake2b(json.dumps([names, metas]).encode(), digest_size=16)
         self._digest.update(self._start.tobytes())
         self._digest.update(self._size.tobytes())
-        self._blocks: dict[int, BlockTable] = {}
+        self._blocks = BlockTables(self._make_blocks)
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
         """See `SampleIndex.locate`."""
@@ -170,14 +169,13 @@ class WebdatasetIndex:
         return num_epochs * int(largest.sum())
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
-        """See `SampleIndex.blocks`; 8 bytes per block, made at the first call and kept for the last few sizes."""
-        if io_block_bytes not in self._blocks:
-            if len(self._blocks) >= _MAX_BLOCK_TABLES:
-                self._blocks.clear()
-            shard = np.repeat(np.arange(len(self._first) - 1), np.diff(self._first))
-            start, stop = self._start.min(axis=1), (self._start + self._size).max(axis=1)
-            self._blocks[io_block_bytes] = blocks_of_unequal_samples(shard, start, stop, io_block_bytes)
-        return self._blocks[io_block_bytes]
+        """See `SampleIndex.blocks`; 16 bytes per block, made by a look at every sample."""
+        return self._blocks.of(io_block_bytes)
+
+    def _make_blocks(self, io_block_bytes: int) -> BlockTable:
+        shard = np.repeat(np.arange(len(self._first) - 1), np.diff(self._first))
+        start, stop = self._start.min(axis=1), (self._start + self._size).max(axis=1)
+        return blocks_of_unequal_samples(shard, start, stop, io_block_bytes)
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
