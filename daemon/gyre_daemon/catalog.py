@@ -85,6 +85,13 @@ class Catalog:
         """The object storages that datasets were opened from."""
         return self._opener.endpoints.values()
 
+    def replace(self, datasets: Mapping[str, DatasetConfig]) -> None:
+        """From now on these are served; whoever reads one that is gone, or another now, goes on with what it has."""
+        for name, config in self.datasets.items():
+            if datasets.get(name) != config:
+                self._open.pop(name, None)
+        self.datasets = datasets
+
     def is_open(self, name: str) -> bool:
         """Whether the dataset's index is in memory."""
         return name in self._open
@@ -126,7 +133,7 @@ class Catalog:
                 opening = await self._list(name, config)
                 async for _ in self._index(opening, must_save=False):
                     pass
-                self._open[name] = await self._finish(opening)
+                return self._keep(name, config, await self._finish(opening))
             return self._open[name]
 
     async def index(self, name: str, config: DatasetConfig) -> AsyncIterator[IndexProgress]:
@@ -139,12 +146,18 @@ class Catalog:
             opening = await self._list(name, config)
             async for progress in self._index(opening, must_save=True):
                 yield progress
-            self._open[name] = await self._finish(opening)
+            self._keep(name, config, await self._finish(opening))
 
     def close(self) -> None:
         """Forget all datasets; sessions that still read keep theirs."""
         self._open.clear()
         self._scanners.shutdown(wait=False, cancel_futures=True)
+
+    def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
+        """A dataset that was replaced while it was being opened is only for those who asked for it before."""
+        if self.datasets.get(name, config) == config:
+            self._open[name] = dataset
+        return dataset
 
     async def _list(self, name: str, config: DatasetConfig) -> _Opening:
         dataset_format = make_format(name, config)

@@ -86,8 +86,15 @@ def _serve(parsed: argparse.Namespace) -> int:
         check_memory_budget(config.memory_budget, memory_limit_bytes())
     privacy = Privacy(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
     start_log(config.log_level)
-    uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy))
+    reread = (lambda: _reread(parsed)) if parsed.config else None
+    uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy, reread))
     return 0
+
+
+def _reread(parsed: argparse.Namespace) -> DaemonConfig:
+    config = _load(parsed).config
+    _check(config)
+    return config
 
 
 def _check_config(parsed: argparse.Namespace) -> int:

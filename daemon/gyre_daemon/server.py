@@ -30,6 +30,7 @@ from gyre_daemon.limits import raise_descriptor_limit
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
+from gyre_daemon.reload import Reread, reload_datasets
 from gyre_daemon.scrape import ScrapeServer
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
 from gyre_daemon.session import SessionEnvironment
@@ -59,8 +60,14 @@ class Privacy:
     remove_dir: Path | None
 
 
-async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy | None) -> None:
+async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy | None, reread: Reread | None) -> None:
     """Serve until SIGTERM, SIGINT or the end of the owner, then drain.
+
+    Args:
+        config: checked.
+        fallback_index_dir: for indexes that can be stored nowhere else.
+        privacy: of a daemon that belongs to one process; None for a node's.
+        reread: gives the configuration anew, checked, on SIGHUP; None where there is no file to read.
 
     Raises:
         ConfigError: an address cannot be used or is taken.
@@ -77,6 +84,8 @@ async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy
     try:
         sides += [SideChannel(address.path) for address in addresses if isinstance(address, UnixAddress)]
         daemon = _Daemon(config, fallback_index_dir, executor, sides, allow_ad_hoc=privacy is not None)
+        if reread:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, daemon.reload, reread)
         await daemon.run(addresses, claims, stopping)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
@@ -117,6 +126,9 @@ class _Daemon:
         register(LoaderService(self._catalog, self._sessions, sides, config.prefetch_batches), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    def reload(self, reread: Reread) -> None:
+        self._config = reload_datasets(self._config, reread, self._catalog)
 
     async def run(
         self, addresses: Sequence[UnixAddress | TcpAddress], claims: Sequence[SocketClaim], stopping: asyncio.Event

@@ -1,0 +1,117 @@
+"""SIGHUP on a real daemon: datasets come, go and change under running jobs, and a bad file harms nothing."""
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_client.errors import UnknownDataset
+
+from tests.conftest import Daemon, StartDaemon, to_toml
+
+DEADLINE_S = 30.0
+
+
+def tokens(folder: Path, first: int) -> dict[str, Any]:
+    """A dataset of 100 samples of ten tokens, each its own number from `first` on."""
+    path = folder / f"from-{first}.bin"
+    if not path.exists():
+        np.arange(first, first + 1000, dtype=np.uint16).tofile(path)
+    return {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+
+
+def rewrite(daemon: Daemon, text: str) -> Mapping[str, Any]:
+    """Write a new configuration, have it read, and give what the log says of it."""
+    assert daemon.process
+    begin = daemon.log_path.stat().st_size
+    daemon.config_path.write_text(text)
+    daemon.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        for event in daemon.events(begin):
+            if event["event"].startswith("reload"):
+                return event
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def config(daemon: Daemon, datasets: Mapping[str, Any], **keys: Any) -> str:
+    return to_toml({"listen": [daemon.address], "drain_timeout_s": 3.0, **keys, "datasets": datasets})
+
+
+def served(daemon: Daemon) -> list[str]:
+    with Connection(parse_address(daemon.address)) as connection:
+        return [dataset.name for dataset in connection.list_datasets().datasets]
+
+
+def smallest(daemon: Daemon, dataset: str) -> int:
+    with Loader(dataset, batch_size=100, address=daemon.address) as loader:
+        return int(next(loader)["tokens"].long().min())
+
+
+def test_datasets_come_and_go_and_change_while_jobs_read(gyred: StartDaemon, tmp_path: Path) -> None:
+    first_of = {"stays": 0, "changes": 1000, "goes": 2000}
+    daemon = gyred({"datasets": {name: tokens(tmp_path, first) for name, first in first_of.items()}})
+    with contextlib.ExitStack() as stack:
+        readers = {
+            name: stack.enter_context(Loader(name, batch_size=100, prefetch_batches=1, address=daemon.address))
+            for name in first_of
+        }
+        for name, reader in readers.items():
+            assert int(next(reader)["tokens"].long().min()) == first_of[name]
+        datasets = {"stays": tokens(tmp_path, 0), "changes": tokens(tmp_path, 5000), "comes": tokens(tmp_path, 6000)}
+        event = rewrite(daemon, config(daemon, datasets, lease_s=7.0, index_dir=str(tmp_path / "elsewhere")))
+        assert event["event"] == "reloaded"
+        assert (event["added"], event["removed"], event["changed"]) == (["comes"], ["goes"], ["changes"])
+        assert event["need_restart"] == ["lease_s", "index_dir"]
+        assert served(daemon) == ["changes", "comes", "stays"]
+        assert [smallest(daemon, name) for name in ("stays", "changes", "comes")] == [0, 5000, 6000]
+        with pytest.raises(UnknownDataset):
+            Loader("goes", batch_size=100, address=daemon.address)
+        for name, reader in readers.items():
+            for _ in range(20):
+                assert int(next(reader)["tokens"].long().min()) == first_of[name], "a session goes on with what it reads"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda text: text + "\n[", "is not valid TOML"),
+        (lambda text: text.replace("sequence_length", "sequence_lenght"), "did you mean `sequence_length`?"),
+        (lambda text: "memory_bugdet = 1\n" + text, "did you mean `memory_budget`?"),
+        (lambda text: "prefetch_batches = 1025\n" + text, "a session can have at most 1024"),
+    ],
+)
+def test_a_bad_file_changes_nothing(gyred: StartDaemon, tmp_path: Path, spoil: Callable[[str], str], complaint: str) -> None:
+    daemon = gyred({"datasets": {"stays": tokens(tmp_path, 0)}})
+    good = config(daemon, {"stays": tokens(tmp_path, 0), "comes": tokens(tmp_path, 1000)})
+    event = rewrite(daemon, spoil(good))
+    assert event["event"] == "reload refused"
+    assert complaint in event["reason"]
+    assert served(daemon) == ["stays"]
+    assert smallest(daemon, "stays") == 0
+    assert rewrite(daemon, good)["added"] == ["comes"]
+    assert served(daemon) == ["comes", "stays"]
+
+
+def test_the_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(DEADLINE_S)
+        daemon = gyred({}, {"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        assert manager.recv(100) == b"READY=1"
+        for text in (config(daemon, {}), "nonsense"):
+            began_us = time.monotonic_ns() // 1000
+            rewrite(daemon, text)
+            state, _, moment = manager.recv(100).partition(b"\nMONOTONIC_USEC=")
+            assert state == b"RELOADING=1"
+            assert int(moment) >= began_us
+            assert manager.recv(100) == b"READY=1"
