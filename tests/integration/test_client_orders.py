@@ -10,6 +10,8 @@ import torch
 from gyre_client import Loader
 from gyre_client.errors import CursorRejected, InvalidRequest
 
+from tests.object_server.process import object_server
+
 NUM_SAMPLES, LENGTH = 1000, 8
 BLOCK: dict[str, Any] = {"order": "block", "io_block_bytes": 512, "window_blocks": 8}  # blocks of 32 samples
 
@@ -64,6 +66,24 @@ def test_blocks_resume_and_refuse_another_window(address: str) -> None:
         other = Loader("numbers", batch_size=20, seed=3, address=address, **order)
         with other, pytest.raises(CursorRejected, match=differs):
             other.load_state_dict(state)
+
+
+def test_each_block_is_one_request(gyred: Any) -> None:
+    """2000 samples of 2 KiB in 124 blocks; the cache holds half of them, the window an eighth. Few are asked for again."""
+    num_shards, shard_bytes = 4, 500 * 2048
+    with object_server() as server:
+        for shard in range(num_shards):
+            server.put(f"/blocks/{shard}.bin", bytes([shard]) * shard_bytes)
+        tokens = {"format": "tokens", "sequence_length": 2048, "dtype": "uint8", "storage": dict(server.storage_settings)}
+        daemon = gyred({"cache_memory": "2MiB", "datasets": {"set": {"uri": "s3://blocks/", **tokens}}})
+        server.forget()
+        order = {"order": "block", "io_block_bytes": 32 << 10, "window_blocks": 16}
+        with Loader("set", batch_size=16, address=daemon.address, epochs=1, **order) as loader:
+            samples = torch.cat([batch["sample_id"] for batch in loader])
+        num_reads = server.counts()["reads"]
+    assert sorted(samples.tolist()) == list(range(2000))
+    num_probes = num_shards  # of the fingerprint
+    assert 124 <= num_reads - num_probes <= 1.1 * 124
 
 
 def test_by_sample_id(address: str) -> None:
