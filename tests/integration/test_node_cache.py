@@ -144,12 +144,12 @@ def test_a_dataset_may_do_without(gyred: StartDaemon, objects: Objects) -> None:
 
 def test_a_small_cache_hits_what_it_holds_and_the_rest_is_read_by_the_sample(gyred: StartDaemon, objects: Objects) -> None:
     """Nothing that was read is read again within the epoch, and nothing ever goes: the job would need it."""
-    daemon = gyred({"hedge": False, "cache_memory": SHARD_BYTES, "datasets": {"set": objects.dataset}})
+    daemon = gyred({"hedge": False, "cache_memory": 3 * SHARD_BYTES, "datasets": {"set": objects.dataset}})
     read(daemon)
     assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 4096)
     cache = cache_of(daemon)
-    assert cache.memory_bytes == SHARD_BYTES
-    assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted) == (4, NUM_SAMPLES * 3 // 4, 0)
+    assert cache.memory_bytes == 3 * SHARD_BYTES
+    assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted) == (12, NUM_SAMPLES // 4, 0)
 
 
 def test_blocks_of_the_order_block_are_one_request_each(gyred: StartDaemon, objects: Objects) -> None:
@@ -278,10 +278,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_costs_nothing_but_the_rest_of_the_cache(gyred: StartDaemon, objects: Objects, small_disk: Path) -> None:
     daemon = gyred({"cache_dir": str(small_disk / "cache"), "cache_memory": "1MiB", "datasets": {"set": objects.dataset}})
-    read(daemon, prefetch_batches=1)  # so that blocks are written down while it reads
-    read(daemon, seed=2, prefetch_batches=1)
+    read(daemon, num_epochs=2, order="block", io_block_bytes=256 << 10, window_blocks=2)
     assert warnings(daemon) == ["cache disk fails"]
     cache = cache_of(daemon)
     assert 0 < cache.disk_bytes < 2 << 20
-    assert cache.num_hits > NUM_SAMPLES // 4
+    assert cache.num_hits > 0
     assert cache.num_corrupt == 0

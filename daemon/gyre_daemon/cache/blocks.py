@@ -11,6 +11,7 @@ from gyre_daemon.storage import Reads
 Integers = npt.NDArray[np.int64]
 
 _PAGE_BYTES = 4096
+_BEYOND = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class BlockMap:
     def of(cls, shard: Integers, start: Integers, stop: Integers) -> "BlockMap":
         """Blocks some of which may have no byte, and then lie anywhere."""
         start, stop = start.copy(), stop.copy()
-        for block in np.flatnonzero(start >= stop).tolist():
-            follows = block and shard[block - 1] == shard[block]
-            start[block] = stop[block] = start[block - 1] if follows else 0
+        for block in reversed(np.flatnonzero(start >= stop).tolist()):  # where the next one begins, or beyond all
+            is_last = block + 1 == len(shard) or shard[block + 1] != shard[block]
+            start[block] = stop[block] = _BEYOND if is_last else start[block + 1]
         return cls(shard, start, stop)
 
     @property
@@ -52,7 +53,7 @@ class BlockMap:
 
     def blocks_of(self, reads: Reads) -> Integers:
         """int64 [n], the block of each read, -1 where none has all of it."""
-        blocks = np.full(len(reads), -1)
+        blocks = np.full(len(reads), -1, np.int64)
         order = np.argsort(reads.shard, kind="stable")
         touched, begins = np.unique(reads.shard[order], return_index=True)
         for shard, its in zip(touched, np.split(order, begins[1:]), strict=True):

@@ -79,17 +79,13 @@ class NodeCache:
         blocks = volume.map.blocks_of(reads)
         volume.follow(reads)
         self._tiers.note_reads(len(np.unique(reads.sample)) / max(1, volume.num_jobs))
-        places = np.where(blocks >= 0, volume.place[blocks], Place.ABSENT)
+        there = (blocks >= 0) & (volume.place[blocks] >= Place.MEMORY)
+        on_disk = there & volume.on_disk[blocks]
         async with asyncio.TaskGroup() as group:
-            for place in (Place.MEMORY, Place.DISK):
-                which = np.flatnonzero(places == place)
-                if which.size:
-                    self._counts.num_hits += which.size
-                    copying = group.create_task(self._copy(Place(place), volume, blocks[which], reads.part(which)))
-                    self._pin(volume, np.unique(blocks[which]), copying)
-            missed = np.flatnonzero((blocks >= 0) & (places <= Place.FETCHING))
+            self._begin_copies(group, volume, blocks, reads, np.flatnonzero(there & ~on_disk))
             past = [np.flatnonzero(blocks < 0)]
-            for block in np.unique(blocks[missed]).tolist():
+            missed = np.flatnonzero((blocks >= 0) & ~there)
+            for block in np.unique(blocks[missed]).tolist():  # memory of what is on disk may go for them
                 which = missed[blocks[missed] == block]
                 arriving = self._arriving(volume, block, reads, len(which))
                 if arriving:
@@ -97,9 +93,19 @@ class NodeCache:
                     self._pin(volume, blocks[which[:1]], copying)
                 else:
                     past.append(which)
+            self._begin_copies(group, volume, blocks, reads, np.flatnonzero(on_disk))
             beside = np.concatenate(past)
             if beside.size:
                 group.create_task(self._read_past(volume, reads.part(beside)))
+
+    def _begin_copies(self, group: asyncio.TaskGroup, volume: Volume, blocks: Integers, reads: Reads, there: Integers) -> None:
+        """Copy out of blocks that are there, in a task for memory and one for disk; the blocks stay until it is done."""
+        self._counts.num_hits += there.size
+        for place in (Place.MEMORY, Place.DISK):
+            which = there[volume.place[blocks[there]] == place]
+            if which.size:
+                copying = group.create_task(self._copy(place, volume, blocks[which], reads.part(which)))
+                self._pin(volume, np.unique(blocks[which]), copying)
 
     async def close(self) -> None:
         """Stop fetching and storing."""
@@ -194,7 +200,7 @@ class NodeCache:
             self._num_copying -= 1
         self._tiers.note_copied(volume, blocks, reads.size)
         if damaged:
-            await self._read_past(volume, reads.part(np.flatnonzero(np.isin(blocks, list(damaged)))))
+            await self.read(volume, reads.part(np.flatnonzero(np.isin(blocks, list(damaged)))))
 
     async def _copy_memory(self, volume: Volume, blocks: Integers, reads: Reads) -> set[int]:
         sources, cost = volume.sources(blocks, reads), int(reads.size.sum())
