@@ -97,6 +97,34 @@ class TestS3(RemoteContract):
         assert self.server.num_requests("GET", "continuation-token") >= 2
 
 
+class TestObstore(RemoteContract):
+    """What a signed URL cannot say is left to the general client: here, a payload that is not signed."""
+
+    @pytest.fixture
+    def place(self, s3_server: S3Server) -> Place:
+        place = S3Place(s3_server)
+        place.settings = {**place.settings, "unsigned_payload": "true"}
+        return place
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_server: S3Server) -> None:
+        self.server = s3_server
+
+    def num_gets(self, place: Place) -> int:
+        return self.server.num_requests("GET", f"{place.root.removeprefix('s3:/')}/")
+
+    def test_it_is_the_general_client_that_reads(self, place: Place, opener: Any) -> None:
+        place.put("0.bin", b"12345")
+
+        async def read() -> None:
+            await (await opener(f"{place.root}/0.bin", place.settings)).read(Targets().add(0, 1, 3).reads())
+
+        run(read())
+        path = f"{place.root.removeprefix('s3:/')}/0.bin"
+        assert self.server.num_requests("GET", path) == 1
+        assert self.server.num_requests("GET", f"{path}?X-Amz-") == 0
+
+
 class TestHttp(RemoteContract):
     lists = False
 

@@ -34,14 +34,16 @@ class _Get:
     def __init__(self, reading: "asyncio.Future[Any]", done: Done) -> None:
         self._reading = reading
         self._done = done
+        self._is_cancelled = False
         reading.add_done_callback(self._whole)
 
     def cancel(self) -> None:
         """See `Sent.cancel`."""
+        self._is_cancelled = True  # what has arrived by now can be cancelled no more
         self._reading.cancel()
 
     def _whole(self, reading: "asyncio.Future[Any]") -> None:
-        if reading.cancelled():
+        if self._is_cancelled or reading.cancelled():
             return
         error = reading.exception()
         self._done(failure(error) if error else Answer(206, bytes(reading.result())))

@@ -64,7 +64,8 @@ class ObjectSource:
     def get(self, path: str, start: int, stop: int, done: Done) -> Sent:
         """See `Source.get`."""
         store, key = self._store(path)
-        return _Get(store.get_async(key, options={"range": (start, stop)}), done)
+        head = cast("asyncio.Future[Any]", obstore.get_async(store, key, options={"range": (start, stop)}))
+        return _Get(head, done)
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`: a new store knows nothing of the credentials that the old one held."""
@@ -94,16 +95,18 @@ class _Get:
     def __init__(self, head: "asyncio.Future[Any]", done: Done) -> None:
         self.first_byte_at: float | None = 0.0
         self._done = done
+        self._is_cancelled = False
         self._answer = Answer(206)
         self._awaited: asyncio.Future[Any] = head
         head.add_done_callback(self._begun)
 
     def cancel(self) -> None:
         """See `Sent.cancel`."""
+        self._is_cancelled = True  # what has arrived by now can be cancelled no more
         self._awaited.cancel()
 
     def _begun(self, head: "asyncio.Future[Any]") -> None:
-        if head.cancelled():
+        if self._is_cancelled or head.cancelled():
             return
         self.first_byte_at = head.get_loop().time()
         if error := head.exception():
@@ -115,7 +118,7 @@ class _Get:
         self._awaited.add_done_callback(self._whole)
 
     def _whole(self, body: "asyncio.Future[Any]") -> None:
-        if body.cancelled():
+        if self._is_cancelled or body.cancelled():
             return
         if error := body.exception():
             self._done(failure(error))
