@@ -1,0 +1,155 @@
+"""Dropout: masks that are equal at every number of ranks, or independent and yet the same in backward as in forward."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.layers.mlp import MLPRule
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.rotate import RotationPolicy, rotate_all
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.comparing import BATCH, Case, apart, mine, outcome
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import default_dtype
+
+EQUAL = RotationPolicy(dropout="equal")
+
+
+class FeedForward(nn.Module):
+    """An MLP with dropout on its hidden width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(12, 26), nn.Dropout(0.4), nn.Linear(26, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self.drop(torch.tanh(self.up(x))))
+        return output
+
+
+class Dropping(nn.Module):
+    """Dropout in attention, in hidden layers and on the residual stream."""
+
+    def __init__(self, *, batch_first: bool, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.3, batch_first=batch_first)
+        self.feed_forward = FeedForward()
+        self.drop = nn.Dropout(0.2) if batch_first else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layer, x, use_reentrant=False) if self.checkpointed else self.layer(x)
+        output: Tensor = x + self.drop(self.feed_forward(x))
+        return output
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model with dropout is built and run."""
+
+    policy: RotationPolicy
+    batch_first: bool = True
+    checkpointed: bool = False
+
+
+def case(way: Way) -> Case:
+    x = torch.randn(BATCH, 5, 12)
+    module = Dropping(batch_first=way.batch_first, checkpointed=way.checkpointed)
+    return Case(module, (x,)) if way.batch_first else Case(module, (x.transpose(0, 1),), batch_dim=1)
+
+
+def run(way: Way, mesh: DeviceMesh, seed: int = 8) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    with default_dtype(torch.float64):
+        one = case(way)
+    rules = {FeedForward: MLPRule(dropouts=("drop",), batch_dim=one.batch_dim)}
+    rotate_all(one.module, mesh=mesh, policy=way.policy, rules=rules)
+    torch.manual_seed(seed)
+    return outcome(one.module, one, partial(mine, batch_dim=one.batch_dim) if mesh.size() > 1 else lambda x: x)
+
+
+def on_one_rank() -> DeviceMesh:
+    """A mesh of this rank alone."""
+    group, _ = dist.new_subgroups(group_size=1)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
+
+
+def distances_from_one_rank(ways: list[Way]) -> list[float]:
+    """How far each way's outputs and gradients are from those on one rank with the global batch."""
+    mesh, alone = make_mesh("cpu"), on_one_rank()
+    found = []
+    for way in ways:
+        here, expected = run(way, mesh), run(way, alone)
+        batch_dim = 0 if way.batch_first else 1
+        for name in expected:
+            if name.startswith(("output", "input", "evaluated")):
+                expected[name] = mine(expected[name], batch_dim)
+            if name.startswith("input"):
+                here[name] = here[name] / mesh.size()
+        assert here.keys() == expected.keys()
+        found.append(max(apart(here[name], expected[name]) for name in expected))
+    return found
+
+
+WAYS = [
+    Way(EQUAL),
+    Way(EQUAL, batch_first=False),
+    Way(replace(EQUAL, recompute=True)),
+    Way(EQUAL, checkpointed=True),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_masks_are_equal_at_every_number_of_ranks(ranks: StartRanks, num_ranks: int) -> None:
+    for found in ranks(num_ranks).run(distances_from_one_rank, WAYS):
+        assert max(found) <= 1e-12
+
+
+def independent() -> dict[str, dict[str, Tensor]]:
+    """Outcomes with masks of each rank's own."""
+    mesh = make_mesh("cpu")
+    policy = RotationPolicy()
+    return {
+        "kept": run(Way(policy), mesh),
+        "again": run(Way(policy), mesh),
+        "recomputed": run(Way(replace(policy, recompute=True)), mesh),
+        "checkpointed": run(Way(policy, checkpointed=True), mesh),
+        "with another seed": run(Way(policy), mesh, seed=9),
+    }
+
+
+def test_independent_masks_come_again_in_backward(ranks: StartRanks) -> None:
+    """Gradients of a recomputed slice would be others if it drew other masks."""
+    for found in ranks(2).run(independent):
+        for name in ("again", "recomputed", "checkpointed"):
+            assert max(apart(found[name][each], found["kept"][each]) for each in found["kept"]) <= 1e-12
+        assert apart(found["with another seed"]["output 0"], found["kept"]["output 0"]) > 0.1
+
+
+def hidden_zeros() -> Tensor:
+    """Which entries of a hidden width are dropped, in all slices on this rank, for an input that is the same everywhere."""
+    with default_dtype(torch.float64):
+        module = FeedForward()
+    with torch.no_grad():
+        module.up.weight.zero_()
+        module.up.bias.fill_(1.0)
+        module.down.weight.copy_(torch.eye(26)[:12])
+        module.down.bias.zero_()
+    rotate_all(module, mesh=make_mesh("cpu"), rules={FeedForward: MLPRule(dropouts=("drop",))})
+    torch.manual_seed(0)
+    return module(torch.zeros(200, 12, dtype=torch.float64)).detach().eq(0)
+
+
+def test_ranks_and_slices_draw_masks_of_their_own_at_the_rate_asked(ranks: StartRanks) -> None:
+    zeros = ranks(3).run(hidden_zeros)
+    for one, other in pairwise(zeros):
+        assert not torch.equal(one, other)
+    for each in zeros:
+        assert each.double().mean().item() == pytest.approx(0.4, abs=0.05)
+        assert not torch.equal(each[:, :1], each[:, 9:10])  # of the first and the second slice
