@@ -41,7 +41,9 @@ class Normal:
 
     def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
         """One cell."""
-        return generator.standard_normal(shape) * self.std
+        cell = generator.standard_normal(shape)
+        cell *= self.std
+        return cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +159,14 @@ def fill(parameter: Tensor, init: Init, *, seed: int, name: str) -> None:
     cell_of = _cells(init, (rows, columns), seed, name)
     for row in range(row_start // _CELL, -(-(row_start + matrix.shape[0]) // _CELL)):
         for column in range(column_start // _CELL, -(-(column_start + matrix.shape[1]) // _CELL)):
-            cell = torch.from_numpy(cell_of(row, column))
-            top, left = row * _CELL - row_start, column * _CELL - column_start
-            target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
-            inside = cell[max(-top, 0) :, max(-left, 0) :]
-            target.copy_(inside[: target.shape[0], : target.shape[1]])
+            _place(torch.from_numpy(cell_of(row, column)), matrix, row * _CELL - row_start, column * _CELL - column_start)
+
+
+def _place(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
+    """Copy what of a cell lies inside the matrix."""
+    target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
+    inside = cell[max(-top, 0) :, max(-left, 0) :]
+    target.copy_(inside[: target.shape[0], : target.shape[1]])
 
 
 def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable[[int, int], _Cell]:

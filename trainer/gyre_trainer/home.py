@@ -6,6 +6,7 @@ views of its buffer, so what the optimizer writes is what is sent next, without 
 
 import weakref
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def local_of(parameter: Tensor) -> Tensor:
 
 def as_parameter(local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter) -> nn.Parameter:
     """A DTensor parameter over ``local`` that stands for ``whole``."""
-    strides = torch.empty(whole.shape, device="meta").stride()
+    strides = tuple(prod(whole.shape[dim + 1 :]) for dim in range(whole.dim()))
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=strides)
     return nn.Parameter(tensor, requires_grad=whole.requires_grad)
 
