@@ -28,7 +28,7 @@ NUM_ROUNDS = 3
 
 
 class Silent(ReadAhead):
-    """Announces nothing: the kernel reads around each page that is missed."""
+    """Announces nothing: each page that is missed is read by itself."""
 
     def announce(self, *_: object) -> int:
         return 0

@@ -88,6 +88,17 @@ def test_the_longer_a_file_is_hot_the_less_it_is_looked_at(shard: OpenShard, mon
     assert ahead.announce(some_reads(), {0: shard})
 
 
+def test_a_copy_that_waits_for_the_disk_brings_the_looks_back(shard: OpenShard) -> None:
+    ahead = ReadAhead([shard.listed])
+    for _ in range(300):
+        ahead.announce(some_reads(), {0: shard})
+    evict(shard)
+    with ahead.around(some_reads(), {0: shard}):
+        assert shard.mapping[NUM_BYTES // 2] == 0
+    evict(shard)
+    assert ahead.announce(some_reads(), {0: shard}) > 0
+
+
 def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> int:
         raise OSError(95, "Operation not supported")

@@ -7,9 +7,10 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from gyre_daemon.cache.blocks import BlockMap
+from gyre_daemon.cache.blocks import BlockMap, Integers
 from gyre_daemon.cache.node import NodeCache
 from gyre_daemon.cache.volume import Volume
+from gyre_daemon.fair import Flow
 from gyre_daemon.storage import Bounds, Reads, Shard, Storage
 
 _MIN_BLOCK_BYTES = 256 << 10
@@ -52,6 +53,10 @@ class CachedStorage:
         reads = reads.nonempty()
         if len(reads):
             await self._cache.read(await self._volume(reads.block_bytes or self._shared_block_bytes), reads)
+
+    async def expect(self, block_bytes: int, blocks: Integers, flow: Flow) -> None:
+        """Blocks of a size that a job reads next, in this order: they are fetched as soon as there is room for them."""
+        self._cache.expect(await self._volume(block_bytes), blocks, flow)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`; nothing of it is kept."""

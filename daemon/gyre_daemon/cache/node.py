@@ -21,9 +21,9 @@ from gyre_daemon.cache.disk import DiskCache
 from gyre_daemon.cache.tiers import Key, Need, Tiers
 from gyre_daemon.cache.volume import Place, Volume
 from gyre_daemon.events import log_event
-from gyre_daemon.fair import NO_JOB, FairExecutor
+from gyre_daemon.fair import NO_JOB, FairExecutor, Flow
 from gyre_daemon.metrics import CacheCounts
-from gyre_daemon.storage import Reads, Storage
+from gyre_daemon.storage import Delays, Reads, Storage
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 
 _MAX_FETCHING_BYTES = 32 << 20
@@ -107,6 +107,12 @@ class NodeCache:
                 copying = group.create_task(self._copy(place, volume, blocks[which], reads.part(which)))
                 self._pin(volume, np.unique(blocks[which]), copying)
 
+    def expect(self, volume: Volume, blocks: Integers, flow: Flow) -> None:
+        """Begin to fetch blocks before they are read, in this order, as room comes."""
+        for block in blocks[volume.place[blocks] == Place.ABSENT].tolist():
+            if (volume, block) not in self._fetching:
+                self._begin(volume, block, flow, 0, None)
+
     async def close(self) -> None:
         """Stop fetching and storing."""
         tasks = [*self._fetching.values(), *self._background]
@@ -123,7 +129,10 @@ class NodeCache:
         self._counts.num_misses += num_reads
         if not reads.block_bytes and not self._reserve(volume, block, Need.BY_ITS_FUTURE):
             return None
-        arriving = asyncio.create_task(self._fetch(volume, block, reads), name="fetch block")
+        return self._begin(volume, block, reads.flow, reads.urgency, reads.delays)
+
+    def _begin(self, volume: Volume, block: int, flow: Flow, urgency: int, delays: Delays | None) -> asyncio.Task[None]:
+        arriving = asyncio.create_task(self._fetch(volume, block, flow, urgency, delays), name="fetch block")
         arriving.add_done_callback(_look_at)
         self._fetching[volume, block] = arriving
         return arriving
@@ -138,7 +147,7 @@ class NodeCache:
         self._fetching_bytes += num_bytes
         return True
 
-    async def _fetch(self, volume: Volume, block: int, reads: Reads) -> None:
+    async def _fetch(self, volume: Volume, block: int, flow: Flow, urgency: int, delays: Delays | None) -> None:
         """Bring a block, unless there is no room and never will be."""
         is_whole = False
         try:
@@ -146,7 +155,7 @@ class NodeCache:
                 return
             try:
                 whole = Reads.into([volume.allocate(block)], [int(volume.map.shard[block])], [int(volume.map.start[block])])
-                await volume.storage.read(replace(whole, flow=reads.flow, urgency=reads.urgency, delays=reads.delays))
+                await volume.storage.read(replace(whole, flow=flow, urgency=urgency, delays=delays))
                 is_whole = True
             finally:
                 self._fetching_bytes -= int(volume.sizes[block])

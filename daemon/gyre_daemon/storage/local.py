@@ -88,8 +88,8 @@ class LocalStorage:
     def _read_group(self, reads: Reads, touched: Sequence[int]) -> None:
         """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
         opened = {shard: self._open.get(shard) for shard in touched}
-        self._ahead.announce(reads, opened)
-        failed = self._copy(reads, opened)
+        with self._ahead.around(reads, opened):
+            failed = self._copy(reads, opened)
         for shard in opened.values():
             shard.check_unchanged()
         if failed is not None:

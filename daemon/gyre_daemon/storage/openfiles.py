@@ -93,6 +93,7 @@ def _open(path: Path, listed: Shard) -> OpenShard:
     try:
         _check(listed, descriptor)
         mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        mapping.madvise(mmap.MADV_RANDOM)  # a missed page may bring MiB around it otherwise: `readahead` says what is wanted
     except OSError as error:
         os.close(descriptor)
         raise file_error(listed.name, error) from error

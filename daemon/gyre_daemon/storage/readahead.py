@@ -2,14 +2,16 @@
 
 Without it a copy out of a mapping waits for one block after the other. Nothing is told of files that are in memory already: of
 a job a few reads are looked up, and only where one of them is not there, the whole job is announced. While nothing is missing,
-fewer and fewer jobs are looked at: every look-up gives the interpreter's lock away, which costs more than the look.
+fewer and fewer jobs are looked at: every look-up gives the interpreter's lock away, which costs more than the look. A copy that
+had to wait for a disk all the same, which the kernel counts, brings all looks back.
 """
 
 import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,15 @@ class ReadAhead:
         self.grain_bytes = _WHOLE_GRAIN_BYTES if fits else mmap.PAGESIZE
         self._stride = 1
         self._num_unseen = 0
+
+    @contextlib.contextmanager
+    def around(self, reads: Reads, opened: Mapping[int, OpenShard]) -> Iterator[None]:
+        """Announce reads, then notice whether copying them, inside, waited for a disk."""
+        self.announce(reads, opened)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+        yield
+        if resource.getrusage(resource.RUSAGE_THREAD).ru_majflt != before:
+            self._stride = 1
 
     def announce(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int:
         """Have the kernel begin to read what is not in memory.
