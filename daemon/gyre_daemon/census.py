@@ -1,8 +1,11 @@
 """Counts a daemon through: what its metrics say is taken from what it holds, at the moment somebody asks."""
 
+from dataclasses import asdict
+
 from gyre_daemon import __version__
 from gyre_daemon.exposition import Census, JobNow
 from gyre_daemon.lag import LoopLag
+from gyre_daemon.quality import ShuffleQuality, average
 from gyre_daemon.session import Session
 from gyre_daemon.sessions import SessionTable
 
@@ -13,8 +16,11 @@ def take_census(sessions: SessionTable, loop_lag: LoopLag) -> Census:
     metrics = environment.metrics
     by_job = list(sessions.by_job())
     jobs: dict[str, JobNow] = {}
+    qualities: dict[str, list[ShuffleQuality]] = {}
     for job, session in by_job:
         jobs[job] = jobs.get(job, JobNow()) + _now(session)
+        if quality := session.shuffle.quality:
+            qualities.setdefault(job, []).append(quality)
     return Census(
         version=__version__,
         is_draining=sessions.draining,
@@ -26,6 +32,7 @@ def take_census(sessions: SessionTable, loop_lag: LoopLag) -> Census:
         cache=metrics.cache,
         totals=metrics.jobs.totals((job, session.totals) for job, session in by_job),
         jobs=jobs,
+        qualities={job: asdict(average(each)) for job, each in qualities.items()},
         loop_lag=loop_lag,
     )
 

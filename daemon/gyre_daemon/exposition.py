@@ -63,6 +63,7 @@ class Census:
     Attributes:
         totals: by job, since the daemon's start.
         jobs: by job; absent where it has no session.
+        qualities: of the shuffle of jobs that read, by job and by what is measured.
         loop_lag: of its event loop.
     """
 
@@ -76,6 +77,7 @@ class Census:
     cache: CacheCounts = field(default_factory=CacheCounts)
     totals: Mapping[str, SessionTotals] = field(default_factory=dict)
     jobs: Mapping[str, JobNow] = field(default_factory=dict)
+    qualities: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loop_lag: LoopLag = field(default_factory=LoopLag)
 
 
@@ -138,6 +140,16 @@ def families(census: Census) -> Iterator[Metric]:
         for job in census.totals:
             gauge.add_metric([job], read_now(census.jobs.get(job, JobNow())))
         yield gauge
+    yield _shuffle(census.qualities)
+
+
+def _shuffle(qualities: Mapping[str, Mapping[str, float]]) -> Metric:
+    what = "How well a job's last batches were shuffled: 1 is a uniform order, 0 that of the sample ids."
+    gauge = GaugeMetricFamily("gyre_job_shuffle_quality", what, labels=[_JOB_LABEL, "of"])
+    for job, quality in qualities.items():
+        for of, value in quality.items():
+            gauge.add_metric([job, of], value)
+    return gauge
 
 
 def _storage(counts: Mapping[RequestLabels, RequestCount]) -> Iterator[Metric]:

@@ -158,6 +158,11 @@ class Plan:
         epoch, place = divmod(step * self.order.global_batch_size, self.epoch_length)
         return (self._start_epoch + epoch) * self.epoch_length + (place + self._start_place) % self.epoch_length
 
+    def first_place(self, step: int, rank: int, world_size: int) -> int:
+        """Where in the running order's epoch a rank's part of a step begins."""
+        part = rank * (self.order.global_batch_size // world_size)
+        return (self.running_position(step) % self.epoch_length + part) % self.epoch_length
+
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
         """The first position at or after `position` at which each sample is read; NEVER if that is not within some epochs."""
 

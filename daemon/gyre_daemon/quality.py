@@ -8,6 +8,7 @@ Three numbers, each 0 for an order by sample id and 1 for a uniform one, since e
   taking a run from each displaces and mixes well, but its batches know few places.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from gyre_daemon.plan import BatchPlan, Plan
 
 _MAX_MATES = 1024  # of a batch that are looked at
 _NUM_BATCHES = 64  # of an order that are looked at
-_METER_EVERY = 16  # batches of a stream, of which one is looked at
+_METER_ALL, _METER_MANY = 32, 2048  # batches of a stream: all of the first are looked at, then one in 16, then one in 256
 _LAST_BATCHES = 64  # that a meter remembers
 
 
@@ -69,11 +70,11 @@ def expected_quality(plan: Plan) -> ShuffleQuality:
     mates = np.linspace(0, min(size, plan.num_samples) - 1, num_mates).astype(np.int64)
     places = firsts[:, None] + mates
     ids = plan.sample_ids_at(places.reshape(-1)).reshape(places.shape)
-    return _average([batch_quality(ids[row], places[row], plan.num_samples) for row in range(len(firsts))])
+    return average([batch_quality(ids[row], places[row], plan.num_samples) for row in range(len(firsts))])
 
 
 class ShuffleMeter:
-    """The quality of what a stream really reads, from some of its last batches; a few microseconds a batch, on average."""
+    """The quality of what a stream really reads, from some of its last batches; less than a microsecond a batch, on average."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -85,11 +86,12 @@ class ShuffleMeter:
 
         Args:
             plan: of one rank's part of it.
-            first_place: where in its epoch, by `Plan.running_position`, the part begins.
+            first_place: where in its epoch the part begins; see `Plan.first_place`.
         """
+        every = 1 if self._num_seen < _METER_ALL else 16 if self._num_seen < _METER_MANY else 256
         self._num_seen += 1
         num_mates = min(len(plan.sample_ids), _MAX_MATES)
-        if self._num_seen % _METER_EVERY != 1 or num_mates < 2 or self._num_samples < 2:
+        if self._num_seen % every or num_mates < 2 or self._num_samples < 2:
             return
         mates = np.linspace(0, len(plan.sample_ids) - 1, num_mates).astype(np.int64)
         places = (first_place + mates) % self._num_samples
@@ -98,10 +100,11 @@ class ShuffleMeter:
     @property
     def quality(self) -> ShuffleQuality | None:
         """Of the last batches; None before the first one that has two samples."""
-        return _average(self._last) if self._last else None
+        return average(self._last) if self._last else None
 
 
-def _average(qualities: list[ShuffleQuality]) -> ShuffleQuality:
+def average(qualities: Sequence[ShuffleQuality]) -> ShuffleQuality:
+    """Of several batches, or of the ranks of a job; at least one."""
     values = np.array([(each.displacement, each.spread, each.mixing) for each in qualities])
     displacement, spread, mixing = np.clip(values.mean(axis=0), 0.0, 1.0).tolist()
     return ShuffleQuality(displacement, spread, mixing)

@@ -23,6 +23,7 @@ from gyre_daemon.occupancy import Occupancy
 from gyre_daemon.path import Path
 from gyre_daemon.plan import Plan
 from gyre_daemon.prefetch import Spec
+from gyre_daemon.quality import ShuffleMeter
 from gyre_daemon.request import SessionRequest
 from gyre_daemon.sidechannel import Peer, ShownArenas
 from gyre_daemon.window import View
@@ -69,6 +70,7 @@ class Session:
         self.session_id = secrets.token_hex(16)
         self.request = request
         self.counts = SessionCounts()
+        self.shuffle = ShuffleMeter(plan.num_samples)
         self.attached = False
         self.credits = 0
         self._environment = environment
@@ -291,6 +293,8 @@ class Session:
         return share
 
     def _count(self, batch: Batch) -> None:
+        reader = self.request.reader
+        self.shuffle.add(batch.plan, self.plan.first_place(batch.plan.step, reader.rank, reader.world_size))
         for counts in (self.counts, self._environment.metrics):
             counts.num_batches_sent += 1
             counts.num_bytes_sent += batch.layout.num_bytes

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
 from gyre_client.errors import CursorRejected, InvalidRequest
 
 from tests.object_server.process import object_server
@@ -89,6 +91,21 @@ def test_each_block_is_one_request(gyred: Any) -> None:
 def test_by_sample_id(address: str) -> None:
     with Loader("numbers", batch_size=300, tail="drop", address=address, order="sequential") as loader:
         assert ids(loader, 3) == list(range(900))
+
+
+def test_the_state_of_a_session_says_how_well_it_shuffles(address: str) -> None:
+    found = {}
+    for order in ("full", "sequential"):
+        with (
+            Loader("numbers", batch_size=40, address=address, order=order) as loader,
+            Connection(parse_address(address)) as daemon,
+        ):
+            ids(loader, 25)
+            (session,) = daemon.status().sessions
+            assert session.HasField("quality")
+            found[order] = session.quality
+    assert min(found["full"].displacement, found["full"].spread, found["full"].mixing) > 0.85
+    assert max(found["sequential"].displacement, found["sequential"].spread, found["sequential"].mixing) < 0.1
 
 
 @pytest.mark.parametrize("order", [{}, BLOCK], ids=["full", "block"])

@@ -1,5 +1,7 @@
 """What Prometheus reads: one text for any daemon, by the library's own parsers."""
 
+from dataclasses import replace
+
 import pytest
 from gyre_daemon.exposition import Census, Exposition, JobNow
 from gyre_daemon.jobs import SessionTotals
@@ -93,6 +95,13 @@ def test_storage_requests_are_told_apart_by_kind_and_outcome() -> None:
         (["file", "read", "ok"], 7.0),
         (["s3", "read", "error"], 2.0),
     ]
+
+
+def test_shuffle_quality_is_told_by_what_is_measured() -> None:
+    qualities = {"train": {"displacement": 0.9, "spread": 0.5, "mixing": 1.0}}
+    body, _ = Exposition(lambda: replace(CENSUS, qualities=qualities)).text("")
+    for of, value in qualities["train"].items():
+        assert f'gyre_job_shuffle_quality{{job_name="train",of="{of}"}} {value}\n' in body.decode()
 
 
 def test_lag_is_a_histogram() -> None:

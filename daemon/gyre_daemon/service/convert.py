@@ -223,6 +223,7 @@ def from_session(session: Session) -> pb.SessionState:
         trainer_waited_s=totals.trainer_waited_s,
         attached=session.attached,
         num_sharing=session.num_sharing,
+        quality=from_quality(quality) if (quality := session.shuffle.quality) else None,
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
     )
 

@@ -1280,6 +1280,7 @@ class SessionState(_message.Message):
     WINDOW_READY_BATCH_S_FIELD_NUMBER: _builtins.int
     WINDOW_SIZE_BATCH_S_FIELD_NUMBER: _builtins.int
     TRAINER_WAITED_S_FIELD_NUMBER: _builtins.int
+    QUALITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     dataset: _builtins.str
     next_step: _builtins.int
@@ -1314,6 +1315,10 @@ class SessionState(_message.Message):
     """for so long the trainer had no batch to go on with, as its client told"""
     @_builtins.property
     def reader(self) -> Global___Reader: ...
+    @_builtins.property
+    def quality(self) -> Global___ShuffleQuality:
+        """of what was sent lately; absent before the first batch, and where a batch is one sample"""
+
     def __init__(
         self,
         *,
@@ -1338,10 +1343,11 @@ class SessionState(_message.Message):
         window_ready_batch_s: _builtins.float = ...,
         window_size_batch_s: _builtins.float = ...,
         trainer_waited_s: _builtins.float = ...,
+        quality: Global___ShuffleQuality | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quality", b"quality", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "quality", b"quality", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
