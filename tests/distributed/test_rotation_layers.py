@@ -189,3 +189,8 @@ def test_one_call_equals_one_process(ranks: StartRanks, policy: RotationPolicy, 
     for found in ranks(num_ranks).run(distances, CASES, policy):
         assert found.keys() == CASES.keys()
         assert {name: value for name, value in found.items() if not value <= 1e-12} == {}
+
+
+def test_bfloat16_travels_and_every_kind_stays_close(ranks: StartRanks) -> None:
+    for found in ranks(2).run(distances, CASES, RotationPolicy(compute_dtype=torch.bfloat16)):
+        assert {name: value for name, value in found.items() if not 1e-5 < value <= 0.1} == {}

@@ -150,7 +150,7 @@ def rotate_gpt(model: GPT, mesh: DeviceMesh, policy: RotationPolicy | None = Non
 
     Raises:
         MeshError: see `rotate`.
-        RotationError: likewise, such as too few key/value heads for the ranks.
+        RotationError: likewise, such as a model that is rotated already.
     """
     policy = policy or RotationPolicy()
     rotate(model.embedding, mesh=mesh, policy=policy)

@@ -1,0 +1,159 @@
+"""`rotate_all`: what it does with each module, and what it says of it."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gyre_trainer.layers.mlp import MLP, MLPRule
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.ring import ring_of
+from gyre_trainer.rotate import rotate, rotate_all
+from gyre_trainer.rotated import own_class
+from gyre_trainer.rotation_plan import plan_of
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import whole
+
+
+class Named(nn.Module):
+    """An MLP with names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.fc2(self.fc1(x).tanh())
+        return output
+
+
+class LogProbabilities(nn.Linear):
+    """A linear layer no longer: its outputs depend on each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(-1)
+
+
+class Model(nn.Module):
+    """One of each fate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([Named(), Named()])
+        self.frozen = MLP(4, 8, bias=True)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.normed = weight_norm(nn.Linear(4, 4, bias=False))
+        self.whole = nn.Linear(4, 4)
+        self.probabilities = LogProbabilities(4, 10)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.whole(self.normed(self.norm(self.frozen(x))))
+        output: Tensor = self.head(x) + self.probabilities(x) * self.scale.sum()
+        return output
+
+
+RULES: dict[Any, Any] = {"blocks.?": MLPRule(ups=("fc1",), down="fc2"), "whole": None}
+
+
+def plan_and_gradients() -> tuple[list[dict[str, Any]], str, bool, dict[str, Tensor]]:
+    """The plan, as it is printed too, whether it is found again, and the gradients of one step."""
+    torch.manual_seed(0)
+    model = Model()
+    plan = rotate_all(model, mesh=make_mesh("cpu"), rules=RULES)
+    tokens = torch.arange(8).chunk(dist.get_world_size())[dist.get_rank()]
+    model(tokens).square().mean().backward()
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    assert own_class(model.norm) is nn.BatchNorm1d
+    return [asdict(entry) for entry in plan.entries], str(plan), plan_of(model) == plan, gradients
+
+
+def test_the_plan_says_what_became_of_every_parameter(ranks: StartRanks) -> None:
+    for rank, (entries, text, again, _) in enumerate(ranks(3).run(plan_and_gradients)):
+        assert again
+        found = {(each["path"], each["how"]): each for each in entries}
+        fates = {key: (each["module_class"], each["rule"], each["names"]) for key, each in found.items()}
+        mlp = ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
+        assert fates == {
+            ("", "replicated"): ("Model", "", ("scale",)),
+            ("embedding", "rotated"): ("Embedding", "EmbeddingRule", ("weight",)),
+            ("blocks.0", "rotated"): ("Named", "MLPRule", mlp),
+            ("blocks.1", "rotated"): ("Named", "MLPRule", mlp),
+            ("frozen", "rotated"): ("MLP", "MLPRule", ("up.weight", "down.weight", "up.bias", "down.bias")),
+            ("norm", "replicated"): ("BatchNorm1d", "", ("weight", "bias")),
+            ("norm", "local"): ("BatchNorm1d", "", ("running_mean", "running_var", "num_batches_tracked")),
+            ("normed.parametrizations.weight", "replicated"): ("ParametrizationList", "", ("original0", "original1")),
+            ("whole", "replicated"): ("Linear", "", ("weight", "bias")),
+            ("probabilities", "replicated"): ("LogProbabilities", "", ("weight", "bias")),
+        }
+        embedding, frozen = found["embedding", "rotated"], found["frozen", "rotated"]
+        assert (embedding["numel"], embedding["num_bytes"]) == (40, 160)
+        assert embedding["num_bytes_here"] == 16 * (4, 4, 2)[rank]
+        assert (frozen["numel"], frozen["num_trainable"]) == (76, 0)
+        parameters = sum(each["numel"] for key, each in found.items() if key[1] != "local")
+        assert parameters == sum(parameter.numel() for parameter in Model().parameters())
+        assert "blocks.1" in text
+        assert "whole on every rank" in text
+        assert "160" in text
+
+
+def test_every_trainable_parameter_has_the_same_gradient_everywhere(ranks: StartRanks) -> None:
+    outcomes = ranks(2).run(plan_and_gradients)
+    names = {name for name, parameter in Model().named_parameters() if parameter.requires_grad}
+    for _, _, _, gradients in outcomes:
+        assert gradients.keys() == names
+        assert all(torch.equal(gradients[name], outcomes[0][3][name]) for name in names)
+        assert all(gradient.abs().sum() > 0 for name, gradient in gradients.items() if name != "norm.bias")
+
+
+def running_means() -> Tensor:
+    """Of a norm whose input differs among ranks."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    rotate_all(model, mesh=make_mesh("cpu"))
+    model(torch.full((3, 2), float(dist.get_rank())))
+    mean: Tensor = model[1].running_mean
+    return mean
+
+
+def test_statistics_are_those_of_the_ranks_own_part(ranks: StartRanks) -> None:
+    one, other = ranks(2).run(running_means)
+    assert not torch.equal(one, other)
+
+
+def bytes_of_frozen_modules() -> list[int]:
+    """Sent by a forward and a backward through an MLP that trains, and one that does not."""
+    ring = ring_of(make_mesh("cpu"))
+    sent = []
+    for trains in (True, False):
+        mlp = MLP(4, 8).requires_grad_(trains)
+        rotate(mlp, mesh=make_mesh("cpu"))
+        before = ring.bytes_sent
+        mlp(torch.randn(2, 4, requires_grad=True)).sum().backward()
+        sent.append(ring.bytes_sent - before)
+    return sent
+
+
+def test_gradients_of_frozen_parameters_do_not_travel(ranks: StartRanks) -> None:
+    slice_bytes = 4 * 2 * 4 * 8 // 2
+    assert ranks(2).run(bytes_of_frozen_modules) == [[3 * slice_bytes, 2 * slice_bytes]] * 2
+
+
+def what_was_rotated_before() -> list[str]:
+    """Rules of a model, one block of which was rotated by hand."""
+    model = nn.Sequential(Named(), Named())
+    rotate(model[0], mesh=make_mesh("cpu"), rule=MLPRule(ups=("fc1",), down="fc2"))
+    return [entry.rule for entry in rotate_all(model, mesh=make_mesh("cpu")).entries]
+
+
+def test_what_was_rotated_before_is_left_as_it_is(ranks: StartRanks) -> None:
+    assert ranks(2).run(what_was_rotated_before) == [["MLPRule", "LinearRule", "LinearRule"]] * 2
