@@ -150,7 +150,12 @@ def test_object_storage_gives_the_same_batches_by_one_range_request_a_sample(
         {
             "datasets": {
                 "local": {"uri": str(tmp_path / "shards"), "format": "webdataset"},
-                "remote": {"uri": f"s3://{bucket}/data", "format": "webdataset", "storage": s3_server.storage_settings},
+                "remote": {
+                    "uri": f"s3://{bucket}/data",
+                    "format": "webdataset",
+                    "storage": s3_server.storage_settings,
+                    "cache": False,
+                },
             }
         }
     )

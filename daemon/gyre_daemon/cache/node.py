@@ -78,7 +78,8 @@ class NodeCache:
         """Do reads, from the cache where it has them or takes them in; see `Storage.read`."""
         blocks = volume.map.blocks_of(reads)
         volume.follow(reads)
-        self._tiers.note_reads(len(np.unique(reads.sample)) / max(1, volume.num_jobs))
+        num_samples = 1 + np.count_nonzero(np.diff(reads.sample))
+        self._tiers.note_reads(num_samples / max(1, volume.num_jobs))
         there = (blocks >= 0) & (volume.place[blocks] >= Place.MEMORY)
         on_disk = there & volume.on_disk[blocks]
         async with asyncio.TaskGroup() as group:
@@ -216,7 +217,7 @@ class NodeCache:
         if cost <= _INLINE_BYTES:
             _copy_all(sources, reads, self._copies)
         else:
-            held = [volume.data(block) for block in np.unique(blocks).tolist()]  # even if nobody waits any more
+            held = [volume.holder(block) for block in np.unique(blocks).tolist()]  # even if nobody waits any more
             work = functools.partial(_copy_all, sources, reads, self._copies, held)
             await self._workers.run(reads.flow, cost, reads.urgency, work)
         return set()

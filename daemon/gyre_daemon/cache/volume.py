@@ -90,7 +90,7 @@ class Volume:
 
     def allocate(self, block: int) -> npt.NDArray[np.uint8]:
         """Memory for a block, of its size, until `free`; apart from the heap, so that all of it comes back."""
-        memory = self._memory[block] = mmap.mmap(-1, int(self.sizes[block]))
+        memory = self._memory[block] = mmap.mmap(-1, int(self.sizes[block]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         array = np.frombuffer(memory, np.uint8)
         self._addresses[block] = address_of(array)[0]
         return array
@@ -98,6 +98,10 @@ class Volume:
     def data(self, block: int) -> npt.NDArray[np.uint8]:
         """A block in memory."""
         return np.frombuffer(self._memory[block], np.uint8)
+
+    def holder(self, block: int) -> object:
+        """What keeps a block's memory, even after `free`, as long as it is referred to."""
+        return self._memory[block]
 
     def free(self, block: int) -> None:
         """Let go of a block's memory."""
