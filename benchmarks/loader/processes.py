@@ -53,11 +53,13 @@ class Daemon:
 
 
 @contextmanager
-def daemon(folder: Path, datasets: Mapping[str, Mapping[str, object]], budget_bytes: int = BUDGET_BYTES) -> Iterator[Daemon]:
-    """A daemon that serves these datasets; its files are in a folder of its own below `folder`."""
+def daemon(
+    folder: Path, datasets: Mapping[str, Mapping[str, object]], budget_bytes: int = BUDGET_BYTES, more: Sequence[str] = ()
+) -> Iterator[Daemon]:
+    """A daemon that serves these datasets, with `more` lines of configuration; its files are in a folder of its own."""
     home = folder / f"daemon-{time.monotonic_ns()}"
     home.mkdir()
-    lines = [f'listen = ["unix:{home}/gyre.sock"]', f'index_dir = "{folder}/index"', f"memory_budget = {budget_bytes}"]
+    lines = [f'listen = ["unix:{home}/gyre.sock"]', f'index_dir = "{folder}/index"', f"memory_budget = {budget_bytes}", *more]
     for name, config in datasets.items():
         lines += [f"[datasets.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in config.items())]
     (home / "gyre.toml").write_text("\n".join(lines))

@@ -78,8 +78,8 @@ class StorageOpener:
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """What datasets share that lie in one bucket, or on one web server."""
-        where = next((str(value) for key, value in settings.items() if "endpoint" in key.lower()), f"{scheme}:/")
-        name = f"{where.rstrip('/')}/{path.partition('://')[2].partition('/')[0]}"
+        where = next((str(value).rstrip("/") for key, value in settings.items() if "endpoint" in key.lower()), f"{scheme}:/")
+        name = f"{where}/{path.partition('://')[2].partition('/')[0]}"
         if name not in self.endpoints:
             self.endpoints[name] = Endpoint(name, scheme, self._terms, self._metrics)
         return self.endpoints[name]

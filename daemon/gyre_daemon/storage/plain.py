@@ -1,4 +1,4 @@
-"""Ranges over plain HTTP/1.1, on connections that stay open: a quarter of the processor time that a general client takes.
+"""Ranges over plain HTTP/1.1, on connections that stay open: a third of the processor time that a general client takes.
 
 RFC 9110 and 9112, as far as a GET with one range goes: an answer has a `Content-Length`, or its connection is not used again.
 Redirections, proxies and TLS are left to the general client.

@@ -1,0 +1,41 @@
+"""Readers of T on an object server, in the process that is measured."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from gyre_client import Loader
+from torch.utils.data import DataLoader
+
+from benchmarks.loader.datasets import EndlessShuffle, Rinas
+from benchmarks.loader.objects import BATCH_SIZE, OBJECT_BYTES, SAMPLE_BYTES
+from benchmarks.loader.webtokens import WebTokens
+
+RINAS_WORKERS = 8
+RINAS_AHEAD = 4
+
+Batches = Iterator[torch.Tensor]
+
+
+def prepare(task: dict[str, Any]) -> Callable[[], Batches]:
+    """All is imported and the daemon knows the dataset; what is returned begins to read."""
+    torch.set_num_threads(1)
+    if task["kind"] == "rinas":
+        return lambda: _rinas(task)
+    loader = Loader("T", batch_size=BATCH_SIZE, seed=task["seed"], address=task["address"])
+    return lambda: (batch["tokens"] for batch in loader)
+
+
+def _rinas(task: dict[str, Any]) -> Batches:
+    samples: Any = WebTokens(task["url"], task["num_samples"], SAMPLE_BYTES, OBJECT_BYTES // SAMPLE_BYTES)
+    dataset: Any = Rinas(samples)
+    sampler: Any = EndlessShuffle(task["num_samples"], BATCH_SIZE, task["seed"])
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=torch.stack,
+        num_workers=RINAS_WORKERS,
+        prefetch_factor=RINAS_AHEAD,
+        persistent_workers=True,
+    )
+    return iter(loader)
