@@ -1,4 +1,8 @@
-"""The memory of one feed: the arena that a session reserved, and what is added to it while subscribers wait for storage."""
+"""The memory of one feed: arenas that a session reserved, and what is added to them while subscribers wait for storage.
+
+To touch fresh memory takes a second per some GiB. So a first arena is small, and the rest of the share follows while the first
+batches are read.
+"""
 
 import asyncio
 
@@ -6,9 +10,11 @@ from gyre_daemon.arena import Arena, Budget, Share, Slot
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.fair import FairExecutor, Flow
 
+_FIRST_BYTES = 8 << 20  # or one batch
+
 
 class Arenas:
-    """Slots in several arenas; the first is somebody's share already, the others are taken from the budget here.
+    """Slots in several arenas: those of somebody's share, and others that are taken from the budget here.
 
     Attributes:
         num_windows: how many times the share's window there is memory for.
@@ -21,7 +27,8 @@ class Arenas:
         self._budget = budget
         self._limit_bytes = limit_bytes
         self._workers = workers
-        self._arenas: list[Arena] = []
+        self._own: list[Arena] = []
+        self._added: list[Arena] = []
         self._leaving: list[Arena] = []
         self._growing: asyncio.Task[None] | None = None
         self._has_shrunk = asyncio.Event()
@@ -29,7 +36,7 @@ class Arenas:
     @property
     def first(self) -> Arena:
         """The one that is there from beginning to end."""
-        return self._arenas[0]
+        return self._own[0]
 
     @property
     def held_bytes(self) -> int:
@@ -38,19 +45,30 @@ class Arenas:
 
     @property
     def _all(self) -> list[Arena]:
-        return self._arenas + self._leaving
+        return self._own + self._added + self._leaving
 
     async def allocate(self, flow: Flow) -> None:
-        """Make the first arena.
+        """Make the first arena; `complete` makes the rest.
 
         Raises:
             Overloaded: the machine has no such memory.
         """
-        self._arenas.append(await self._workers.run(flow, 0, 0, lambda: Arena(self._share.num_bytes)))
+        batch_bytes = self._share.batch_bytes
+        first_bytes = min(self._share.num_bytes, max(1, _FIRST_BYTES // batch_bytes) * batch_bytes)
+        await self._make(first_bytes, flow, self._own)
+
+    async def complete(self, flow: Flow) -> None:
+        """Make what the share has beyond the first arena.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+        """
+        if self.first.num_bytes < self._share.num_bytes:
+            await self._make(self._share.num_bytes - self.first.num_bytes, flow, self._own)
 
     def take(self, num_bytes: int) -> Slot | None:
         """A free slot, or None until one is put back."""
-        return next((slot for arena in self._arenas if (slot := arena.take(num_bytes))), None)
+        return next((slot for arena in self._own + self._added if (slot := arena.take(num_bytes))), None)
 
     def put_back(self, slot: Slot) -> None:
         """Nobody reads the slot any more."""
@@ -61,7 +79,7 @@ class Arenas:
     def grow(self, flow: Flow) -> "asyncio.Task[None] | None":
         """Double the memory, if the limit allows it and the budget still has a share for somebody else; done with the task."""
         more = self.num_windows * self._share.num_ahead * self._share.batch_bytes
-        has = sum(arena.num_bytes for arena in self._all)
+        has = self._share.num_bytes + sum(arena.num_bytes for arena in self._added + self._leaving)
         if self._growing or has + more > self._limit_bytes or more + self._share.num_bytes > self._budget.free_bytes:
             return None
         self._budget.reserve(more, "a longer window")
@@ -72,11 +90,11 @@ class Arenas:
         """Give back what was added, as soon as no batch lies there, which the event tells; None where nothing was added."""
         if self._growing:
             self._growing.cancel()
-        if len(self._arenas) < 2:
+        if not self._added:
             return None
         self.num_windows = 1
-        self._leaving += self._arenas[1:]
-        del self._arenas[1:]
+        self._leaving += self._added
+        self._added.clear()
         self._has_shrunk.clear()
         self._drop_empty()
         return self._has_shrunk
@@ -85,11 +103,11 @@ class Arenas:
         """Let go of everything; what is still read or written lives on and is never used again."""
         if self._growing:
             self._growing.cancel()
-        self._budget.give_back(sum(arena.num_bytes for arena in self._all[1:]))
+        self._budget.give_back(sum(arena.num_bytes for arena in self._added + self._leaving))
         for arena in self._all:
             arena.close()
-        self._arenas.clear()
-        self._leaving.clear()
+        for arenas in (self._own, self._added, self._leaving):
+            arenas.clear()
         self._has_shrunk.set()
 
     def _drop_empty(self) -> None:
@@ -102,7 +120,7 @@ class Arenas:
 
     async def _add(self, num_bytes: int, flow: Flow) -> None:
         try:
-            arena = await self._workers.run(flow, 0, 0, lambda: Arena(num_bytes))
+            await self._make(num_bytes, flow, self._added)
         except Overloaded:  # the machine has less than the budget says: go on with what there is
             self._budget.give_back(num_bytes)
             return
@@ -111,5 +129,7 @@ class Arenas:
             raise
         finally:
             self._growing = None
-        self._arenas.append(arena)
         self.num_windows *= 2
+
+    async def _make(self, num_bytes: int, flow: Flow, into: list[Arena]) -> None:
+        into.append(await self._workers.run(flow, 0, 0, lambda: Arena(num_bytes)))

@@ -16,7 +16,7 @@ from weakref import WeakSet
 from gyre_daemon.account import Accounts, BatchAccount
 from gyre_daemon.arena import Budget, Share, Slot
 from gyre_daemon.arenas import Arenas
-from gyre_daemon.errors import GyreError
+from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.patience import Patience
@@ -119,7 +119,7 @@ class Feed:
         self.is_closed = False
         self.is_following = False
         self._machinery = machinery
-        self._prefetcher = Prefetcher(spec, share, first_step, machinery.workers)
+        self._prefetcher = Prefetcher(spec, share, first_step, owner.flow, machinery.workers)
         self._slots: dict[int, Slot] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._subscriptions: list[Subscription] = []
@@ -216,6 +216,7 @@ class Feed:
         await self.arenas.allocate(self.owner.flow)
         self._started.set()
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._complete_arenas())
             while True:
                 self._changed.clear()
                 while begun := self._begin():
@@ -223,11 +224,16 @@ class Feed:
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._wait()
 
+    async def _complete_arenas(self) -> None:
+        await self.arenas.complete(self.owner.flow)
+        self.look_again()
+
     def _run_done(self, task: asyncio.Task[None]) -> None:
         """A feed that cannot go on tells its subscribers instead of leaving them to wait."""
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
+        error = first_error(error) if isinstance(error, ExceptionGroup) else error
         reason = error if isinstance(error, GyreError) else GyreError(f"the daemon failed to prefetch: {error!r}; see its log")
         if reason is not error:
             log_event("prefetch failed", {"dataset": self.spec.dataset.name, "error": repr(error)}, logging.ERROR)

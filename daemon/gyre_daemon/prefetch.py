@@ -1,5 +1,6 @@
 """What a feed fetches next: steps are planned and laid out ahead, and several small batches are read together."""
 
+import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +10,17 @@ import numpy.typing as npt
 
 from gyre_daemon.arena import Share, Slot
 from gyre_daemon.arenas import Arenas
+from gyre_daemon.cache import CachedStorage
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import first_error
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import NOTHING_AHEAD, Ahead, Batch, Fetch, Fetcher
-from gyre_daemon.plan import NEVER, Order, Plan
+from gyre_daemon.plan import NEVER, BatchPlan, Order, Plan
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window
 
 _MAX_PLANNED = 64  # batches that are planned at once
+_BLOCKS_AHEAD = 64
 _BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
 
 Begun = list[tuple[Fetch, Slot]]
@@ -54,15 +57,19 @@ class Spec:
 class Prefetcher:
     """Begins and fills the steps of one spec, in order from a first one on."""
 
-    def __init__(self, spec: Spec, share: Share, first_step: int, workers: FairExecutor) -> None:
+    def __init__(self, spec: Spec, share: Share, first_step: int, flow: Flow, workers: FairExecutor) -> None:
         self._spec = spec
+        self._flow = flow
         self._fetcher = Fetcher(spec.dataset, workers)
         self._bulk = _bulk_size(spec.dataset, share)
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_plan = first_step
         self._next_to_begin = first_step
+        self._plans: deque[BatchPlan] = deque()  # not laid out
         blockwise = spec.order.mode == "block"
         self._ahead = Ahead(spec.order.io_block_bytes, self._next_use) if blockwise else NOTHING_AHEAD
+        storage = spec.dataset.storage
+        self._announcer = _Announcer(spec, storage) if blockwise and isinstance(storage, CachedStorage) else None
 
     def may_begin(self, window: Window) -> bool:
         """There is room for as many steps as are read together, or for the last ones."""
@@ -104,10 +111,48 @@ class Prefetcher:
             wanted = max(self._bulk, min(window.size, _MAX_PLANNED))
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
-            plans = self._spec.plan.batches(self._next_to_plan, wanted, self._spec.rank, self._spec.world_size)
-            self._next_to_plan += len(plans)
+            if len(self._plans) < wanted:
+                self._plan(wanted)
+            plans = [self._plans.popleft() for _ in range(wanted)]
             self._fetches.extend(self._fetcher.prepare(plans))
         return self._fetches[0]
+
+    def _plan(self, num_wanted: int) -> None:
+        """Plan so many steps at least; where blocks are announced, as many more as that takes."""
+        num_steps = num_wanted - len(self._plans) + (self._announcer.num_steps if self._announcer else 0)
+        plans = self._spec.plan.batches(self._next_to_plan, num_steps, self._spec.rank, self._spec.world_size)
+        self._next_to_plan += len(plans)
+        self._plans.extend(plans)
+        if self._announcer:
+            self._announcer.announce(plans, self._flow)
+
+
+class _Announcer:
+    """Tells the node cache which blocks a job reads next, earlier than the batches that read them are begun.
+
+    A window of batches reaches only a few blocks ahead, since each block serves many batches: too few requests at once.
+    """
+
+    def __init__(self, spec: Spec, storage: CachedStorage) -> None:
+        self._block_bytes = spec.order.io_block_bytes
+        self._table = spec.dataset.index.blocks(self._block_bytes)
+        self._storage = storage
+        self._telling: set[asyncio.Task[None]] = set()
+        samples_ahead = _BLOCKS_AHEAD * spec.dataset.num_samples // max(1, self._table.num_blocks)
+        self.num_steps = -(-samples_ahead // spec.order.global_batch_size)
+
+    def announce(self, plans: Sequence[BatchPlan], flow: Flow) -> None:
+        """The blocks of these steps will be read, in this order."""
+        blocks = self._table.block_of(np.concatenate([plan.sample_ids for plan in plans]))
+        _, first = np.unique(blocks, return_index=True)
+        telling = asyncio.create_task(self._storage.expect(self._block_bytes, blocks[np.sort(first)], flow))
+        self._telling.add(telling)
+        telling.add_done_callback(self._told)
+
+    def _told(self, telling: asyncio.Task[None]) -> None:
+        self._telling.discard(telling)
+        if not telling.cancelled():
+            telling.exception()  # an error is for those who read the block
 
 
 def _bulk_size(dataset: Dataset, share: Share) -> int:
