@@ -172,6 +172,22 @@ def output_of_integers() -> None:
     rotate(BestFeature(4, 4), mesh=make_mesh("cpu"), rule=LinearRule())(torch.randn(2, 4))
 
 
+def other_shapes_on_other_ranks() -> None:
+    rotate_all(nn.Sequential(nn.LayerNorm(4), MLP(4, 8 + dist.get_rank())), mesh=make_mesh("cpu"))
+
+
+def other_dtypes_on_other_ranks() -> None:
+    rotate_all(nn.Sequential(nn.Linear(4, 4).to(torch.float64 if dist.get_rank() else torch.float32)), mesh=make_mesh("cpu"))
+
+
+def frozen_on_one_rank() -> None:
+    rotate_all(nn.Sequential(nn.LayerNorm(4).requires_grad_(dist.get_rank() == 0)), mesh=make_mesh("cpu"))
+
+
+def fewer_modules_on_one_rank() -> None:
+    rotate_all(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 - dist.get_rank())]), mesh=make_mesh("cpu"))
+
+
 def loaded_by_assignment() -> None:
     mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
     mlp.load_state_dict({name: value.clone() for name, value in mlp.state_dict().items()}, assign=True)
@@ -233,6 +249,10 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (token_outside_of_the_vocabulary, IndexError, ["index out of range"]),
     (output_of_another_width, RotationError, ["(2, 4)", "beside", "weight"]),
     (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),
+    (other_shapes_on_other_ranks, RotationError, ["1.up.weight of Linear", "(8, 4)", "on rank 1", "(9, 4)"]),
+    (other_dtypes_on_other_ranks, RotationError, ["0.weight of Linear", "float32", "on rank 1", "float64"]),
+    (frozen_on_one_rank, RotationError, ["0.weight of LayerNorm", "trains", "on rank 1", "is frozen"]),
+    (fewer_modules_on_one_rank, RotationError, ["1.weight of Linear", "on rank 1 there is no more parameter"]),
     (loaded_by_assignment, RotationError, ["up.weight", "before it is rotated"]),
     (backward_twice, RotationError, ["MLP", "ran before"]),
     (step_before_backward, RotationError, ["MLP", "changed between forward and backward"]),

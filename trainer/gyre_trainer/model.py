@@ -17,7 +17,7 @@ from gyre_trainer.flyweight import Constant, Init, Normal
 from gyre_trainer.layers.attention import Attention, Heads, rope_table
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.mlp import MLP, GatedMLP
-from gyre_trainer.rotate import rotate
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation import RotationPolicy
 
 _INIT_STD = 0.02
@@ -152,12 +152,5 @@ def rotate_gpt(model: GPT, mesh: DeviceMesh, policy: RotationPolicy | None = Non
         MeshError: see `rotate`.
         RotationError: likewise, such as a model that is rotated already.
     """
-    policy = policy or RotationPolicy()
-    rotate(model.embedding, mesh=mesh, policy=policy)
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        rotate(block.attention, mesh=mesh, policy=policy)
-        rotate(block.mlp, mesh=mesh, policy=policy)
-    rotate(model.head, mesh=mesh, policy=policy)
-    rotate(model, mesh=mesh, policy=policy)
+    rotate_all(model, mesh=mesh, policy=policy or RotationPolicy())
     return model

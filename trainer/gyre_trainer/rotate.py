@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from gyre_trainer.agreement import require_agreement
 from gyre_trainer.errors import RotationError
 from gyre_trainer.known import turn_known
 from gyre_trainer.layers.dropout import share_masks
@@ -48,7 +49,8 @@ def rotate(
 
     Raises:
         MeshError: the mesh is not a ring with this rank on it.
-        RotationError: the module was rotated before, or cannot be cut like this; names module and parameter.
+        RotationError: the module was rotated before, or cannot be cut like this, or differs among ranks; names module and
+            parameter.
     """
     require_ring(mesh)
     _require_new(module)
@@ -140,6 +142,7 @@ def _require_new(module: nn.Module) -> None:
 
 def _keep_whole(module: nn.Module, where: Where) -> None:
     """All that does not rotate inside of the module stays on every rank."""
+    require_agreement(module, where.mesh)
     replicate(module, where.mesh)
     if where.policy.dropout == "equal":
         share_masks(module, where.mesh)
