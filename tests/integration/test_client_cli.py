@@ -1,6 +1,7 @@
 """The `gyre` command against a real daemon."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_status(gyre: Gyre, daemon: Any) -> None:
         assert session["reader"]["job"] == "train"
         assert session["attached"]
         text = gyre.text("status")
-    assert "state    serving\n" in text
+    assert re.search(r"^state +serving$", text, re.MULTILINE)
     assert ["train", "1/2", "numbers"] in [line.split()[:3] for line in text.splitlines()]
     assert gyre.json("status")["pid"] == daemon.process.pid
 
