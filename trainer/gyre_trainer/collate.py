@@ -63,7 +63,7 @@ class Collator:
         self._vocab_size = vocab_size
 
     def collate(self, batch: Mapping[str, Tensor], step: int) -> Examples:
-        """The examples of a batch, in its order.
+        """The examples of a batch, in its order: windows on the device that the batch is on, documents on the CPU.
 
         Raises:
             DataRejected: the batch has no such field, a sample has another length, or a token is outside the vocabulary.
@@ -94,7 +94,7 @@ class Collator:
         if values.dtype != torch.uint8:
             raise DataRejected(f"text must come as bytes, but {self._data.field!r} is {values.dtype}")
         length = self._data.sequence_length + 1
-        bounds, text = offsets.tolist(), values.numpy()
+        bounds, text = offsets.tolist(), values.cpu().numpy()
         rows = np.full((len(sample_ids), length), END_OF_TEXT, dtype=np.int64)
         lengths = np.zeros(len(sample_ids), dtype=np.int64)
         for row, sample_id in enumerate(sample_ids.tolist()):
@@ -106,8 +106,10 @@ class Collator:
         return Examples(tokens_and_padding[:, :-1], tokens_and_padding[:, 1:], torch.from_numpy(counts))
 
     def _require_known_tokens(self, examples: Examples) -> None:
-        largest = max(int(examples.inputs.max()), int(examples.targets.max()))
-        if largest >= self._vocab_size or int(examples.inputs.min()) < 0:
+        extremes = torch.stack([examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()])
+        smallest, *greatest = extremes.tolist()  # a device is waited for once
+        largest = max(greatest)
+        if largest >= self._vocab_size or smallest < 0:
             raise DataRejected(
                 f"token {largest} of {self._data.dataset!r} is outside the vocabulary; `model.vocab_size` is {self._vocab_size}"
             )
@@ -124,5 +126,5 @@ def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.
 
 def _without_padding(examples: Examples, is_sample: Tensor) -> Examples:
     """No loss is taken of rows [B] that only fill up the last batch of an epoch."""
-    rows = is_sample[:, None].expand_as(examples.targets)
+    rows = is_sample.to(examples.targets.device)[:, None].expand_as(examples.targets)
     return Examples(examples.inputs, examples.targets, rows if examples.counts is None else rows & examples.counts)

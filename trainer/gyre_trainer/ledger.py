@@ -53,7 +53,7 @@ class Ledger:
             loss_sum: a scalar on any device, summed over this rank's targets; it is not waited for here.
             times: on this rank.
             num_targets: that the sum is over.
-            batch: as the loader gave it, of equal size on every rank.
+            batch: as the loader gave it, on any device, of equal size on every rank.
         """
         mask = batch.get("mask")
         padding = torch.zeros_like(batch["sample_id"]) if mask is None else ~mask
@@ -65,7 +65,7 @@ class Ledger:
         """All ranks' notes, step by step; collective. Nothing is left noted."""
         losses = _all_gather(torch.stack(self._losses).cpu())
         figures = _all_gather(torch.tensor(self._figures, dtype=torch.float64))
-        ids = _all_gather(torch.stack(self._ids))
+        ids = _all_gather(torch.stack(self._ids).cpu())
         self._losses, self._figures, self._ids = [], [], []
         return [_combine(losses[:, step], figures[:, step], ids[:, step]) for step in range(losses.shape[1])]
 

@@ -150,6 +150,7 @@ def open_loader(config: TrainConfig, place: Place, dataset: str, seed: int) -> L
         tail=data.tail,
         job=job_name(config.run.out, dataset, seed),
         prefetch_batches=data.prefetch_batches,
+        device=place.device,
         format=data.format or None,
         options=data.options or None,
     )
