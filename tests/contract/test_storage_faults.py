@@ -142,6 +142,23 @@ def test_a_server_without_ranges_is_refused(one: Coroutine[Any, Any, Storage], o
         run(read())
 
 
+def test_a_server_that_redirects_is_left_to_the_general_client(
+    one: Coroutine[Any, Any, Storage], object_server: ObjectServer
+) -> None:
+    targets = Targets().add(0, 100, 5000)
+
+    async def read() -> None:
+        storage = await one
+        object_server.faults.append(302)
+        await storage.read(targets.reads())
+        assert len(object_server.requests) == 3  # the listing, the redirection, and once more
+        await storage.read(targets.reads())
+        assert len(object_server.requests) == 4
+
+    run(read())
+    targets.check([DATA])
+
+
 def test_silence_ends_at_the_deadline(one: Coroutine[Any, Any, Storage], object_server: ObjectServer) -> None:
     async def read() -> None:
         storage = await one

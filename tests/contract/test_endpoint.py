@@ -1,0 +1,263 @@
+"""The engine over a source that answers when and what a test says."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from gyre_daemon.errors import GyreError, NotAllowed
+from gyre_daemon.fair import Flow
+from gyre_daemon.metrics import Metrics
+from gyre_daemon.storage import Delays, Reads, Shard
+from gyre_daemon.storage.answer import Answer
+from gyre_daemon.storage.endpoint import Endpoint, Terms
+from gyre_daemon.storage.remote import RemoteStorage
+from gyre_daemon.storage.source import Done
+
+from tests.contract.places import noise, run
+
+DATA = noise(3, 4096)
+SHARD = Shard("0.bin", len(DATA), '"v1"')
+FORBIDDEN = Answer(403)
+JOB = Flow("a")
+
+
+class Asked:
+    """A request that waits for the test's answer."""
+
+    first_byte_at = None
+
+    def __init__(self, start: int, stop: int, done: Done) -> None:
+        self.start, self.stop, self._done = start, stop, done
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def answer(self, answer: Answer | None = None) -> None:
+        assert not self.is_cancelled
+        self._done(answer or Answer(206, DATA[self.start : self.stop], '"v1"', len(DATA)))
+
+
+class ScriptedSource:
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.refreshed: list[int] = []
+        self.at_once: Callable[[Asked], object] | None = None
+
+    def get(self, path: str, start: int, stop: int, done: Done) -> Asked:
+        asked = Asked(start, stop, done)
+        self.asked.append(asked)
+        if self.at_once:
+            asyncio.get_running_loop().call_soon(self.at_once, asked)
+        return asked
+
+    def refresh(self, status: int) -> None:
+        self.refreshed.append(status)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @property
+    def waiting(self) -> list[Asked]:
+        return [asked for asked in self.asked if not asked.is_cancelled]
+
+
+class Engine:
+    def __init__(self, max_requests: int = 8) -> None:
+        self.source, self.metrics = ScriptedSource(), Metrics()
+        self.endpoint = Endpoint("there", "test", Terms(max_requests, 10.0), self.metrics)
+        self.storage = RemoteStorage(self.source, self.endpoint, ["there/0.bin"], [SHARD])
+
+    def read(self, *starts: int, urgency: int = 0, delays: Delays | None = None) -> "asyncio.Task[list[bytes]]":
+        """Read 16 bytes at each of these places."""
+
+        async def whole() -> list[bytes]:
+            memory = [np.zeros(16, np.uint8) for _ in starts]
+            one = Reads.into(memory, [0] * len(starts), list(starts))
+            columns = one.shard, one.start, one.size, one.target, one.sample, one.memory
+            await self.storage.read(Reads(*columns, flow=JOB, urgency=urgency, delays=delays))
+            return [each.tobytes() for each in memory]
+
+        return asyncio.create_task(whole())
+
+    def outcomes(self) -> dict[str, int]:
+        return {labels.outcome: count.num_requests for labels, count in self.metrics.storage.items()}
+
+
+def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run(asyncio.wait_for(scene(), 30))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  it is the engine's state that is looked at
+        await asyncio.sleep(0.002)
+
+
+def test_two_who_want_the_same_bytes_are_one_request() -> None:
+    async def scene() -> None:
+        engine, delays = Engine(), Delays()
+        first, second = engine.read(0, 100), engine.read(100, 200, delays=delays)
+        await until(lambda: len(engine.source.asked) == 3)
+        for asked in engine.source.asked:
+            asked.answer()
+        assert await first == [DATA[0:16], DATA[100:116]]
+        assert await second == [DATA[100:116], DATA[200:216]]
+        assert (delays.num_requests, delays.num_joined) == (2, 1)
+        assert engine.outcomes() == {"ok": 3}
+
+    play(scene)
+
+
+def test_one_of_two_may_leave_and_the_other_is_served() -> None:
+    async def scene() -> None:
+        engine = Engine()
+        first, second = engine.read(0), engine.read(0)
+        await until(lambda: len(engine.source.asked) == 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert not engine.source.asked[0].is_cancelled
+        engine.source.asked[0].answer()
+        assert await second == [DATA[:16]]
+
+    play(scene)
+
+
+def test_what_nobody_waits_for_any_more_is_cancelled_and_gives_its_turn_back() -> None:
+    async def scene() -> None:
+        engine = Engine(max_requests=2)
+        left = engine.read(0, 100, 200, 300)
+        await until(lambda: len(engine.source.asked) == 2)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert all(asked.is_cancelled for asked in engine.source.asked)
+        assert engine.outcomes() == {"abandoned": 2}
+        assert engine.endpoint.queue.num_taken == 0
+        after = engine.read(400)
+        await until(lambda: len(engine.source.waiting) == 1)
+        engine.source.waiting[0].answer()
+        assert await after == [DATA[400:416]]
+        assert (engine.endpoint.queue.num_taken, engine.endpoint.queue.num_waiting) == (0, 0)
+
+    play(scene)
+
+
+def test_the_head_of_the_window_goes_first() -> None:
+    async def scene() -> None:
+        engine = Engine(max_requests=1)
+        tasks = [engine.read(start, urgency=urgency) for start, urgency in ((0, 5), (100, 9), (200, 7), (300, 6))]
+        await until(lambda: engine.endpoint.queue.num_waiting == 3)
+        for number in range(4):
+            await until(lambda number=number: len(engine.source.asked) == number + 1)  # type: ignore[misc]
+            engine.source.asked[number].answer()
+        await asyncio.gather(*tasks)
+        assert [asked.start for asked in engine.source.asked] == [0, 300, 200, 100]
+
+    play(scene)
+
+
+def test_a_late_request_is_sent_twice_and_the_first_answer_counts() -> None:
+    async def scene() -> None:
+        engine = Engine()
+        engine.source.at_once = Asked.answer
+        await engine.read(*range(0, 1280, 16))  # what is late is known by now
+        engine.source.at_once = None
+        engine.source.asked.clear()
+        late = engine.read(2000)
+        await until(lambda: len(engine.source.asked) == 2)
+        original, second = engine.source.asked
+        second.answer()
+        assert await late == [DATA[2000:2016]]
+        assert original.is_cancelled
+        assert engine.outcomes() == {"ok": 81, "hedged": 1}
+        assert engine.endpoint.queue.num_taken == 0
+
+    play(scene)
+
+
+def test_nothing_is_sent_twice_while_the_storage_refuses() -> None:
+    async def scene() -> None:
+        engine, loop = Engine(), asyncio.get_running_loop()
+        engine.source.at_once = lambda asked: loop.call_later(0.05, asked.answer)
+        await engine.read(*range(0, 1280, 16))
+        engine.source.at_once = None
+        engine.source.asked.clear()
+        refused, late = engine.read(1500), engine.read(2000)
+        await until(lambda: len(engine.source.asked) == 2)
+        engine.source.asked[0].answer(Answer(503))
+        await until(lambda: len(engine.source.asked) == 3)  # again
+        await asyncio.sleep(0.2)
+        assert [asked.start for asked in engine.source.asked] == [1500, 2000, 1500]
+        for asked in engine.source.asked[1:]:
+            asked.answer()
+        await asyncio.gather(refused, late)
+        assert engine.outcomes() == {"ok": 82, "refused": 1}
+
+    play(scene)
+
+
+def test_credentials_are_read_again_once_for_all_that_was_sent_with_the_old_ones() -> None:
+    async def scene() -> None:
+        engine = Engine()
+        reading = engine.read(0, 100, 200)
+        await until(lambda: len(engine.source.asked) == 3)
+        for asked in engine.source.asked[:3]:
+            asked.answer(FORBIDDEN)
+        await until(lambda: len(engine.source.asked) == 6)
+        assert engine.source.refreshed == [403]
+        for asked in engine.source.asked[3:]:
+            asked.answer()
+        assert await reading == [DATA[0:16], DATA[100:116], DATA[200:216]]
+
+    play(scene)
+
+
+def test_credentials_that_are_refused_again_are_an_error() -> None:
+    async def scene() -> None:
+        engine = Engine()
+        engine.source.at_once = lambda asked: asked.answer(FORBIDDEN)
+        with pytest.raises(NotAllowed):
+            await engine.read(0)
+        assert len(engine.source.asked) == 2
+        assert engine.outcomes() == {"retried": 1, "error": 1}
+
+    play(scene)
+
+
+def test_a_source_that_cannot_even_begin_is_tried_again() -> None:
+    async def scene() -> None:
+        engine, get = Engine(), ScriptedSource.get
+        num_tries = 0
+
+        def fail_once(path: str, start: int, stop: int, done: Done) -> Asked:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries == 1:
+                raise OSError("no descriptors")
+            return get(engine.source, path, start, stop, done)
+
+        engine.source.get = fail_once  # type: ignore[method-assign]
+        engine.source.at_once = Asked.answer
+        assert await engine.read(0) == [DATA[:16]]
+        assert engine.outcomes() == {"retried": 1, "ok": 1}
+
+    play(scene)
+
+
+def test_repetitions_end_with_the_budget() -> None:
+    """All that is in flight once, and a part of what is asked for: then the storage is left in peace."""
+
+    async def scene() -> None:
+        engine = Engine(max_requests=16)
+        engine.source.at_once = lambda asked: asked.answer(Answer(500))
+        reading = engine.read(*range(0, 1600, 16))
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(1.0)
+        refilled = (asyncio.get_running_loop().time() - began + 1) * 16 / 30
+        num_extra = len(engine.source.asked) - 100
+        assert 0 < num_extra <= 16 + 15 + refilled  # the reserve, the share of 100, and what time brings
+        reading.cancel()
+        assert isinstance((await asyncio.gather(reading, return_exceptions=True))[0], asyncio.CancelledError | GyreError)
+
+    play(scene)

@@ -1,0 +1,183 @@
+"""The client for plain HTTP against servers that answer odd things: a wrong byte is never taken for a right one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+import pytest
+from gyre_daemon.storage.answer import Answer
+from gyre_daemon.storage.plain import Get, PlainHttp
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+WHOLE = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\neTaG: "x"\r\ncontent-range: bytes 3-7/99\r\n\r\n12345'
+REQUEST = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def ask(http: PlainHttp, max_bytes: int = 5) -> Answer:
+    answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    get = Get(REQUEST, max_bytes, answered.set_result)
+    http.send(get)
+    answer = await answered
+    assert get.first_byte_at is not None
+    return answer
+
+
+def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Answer], int]:
+    """What a server's words are taken for, request after request, and how many connections that took."""
+
+    async def run() -> tuple[list[Answer], int]:
+        num_connections = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            try:
+                await talk(reader, writer)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        try:
+            return [await ask(http) for _ in range(num_asked)], num_connections
+        finally:
+            http.close()
+            server.close()
+            await asyncio.sleep(0.02)
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def saying(*pieces: bytes, hang_up: bool = False) -> Talk:
+    """A server that answers every request with these pieces, each in a packet of its own."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            if hang_up:
+                return
+
+    return talk
+
+
+def test_a_connection_is_used_again() -> None:
+    answers, num_connections = converse(saying(WHOLE), 5)
+    assert answers == [Answer(206, b"12345", '"x"', 99)] * 5
+    assert num_connections == 1
+
+
+@pytest.mark.parametrize("cut", range(1, len(WHOLE), 7))
+def test_an_answer_may_come_in_pieces(cut: int) -> None:
+    answers, num_connections = converse(saying(WHOLE[:cut], WHOLE[cut:]), 2)
+    assert answers == [Answer(206, b"12345", '"x"', 99)] * 2
+    assert num_connections == 1
+
+
+@pytest.mark.parametrize("more", [b"Connection: close\r\n", b"connection: Close\r\n"])
+def test_a_connection_that_the_server_wants_closed_is_not_used_again(more: bytes) -> None:
+    whole = WHOLE.replace(b"Content-Length", more + b"Content-Length")
+    answers, num_connections = converse(saying(whole, hang_up=True), 3)
+    assert [answer.data for answer in answers] == [b"12345"] * 3
+    assert num_connections == 3
+
+
+def test_an_old_server_closes_after_each_answer() -> None:
+    answers, num_connections = converse(saying(WHOLE.replace(b"1.1", b"1.0"), hang_up=True), 2)
+    assert [answer.data for answer in answers] == [b"12345"] * 2
+    assert num_connections == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "detail"),
+    [
+        (b"", "closed before the answer was whole"),
+        (WHOLE[:20], "closed before the answer was whole"),
+        (WHOLE[:-1], "closed before the answer was whole"),
+        (b"HTTP/2 206\r\nContent-Length: 5\r\n\r\n12345", "no HTTP"),
+        (b"\x16\x03\x01 what is this?\r\n\r\n", "no HTTP"),
+        (b"x" * 100_000, "no HTTP"),
+        (b"HTTP/1.1 206 P\r\n\r\n12345", "does not say how long"),
+        (b"HTTP/1.1 206 P\r\nContent-Length: five\r\n\r\n12345", "does not say how long"),
+        (b"HTTP/1.1 206 P\r\nContent-Length: -5\r\n\r\n12345", "does not say how long"),
+        (b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n0\r\n\r\n", "does not say how long"),
+        (WHOLE.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nContent-Length"), "does not say how long"),
+    ],
+)
+def test_what_is_not_a_whole_answer_is_a_failure(words: bytes, detail: str) -> None:
+    (answer,), _ = converse(saying(words, hang_up=True))
+    assert answer.status == 0
+    assert answer.data == b""
+    assert detail in answer.detail
+
+
+def test_words_after_an_answer_are_for_nobody() -> None:
+    answers, num_connections = converse(saying(WHOLE + b"67890"), 2)
+    assert [answer.data[:5] for answer in answers] == [b"12345"] * 2
+    assert num_connections == 2
+
+
+def test_a_body_that_is_longer_than_what_was_asked_for_is_not_read() -> None:
+    """As of a server without ranges."""
+    (answer,), _ = converse(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n1234567"))
+    assert (answer.status, len(answer.data)) == (200, 7)
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 4", b"Transfer-Encoding: chunked"])
+def test_a_refusal_keeps_its_status_however_its_words_are_sent(length: bytes) -> None:
+    (answer,), _ = converse(saying(b"HTTP/1.1 503 Slow Down\r\n" + length + b"\r\n\r\nslow"))
+    assert (answer.status, answer.data) == (503, b"")
+    assert "slow" in answer.detail
+
+
+def test_nobody_is_there() -> None:
+    async def run() -> Answer:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        return await ask(PlainHttp(urlsplit(f"http://127.0.0.1:{port}")))
+
+    answer = asyncio.run(run())
+    assert answer.unreachable
+    assert "ConnectionRefusedError" in answer.detail
+
+
+def test_who_does_not_wait_any_more_is_not_told_and_its_connection_is_used_again() -> None:
+    async def run() -> tuple[list[Answer], int]:
+        told: list[Answer] = []
+        num_connections = 0
+        asked, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            while await reader.read(1000):
+                asked.set()
+                await may_answer.wait()
+                writer.write(WHOLE)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        get = Get(REQUEST, 5, told.append)
+        http.send(get)
+        await asked.wait()
+        get.cancel()
+        may_answer.set()
+        await asyncio.sleep(0.05)
+        assert not told
+        told.append(await ask(http))
+        http.close()
+        server.close()
+        await asyncio.sleep(0.02)
+        return told, num_connections
+
+    told, num_connections = asyncio.run(run())
+    assert [answer.data for answer in told] == [b"12345"]
+    assert num_connections == 1
