@@ -23,7 +23,11 @@ PLAIN = {"vocab_size": 512, "num_layers": 2, "dim": 64, "num_heads": 4, "num_kv_
 UNEVEN = PLAIN | {"vocab_size": 500, "dim": 48, "num_heads": 6, "num_kv_heads": 3, "hidden_dim": 100, "bias": True}
 CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
     (2, "plain"): {"model": PLAIN},
-    (2, "wide vocabulary, no clipping"): {"model": PLAIN | {"vocab_size": 8192}, "optimizer": {"clip_norm": 0.0}},
+    (2, "wide vocabulary, recomputation, no clipping"): {
+        "model": PLAIN | {"vocab_size": 8192},
+        "memory": {"recompute": True},
+        "optimizer": {"clip_norm": 0.0},
+    },
     (3, "tied, uneven, bfloat16, in two parts"): {
         "model": UNEVEN | {"tie_embeddings": True, "gated_mlp": False, "norm": "layer"},
         "precision": {"compute_dtype": "bfloat16"},

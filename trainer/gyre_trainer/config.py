@@ -47,7 +47,8 @@ class DataConfig:
 
     Attributes:
         dataset: a name that the daemon knows; with `format`, a path or URI.
-        address: of the daemon; "" takes GYRE_ADDRESS, and where that is absent too each rank starts a private daemon.
+        address: of the daemon; "" takes GYRE_ADDRESS, and where that is absent too a machine's first
+            rank starts a private daemon for all its ranks.
         format: makes `dataset` a definition of its own, as the daemon's configuration would have it: tokens or webdataset.
         options: that definition's other keys.
         field: the tensor of a sample that holds its tokens, or its text as bytes.
@@ -85,6 +86,17 @@ class PrecisionConfig:
 
     compute_dtype: DType = "float32"
     grad_dtype: DType = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """What a rank may do without.
+
+    Attributes:
+        recompute: attention and MLP keep only their inputs, and each slice is computed once more in backward.
+    """
+
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +178,7 @@ class TrainConfig:
     data: DataConfig
     model: GPTConfig
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)

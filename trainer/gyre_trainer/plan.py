@@ -2,30 +2,26 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from dataclasses import dataclass
 
 from gyre_trainer.account import Account
 from gyre_trainer.config import TrainConfig
 from gyre_trainer.dry_run import dry_run, on_fake_ranks
-from gyre_trainer.home import local_of
 from gyre_trainer.live_bytes import CATEGORIES
-from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rotation_plan import plan_of
 from gyre_trainer.spread import Strategy, rotated
 
 Accounts = Mapping[Strategy, Account]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One module, or several that are alike.
+class Row:
+    """What became of one module's parameters, or of those of several modules that are alike.
 
     Attributes:
-        path: with the numbers replaced by * where they are several.
-        rule: how it is cut: the name of the rule's class, "replicated", or "tied" to the slices of an earlier one.
-        num_modules: that this entry is about.
+        path: with * for the numbers where they are several.
+        rule: the name of its class, or "replicated".
+        num_modules: that this row is about.
         num_bytes: of their whole parameters.
         num_bytes_here: of what rank 0 keeps, which has the largest slices.
     """
@@ -37,61 +33,26 @@ class Entry:
     num_bytes_here: int
 
 
-def entries(config: TrainConfig, num_ranks: int) -> list[Entry]:
-    """The configured model's modules in their order, as they lie on rank 0 of so many."""
+def rows(config: TrainConfig, num_ranks: int) -> list[Row]:
+    """The configured model's modules in their order, as they lie on rank 0 of so many; what is tied stands where it is first.
+
+    Raises:
+        RotationError: the model cannot be shared among so many ranks.
+    """
     with on_fake_ranks(num_ranks) as mesh:
-        model = rotated(config, mesh)
-        found = [*_rotated_modules(model), *_replicated_parameters(model)]
-    order = {path: place for place, (path, _) in enumerate(model.named_modules())}
-    return _merged(sorted(found, key=lambda entry: order[entry.path]))
-
-
-def _rotated_modules(model: nn.Module) -> list[Entry]:
-    homes, found = set(), []
-    for path, module in model.named_modules():
-        if isinstance(module, RotatedModule):
-            home = module.rotation.home
-            tied = id(home) in homes
-            homes.add(id(home))
-            rule = "tied" if tied else type(module.rotation.rule).__name__
-            here = 0 if tied else home.flat.nbytes
-            whole = 0 if tied else sum(parameter.nbytes for parameter in home.parameters)
-            found.append(Entry(path, rule, 1, whole, here))
-    return found
-
-
-def _replicated_parameters(model: nn.Module) -> list[Entry]:
-    found = []
-    for path, module in model.named_modules():
-        own = [local_of(each) for each in module.parameters(recurse=False) if _is_replicated(each)]
-        num_bytes = sum(local.nbytes for local in own)
-        if own:
-            found.append(Entry(path, "replicated", 1, num_bytes, num_bytes))
-    return found
-
-
-def _is_replicated(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Replicate)
-
-
-def _merged(found: Sequence[Entry]) -> list[Entry]:
-    """Modules that differ in the numbers of their paths alone become one entry, at the place of the first."""
-    merged: dict[tuple[str, str, int], Entry] = {}
-    for entry in found:
-        path = re.sub(r"\b\d+\b", "*", entry.path)
-        key = path, entry.rule, entry.num_bytes
-        before = merged.get(key)
-        if before is None:
-            merged[key] = entry
-        else:
-            merged[key] = Entry(
-                path,
-                entry.rule,
-                before.num_modules + 1,
-                before.num_bytes + entry.num_bytes,
-                before.num_bytes_here + entry.num_bytes_here,
-            )
+        entries = plan_of(rotated(config, mesh)).entries
+    merged: dict[tuple[str, str, int], Row] = {}
+    for entry in entries:
+        path, rule = re.sub(r"\b\d+\b", "*", entry.path), entry.rule or entry.how
+        before = merged.get((path, rule, entry.num_bytes))
+        row = Row(entry.path, rule, 1, entry.num_bytes, entry.num_bytes_here)
+        merged[path, rule, entry.num_bytes] = row if before is None else _joined(path, before, row)
     return list(merged.values())
+
+
+def _joined(path: str, one: Row, other: Row) -> Row:
+    num_modules = one.num_modules + other.num_modules
+    return Row(path, one.rule, num_modules, one.num_bytes + other.num_bytes, one.num_bytes_here + other.num_bytes_here)
 
 
 def accounts(config: TrainConfig, num_ranks: int) -> dict[Strategy, Account]:
@@ -106,19 +67,18 @@ def accounts(config: TrainConfig, num_ranks: int) -> dict[Strategy, Account]:
 
 def text(config: TrainConfig, num_ranks: int) -> str:
     """The whole plan, to be printed."""
-    taken, found = accounts(config, num_ranks), entries(config, num_ranks)
-    total = Entry("total", "", 0, sum(e.num_bytes for e in found), sum(e.num_bytes_here for e in found))
+    taken, found = accounts(config, num_ranks), rows(config, num_ranks)
     modules = [["module", "rule", "bytes", "per rank"]]
-    for entry in [*found, replace(total, num_modules=1)]:
-        name = f"{entry.path} x{entry.num_modules}" if entry.num_modules > 1 else entry.path
-        modules.append([name, entry.rule, mib(entry.num_bytes), mib(entry.num_bytes_here)])
-    data = config.data
-    rows = data.batch_size // num_ranks
+    for row in found:
+        name = f"{row.path} x{row.num_modules}" if row.num_modules > 1 else row.path
+        modules.append([name, row.rule, mib(row.num_bytes), mib(row.num_bytes_here)])
+    modules.append(["total", "", mib(sum(row.num_bytes for row in found)), mib(sum(row.num_bytes_here for row in found))])
+    num_samples, length = config.data.batch_size // num_ranks, config.data.sequence_length
     return "\n\n".join(
         [
-            f"{num_ranks} ranks, {rows} x {data.sequence_length} tokens each per step; all figures in MiB",
+            f"{num_ranks} ranks; {num_samples} x {length} tokens on each per step; all figures in MiB",
             table(modules, num_texts=2),
-            "At the moment of a step when most is alive on a rank:",
+            "What is alive on a rank at the moment of a step when it is most:",
             peaks(taken),
         ]
     )

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -34,9 +35,21 @@ def spread(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: to
     if strategy is Strategy.GYRE:
         return rotated(config, mesh)
     with device:
-        if strategy is Strategy.DDP:
-            return data_parallel(GPT(config.model), mesh)
-        return fully_sharded(config, mesh, per_layer=strategy is Strategy.FSDP2_LAYER)
+        model = GPT(config.model) if strategy is Strategy.DDP else FullySharded(config.model)
+    if config.memory.recompute:
+        _recompute(model)
+    if strategy is Strategy.DDP:
+        return data_parallel(model, mesh)
+    return fully_sharded(model, config, mesh, per_layer=strategy is Strategy.FSDP2_LAYER)
+
+
+def _recompute(model: GPT) -> None:
+    """Let attention and MLP keep only their inputs, with torch's own checkpoints."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for name in ("attention", "mlp"):
+            part = checkpoint_wrapper(getattr(block, name), preserve_rng_state=False)
+            setattr(block, name, part)
 
 
 def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
@@ -47,6 +60,7 @@ def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
     policy = RotationPolicy(
         compute_dtype=getattr(torch, dtypes.compute_dtype),
         grad_dtype=getattr(torch, dtypes.grad_dtype),
+        recompute=config.memory.recompute,
     )
     return rotate_gpt(model, mesh, policy)
 
@@ -78,9 +92,8 @@ class _Tail(nn.Module):
         return linear_cross_entropy(self.head, x_BTD, targets_BT)
 
 
-def fully_sharded(config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool) -> GPT:
+def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool) -> GPT:
     """FSDP2 over whole blocks, or over each attention and each MLP; embedding and head by themselves unless they are tied."""
-    model = FullySharded(config.model)
     dtype = getattr(torch, config.precision.compute_dtype)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype))
     shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
