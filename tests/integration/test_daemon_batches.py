@@ -148,6 +148,7 @@ def test_object_storage_gives_the_same_batches_by_one_range_request_a_sample(
         s3_server.put(bucket, f"data/{path.name}", path.read_bytes())
     daemon = gyred(
         {
+            "hedge": False,
             "datasets": {
                 "local": {"uri": str(tmp_path / "shards"), "format": "webdataset"},
                 "remote": {

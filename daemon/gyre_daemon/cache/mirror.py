@@ -16,7 +16,8 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,14 @@ _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
+@dataclass(slots=True, eq=False)
+class _Stored:
+    """A block that was written: another one when it is written anew."""
+
+    digest: bytes
+    is_verified: bool
+
+
 class Mirror:
     """The blocks of one dataset that lie on disk. Safe for several threads; everything may wait."""
 
@@ -56,8 +65,7 @@ class Mirror:
         """
         self._sizes, self._offsets = sizes, offsets
         self._lock = threading.Lock()
-        self._digests: dict[int, bytes] = {}
-        self._verified: set[int] = set()
+        self._stored: dict[int, _Stored] = {}
         self._file = os.open(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(self._file, int(offsets[-1]))
@@ -78,7 +86,11 @@ class Mirror:
 
     def blocks(self) -> Integers:
         """int64, those that are there, ascending."""
-        return np.array(sorted(self._digests), np.int64)
+        return np.array(sorted(self._stored), np.int64)
+
+    def __contains__(self, block: int) -> bool:
+        """Whether a block is there; does not wait."""
+        return block in self._stored
 
     def write(self, block: int, data: npt.NDArray[np.uint8]) -> None:
         """Keep a block that is not there.
@@ -96,8 +108,7 @@ class Mirror:
             except OSError:
                 self._punch(block, block + 1)
                 raise
-            self._digests[block] = digest
-            self._verified.add(block)
+            self._stored[block] = _Stored(digest, is_verified=True)
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Give the space of some blocks back.
@@ -106,12 +117,7 @@ class Mirror:
             OSError: the disk fails; the blocks are not there all the same.
         """
         with self._own_change():
-            dropped = [block for block in blocks if self._digests.pop(block, None)]
-            self._verified.difference_update(dropped)
-            for block in dropped:
-                self._punch(block, block + 1)
-            for block in dropped:
-                self._record(block, _NO_DIGEST)
+            self._drop([block for block in blocks if block in self._stored])
 
     def copy(self, blocks: Integers, starts: Integers, reads: Reads) -> set[int]:
         """Copy ranges of blocks that are there into memory.
@@ -124,11 +130,11 @@ class Mirror:
         Returns:
             The blocks that are damaged; they are dropped, and nothing of their ranges counts as copied.
         """
-        touched = np.unique(blocks).tolist()
+        stored = {block: self._stored.get(block) for block in np.unique(blocks).tolist()}
         damaged: set[int] = set()
         for _ in range(_MAX_LOOKS):
             self._look()
-            damaged |= {block for block in touched if block not in damaged and not self._is_sound(block)}
+            damaged |= {block for block, its in stored.items() if block not in damaged and not self._is_sound(block, its)}
             sound = ~np.isin(blocks, list(damaged))
             failed = self._copy(self._offsets[blocks[sound]] + starts[sound], reads.size[sound], reads.target[sound])
             if failed is not None:
@@ -136,10 +142,10 @@ class Mirror:
             elif self._look():
                 break
         else:
-            damaged = set(touched)
+            damaged = set(stored)
         if damaged:
-            with contextlib.suppress(OSError):
-                self.drop(damaged)
+            with contextlib.suppress(OSError), self._own_change():  # another thread may have written a block anew meanwhile
+                self._drop([block for block in damaged if stored[block] and self._stored.get(block) is stored[block]])
         return damaged
 
     def _copy(self, places: Integers, sizes: Integers, targets: npt.NDArray[np.uint64]) -> int | None:
@@ -154,18 +160,16 @@ class Mirror:
                 return index
         return None
 
-    def _is_sound(self, block: int) -> bool:
+    def _is_sound(self, block: int, stored: "_Stored | None") -> bool:
         """Whether a block is what was written."""
-        if block in self._verified:
-            return True
+        if stored is None or stored.is_verified:
+            return stored is not None
         try:
             data = os.pread(self._file, int(self._sizes[block]), int(self._offsets[block]))
         except OSError:
             return False
-        if self._digests.get(block) != _digest(data):
-            return False
-        self._verified.add(block)
-        return True
+        stored.is_verified = stored.digest == _digest(data)
+        return stored.is_verified
 
     def _look(self) -> bool:
         """Whether nobody else has written to the file since the last look; otherwise every block must be verified anew.
@@ -178,7 +182,8 @@ class Mirror:
             written_at = os.fstat(self._file).st_mtime_ns
             if written_at == self._written_at:
                 return True
-            self._verified.clear()
+            for stored in self._stored.values():
+                stored.is_verified = False
             self._written_at = written_at
             return False
         finally:
@@ -192,6 +197,14 @@ class Mirror:
                 yield
             finally:
                 self._written_at = os.fstat(self._file).st_mtime_ns
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self._stored[block]
+        for block in blocks:
+            self._punch(block, block + 1)
+        for block in blocks:
+            self._record(block, _NO_DIGEST)
 
     def _record(self, block: int, digest: bytes) -> None:
         """Append a record, whole or not at all."""
@@ -208,14 +221,14 @@ class Mirror:
             record = data[begin : begin + _RECORD.size]
             if _CRC.unpack_from(data, begin + _RECORD.size) == (zlib.crc32(record),):
                 block, digest = _RECORD.unpack(record)
-                self._digests.pop(block, None)
+                self._stored.pop(block, None)
                 if digest != _NO_DIGEST and block < len(self._sizes):
-                    self._digests[block] = digest
+                    self._stored[block] = _Stored(digest, is_verified=False)
         unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_bytes(b"".join(_encode_record(block, digest) for block, digest in self._digests.items()))
+        unfinished.write_bytes(b"".join(_encode_record(block, its.digest) for block, its in self._stored.items()))
         unfinished.replace(path)
         self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        borders = [-1, *sorted(self._digests), len(self._sizes)]
+        borders = [-1, *sorted(self._stored), len(self._sizes)]
         for before, after in itertools.pairwise(borders):
             self._punch(before + 1, after)
 

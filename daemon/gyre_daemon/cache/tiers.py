@@ -111,7 +111,7 @@ class Tiers:
     def lost(self, volume: Volume, damaged: set[int]) -> None:
         """Blocks are no longer on disk, since they were not what was written."""
         for block in damaged:
-            if volume.on_disk[block]:  # no other reader was faster
+            if volume.on_disk[block] and volume.mirror and block not in volume.mirror:  # no other reader was faster
                 volume.on_disk[block] = False
                 if volume.place[block] == Place.DISK:
                     volume.move(block, Place.ABSENT)
