@@ -157,3 +157,25 @@ def what_was_rotated_before() -> list[str]:
 
 def test_what_was_rotated_before_is_left_as_it_is(ranks: StartRanks) -> None:
     assert ranks(2).run(what_was_rotated_before) == [["MLPRule", "LinearRule", "LinearRule"]] * 2
+
+
+def attention_that_is_kept_whole() -> bool:
+    """Whether outputs, in training and in evaluation, are those without rotation."""
+    x = torch.arange(48.0).view(2, 3, 8).sin()
+    model = nn.ModuleList([nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)])
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(1))
+    expected = model[0](x, x, x)[0].detach()
+    plan = rotate_all(model, mesh=make_mesh("cpu"), rules={nn.MultiheadAttention: None})
+    assert [entry.how for entry in plan.entries] == ["replicated", "replicated", "rotated"]
+    output = model[0](x, x, x)[0]
+    output.sum().backward()
+    assert all(parameter.grad is not None for parameter in model[0].parameters())
+    model.eval()
+    with torch.no_grad():
+        evaluated = model[0](x, x, x)[0]
+    return torch.equal(output, expected) and torch.allclose(evaluated, expected, atol=1e-6)
+
+
+def test_attention_can_be_kept_whole(ranks: StartRanks) -> None:
+    assert all(ranks(2).run(attention_that_is_kept_whole))

@@ -1,7 +1,7 @@
 """Parameters that every rank has whole: norms and other small ones. Their gradients meet in one all-reduce per backward."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,26 @@ from gyre_trainer.rule import swapped
 
 
 class ReplicatedModule:
-    """Mixed in before a module's class: its forward sees this rank's plain tensors in the place of its DTensors."""
+    """Mixed in before a module's class: its forward sees this rank's plain tensors in the place of its DTensors.
+
+    Attributes:
+        reads_inside: whether it reads the parameters of modules inside, instead of calling these.
+    """
+
+    reads_inside: ClassVar[bool] = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As without rotation."""
         assert isinstance(self, nn.Module)
-        own = {name: local_of(p) for name, p in self._parameters.items() if p is not None}
+        own = {name: local_of(p) for name, p in self.named_parameters(recurse=self.reads_inside)}
         with swapped(self, own):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class ReplicatedAttention(ReplicatedModule):
+    """The same before `nn.MultiheadAttention`, which reads the weight of its last layer."""
+
+    reads_inside: ClassVar[bool] = True
 
 
 class Replicas:
@@ -70,7 +82,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
                 copies[parameter] = _replicated(parameter, f"{path}.{name}".removeprefix("."), mesh)
             setattr(child, name, copies[parameter])
         if loose and not isinstance(child, RotatedModule):
-            mix_in(child, ReplicatedModule, "Replicated")
+            attends = isinstance(child, nn.MultiheadAttention)
+            mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
     module.replicas = Replicas(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
 
 
