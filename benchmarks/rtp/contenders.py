@@ -1,0 +1,94 @@
+"""Who trains it: one process, DDP, FSDP2 in its two usual wrappings, Gyre."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from gyre_trainer.flyweight import materialize
+from gyre_trainer.rotate import RotationPolicy, rotate
+from gyre_trainer.spread import data_parallel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.rtp.workloads import Model, Workload, recomputed
+
+
+class How(StrEnum):
+    """How parameters are spread over the ranks."""
+
+    ALONE = "one process"
+    DDP = "DDP"
+    FSDP2_LAYER = "FSDP2 per layer"
+    FSDP2_SUB_BLOCK = "FSDP2 per sub-block"
+    GYRE = "Gyre"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train.
+
+    Attributes:
+        recompute: attention and MLP keep only their inputs; Gyre then rebuilds one slice at a time.
+        eager_loss: all logits at once in float32; else cross-entropy is taken in chunks.
+    """
+
+    how: How
+    recompute: bool = False
+    eager_loss: bool = False
+
+    @property
+    def label(self) -> str:
+        extra = [", recomputation"] * self.recompute + [", eager loss"] * self.eager_loss
+        return f"{self.how}{''.join(extra)}"
+
+
+def build(contender: Contender, workload: Workload, mesh: DeviceMesh | None, device: torch.device, *, fake: bool) -> nn.Module:
+    """The model as one rank holds it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(workload.dtype)
+    try:
+        if contender.how is How.GYRE:
+            assert mesh is not None
+            return _rotated(contender, workload, mesh, fake=fake)
+        with device:
+            model = Model(workload, eager_loss=contender.eager_loss)
+    finally:
+        torch.set_default_dtype(before)
+    if contender.recompute:
+        for block in model.blocks:
+            recomputed(block.attention)
+            recomputed(block.mlp)
+    if contender.how is How.DDP:
+        assert mesh is not None
+        return data_parallel(model, mesh) if fake else DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if contender.how is not How.ALONE:
+        _fully_shard(model, mesh, per_layer=contender.how is How.FSDP2_LAYER)
+    return model
+
+
+def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake: bool) -> Model:
+    policy = RotationPolicy(recompute=contender.recompute)
+    with torch.device("meta"):
+        model = Model(workload, eager_loss=contender.eager_loss)
+    if workload.vocabulary:
+        rotate(model.embedding, mesh=mesh, policy=policy)
+        rotate(model.head.linear, mesh=mesh, policy=policy)
+    for block in model.blocks:
+        rotate(block.attention, mesh=mesh, policy=policy)
+        rotate(block.mlp, mesh=mesh, policy=policy)
+    rotate(model, mesh=mesh, policy=policy)
+    if not fake:
+        materialize(model, seed=0)
+    return model
+
+
+def _fully_shard(model: Model, mesh: DeviceMesh | None, *, per_layer: bool) -> None:
+    for block in model.blocks:
+        for part in [block] if per_layer else [block.attention, block.mlp]:
+            fully_shard(part, mesh=mesh)
+    for name, child in model.named_children():
+        if name != "blocks":
+            fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)

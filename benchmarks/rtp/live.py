@@ -1,0 +1,61 @@
+"""Bytes alive at the peak of a step, on real ranks or on tensors that are not there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from gyre_trainer.layers import cross_entropy
+from gyre_trainer.live_bytes import Category, LiveBytes
+from gyre_trainer.mesh import make_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.rtp.contenders import Contender, How, build
+from benchmarks.rtp.workloads import Workload, make_batch, make_optimizer
+
+_CPU = torch.device("cpu")
+
+
+def peak_of_fake_step(contender: Contender, workload: Workload, num_ranks: int) -> dict[str, int]:
+    """Bytes by category at the peak of a rank's second step; of one process, of the batch of all ranks, divided by them."""
+    alone = contender.how is How.ALONE
+    chunk = cross_entropy._MAX_LOGITS * (num_ranks if alone else 1)  # one process takes as many chunks, each N times as large
+    with (
+        patch.object(cross_entropy, "_MAX_LOGITS", chunk),
+        nullcontext(None) if alone else _fake_ring(num_ranks) as mesh,
+        FakeTensorMode(),
+    ):
+        peak = peak_of_step(contender, workload, mesh, num_ranks if alone else 1, fake=True)
+    return {category: num_bytes // (num_ranks if alone else 1) for category, num_bytes in peak.items()}
+
+
+def peak_of_step(
+    contender: Contender, workload: Workload, mesh: DeviceMesh | None, num_batches: int, *, fake: bool
+) -> dict[str, int]:
+    """By category; the first step makes the optimizer's states, the second one counts."""
+    with LiveBytes() as live:
+        model = build(contender, workload, mesh, _CPU, fake=fake)
+        live.label(Category.PARAMETERS, model.parameters())
+        optimizer = make_optimizer(workload, model)
+        batch = make_batch(workload, num_batches, _CPU)
+        for _ in range(2):
+            live.mark("step")
+            model(*batch).backward()
+            live.label(Category.GRADIENTS, (parameter.grad for parameter in model.parameters()))
+            with live.during(Category.OPTIMIZER):
+                optimizer.step()
+            optimizer.zero_grad()
+        return {str(category): num_bytes for category, num_bytes in live.timeline().since("step").peak().items()}
+
+
+@contextmanager
+def _fake_ring(num_ranks: int) -> Iterator[DeviceMesh]:
+    """A ring of which this process is rank 0 and believes that it talks to the others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield make_mesh("cpu")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,145 @@
+"""How exact rotation is: to the last bit where the order of additions is the same, and nearly so where it is not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gyre_trainer.flyweight import materialize
+from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.rotate import RotationPolicy, rotate
+from torch import Tensor, nn
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import EVEN, Variant, train_alone, train_rotated
+
+DIM, HIDDEN_DIM, NUM_TOKENS, NUM_STEPS = 32, 96, 16, 4
+LEARNING_RATE = 0.5
+SMALL = replace(EVEN, num_layers=1, dim=16, num_heads=8, num_kv_heads=8, hidden_dim=16, vocab_size=24)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_fifty_steps_equal_one_process(ranks: StartRanks, num_ranks: int) -> None:
+    variant = Variant(EVEN, max_norm=0.05)
+    alone = train_alone(variant, 50)
+    for outcome in ranks(num_ranks).run(train_rotated, variant, 50):
+        assert outcome.losses == pytest.approx(alone.losses, rel=1e-13, abs=0)
+
+
+def test_eight_ranks_equal_one_process(ranks: StartRanks) -> None:
+    alone = train_alone(Variant(SMALL), 10)
+    for outcome in ranks(8).run(train_rotated, Variant(SMALL), 10):
+        assert outcome.losses == pytest.approx(alone.losses, rel=1e-13, abs=0)
+
+
+@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
+def test_every_run_gives_the_same_bits(ranks: StartRanks, policy: RotationPolicy) -> None:
+    variant = Variant(EVEN, policy, dtype=torch.float32)
+    first, second = (ranks(3).run(train_rotated, variant, 5)[0] for _ in range(2))
+    assert first.losses == second.losses
+    assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters)
+
+
+class Residuals(nn.Module):
+    """Two MLPs, each added to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(MLP(DIM, HIDDEN_DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x.square().mean()
+
+
+def inputs(step: int, rank: int) -> Tensor:
+    return torch.randn(NUM_TOKENS, DIM, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def trained_on_ranks(policy: RotationPolicy) -> list[Tensor]:
+    """This rank's slices of (up, down), module after module, after some steps in float32."""
+    model = Residuals()
+    for mlp in model.mlps:
+        rotate(mlp, mesh=make_mesh("cpu"), policy=policy)
+    materialize(model, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(NUM_STEPS):
+        model(inputs(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+class Oracle:
+    """The same training in one process, written out: no autograd, no ring, but additions in the ring's order."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        model = Residuals()
+        materialize(model, seed=1)
+        self.slices = [
+            [(up.contiguous(), down.contiguous()) for up, down in zip(*parts, strict=True)]
+            for parts in (
+                (mlp.up.weight.detach().chunk(num_ranks, 0), mlp.down.weight.detach().chunk(num_ranks, 1)) for mlp in model.mlps
+            )
+        ]
+
+    def step(self, step: int) -> None:
+        streams = [[inputs(step, rank)] for rank in range(self.num_ranks)]
+        for slices in self.slices:
+            for rank, stream in enumerate(streams):
+                stream.append(stream[-1] + self._output(slices, stream[-1], rank))
+        grads = [stream[-1] * 2 / stream[-1].numel() for stream in streams]
+        for place in (1, 0):
+            before = [stream[place] for stream in streams]
+            self._backward(self.slices[place], before, grads)
+
+    def _output(self, slices: list[tuple[Tensor, Tensor]], x: Tensor, rank: int) -> Tensor:
+        """Own slice first, then those of the ranks before."""
+        order = [(rank - visit) % self.num_ranks for visit in range(self.num_ranks)]
+        outputs = [F.linear(F.gelu(F.linear(x, slices[index][0])), slices[index][1]) for index in order]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
+        return total
+
+    def _backward(self, slices: list[tuple[Tensor, Tensor]], sources: list[Tensor], grads: list[Tensor]) -> None:
+        """Turns ``grads`` of the stream after the module into those before, and moves the slices."""
+        totals: list[Tensor | None] = [None] * self.num_ranks
+        of_slices = [(torch.zeros_like(up), torch.zeros_like(down)) for up, down in slices]
+        for visit in range(1, self.num_ranks + 1):  # a slice meets the rank before its owner first, its owner last
+            for rank in range(self.num_ranks):
+                index = (rank + visit) % self.num_ranks
+                (up, down), (of_up, of_down) = slices[index], of_slices[index]
+                inner = F.linear(sources[rank], up)
+                of_inner = torch.ops.aten.gelu_backward(grads[rank] @ down, inner)
+                total = totals[rank]
+                totals[rank] = of_inner @ up if total is None else total.addmm_(of_inner, up)
+                scale, beta = 1 / self.num_ranks, 0 if visit == 1 else 1
+                of_down.addmm_(grads[rank].t(), F.gelu(inner), alpha=scale, beta=beta)
+                of_up.addmm_(of_inner.t(), sources[rank], alpha=scale, beta=beta)
+        for rank, total in enumerate(totals):
+            assert total is not None
+            grads[rank] = grads[rank] + total
+        for weights, of_weights in zip(slices, of_slices, strict=True):
+            for weight, of_weight in zip(weights, of_weights, strict=True):
+                weight.add_(of_weight, alpha=-LEARNING_RATE)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
+def test_float32_is_bit_equal_to_one_process_that_adds_in_the_same_order(
+    ranks: StartRanks, policy: RotationPolicy, num_ranks: int
+) -> None:
+    oracle = Oracle(num_ranks)
+    before = [weight.clone() for slices in oracle.slices for weight in slices[0]]
+    for step in range(NUM_STEPS):
+        oracle.step(step)
+    for rank, found in enumerate(ranks(num_ranks).run(trained_on_ranks, policy)):
+        expected = [weight for slices in oracle.slices for weight in slices[rank]]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    after = [weight for slices in oracle.slices for weight in slices[0]]
+    assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
