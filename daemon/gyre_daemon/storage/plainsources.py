@@ -18,6 +18,7 @@ from gyre_daemon.storage.plain import Get, PlainHttp
 from gyre_daemon.storage.source import Done, Sent, Source
 
 _SIGN_AGAIN_S = 1800.0  # half of what a signature lasts
+_MAX_HEADS = 1 << 16  # objects whose URLs are kept
 _UNQUOTED = "/~-._!$&'()*+,;=:@"
 _PLAIN_SETTINGS = frozenset(
     ("endpoint", "endpoint_url", "region", "default_region", "access_key_id", "secret_access_key", "token", "session_token",
@@ -74,6 +75,8 @@ class PlainSource:
             return self._general.get(path, start, stop, done)
         head = self._heads.get(path)
         if head is None or head.until < self._loop.time():
+            if len(self._heads) >= _MAX_HEADS:
+                del self._heads[next(iter(self._heads))]
             head = self._heads[path] = _Head(self._loop.time() + _SIGN_AGAIN_S)
             head.task = self._loop.create_task(self._prepare(head, path))
         get = Get(b"%d-%d\r\n\r\n" % (start, stop - 1), stop - start, done)
@@ -85,7 +88,7 @@ class PlainSource:
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`."""
-        self._is_redirected = 300 <= status < 400
+        self._is_redirected |= 300 <= status < 400
         self._general.refresh(status)
         self._heads.clear()
 
@@ -116,6 +119,7 @@ class PlainSource:
             if get.done:
                 head.send(get)
         head.waiting.clear()
+        head.task = None
 
 
 class _Head:
