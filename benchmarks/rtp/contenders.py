@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import cast
 
 import torch
 from gyre_trainer.flyweight import materialize
+from gyre_trainer.model import GPT, Block
 from gyre_trainer.rotate import RotationPolicy, rotate
 from gyre_trainer.spread import data_parallel
 from torch import nn
@@ -58,11 +60,12 @@ def build(contender: Contender, workload: Workload, mesh: DeviceMesh | None, dev
         torch.set_default_dtype(before)
     if contender.recompute:
         for block in model.blocks:
+            assert isinstance(block, Block)
             recomputed(block.attention)
             recomputed(block.mlp)
     if contender.how is How.DDP:
         assert mesh is not None
-        return data_parallel(model, mesh) if fake else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return data_parallel(cast("GPT", model), mesh) if fake else DistributedDataParallel(model, gradient_as_bucket_view=True)
     if contender.how is not How.ALONE:
         _fully_shard(model, mesh, per_layer=contender.how is How.FSDP2_LAYER)
     return model
@@ -76,6 +79,7 @@ def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake
         rotate(model.embedding, mesh=mesh, policy=policy)
         rotate(model.head.linear, mesh=mesh, policy=policy)
     for block in model.blocks:
+        assert isinstance(block, Block)
         rotate(block.attention, mesh=mesh, policy=policy)
         rotate(block.mlp, mesh=mesh, policy=policy)
     rotate(model, mesh=mesh, policy=policy)
@@ -86,6 +90,7 @@ def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake
 
 def _fully_shard(model: Model, mesh: DeviceMesh | None, *, per_layer: bool) -> None:
     for block in model.blocks:
+        assert isinstance(block, Block)
         for part in [block] if per_layer else [block.attention, block.mlp]:
             fully_shard(part, mesh=mesh)
     for name, child in model.named_children():
