@@ -61,7 +61,7 @@ class Prefetcher:
         self._spec = spec
         self._flow = flow
         self._fetcher = Fetcher(spec.dataset, workers)
-        self._bulk = _bulk_size(spec.dataset, share)
+        self._share = share
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_plan = first_step
         self._next_to_begin = first_step
@@ -70,6 +70,13 @@ class Prefetcher:
         self._ahead = Ahead(spec.order.io_block_bytes, self._next_use) if blockwise else NOTHING_AHEAD
         storage = spec.dataset.storage
         self._announcer = _Announcer(spec, storage) if blockwise and isinstance(storage, CachedStorage) else None
+
+    @property
+    def _bulk(self) -> int:
+        """How many batches are read together: several small ones where that is cheaper, but at most a quarter of the window."""
+        if not self._spec.dataset.storage.reads_in_bulk:
+            return 1
+        return max(1, min(_BULK_BYTES // self._share.batch_bytes, self._share.num_ahead // 4))
 
     def may_begin(self, window: Window) -> bool:
         """There is room for as many steps as are read together, or for the last ones."""
@@ -153,8 +160,3 @@ class _Announcer:
         self._telling.discard(telling)
         if not telling.cancelled():
             telling.exception()  # an error is for those who read the block
-
-
-def _bulk_size(dataset: Dataset, share: Share) -> int:
-    """How many batches are read together: several small ones where that is cheaper, but at most a quarter of the window."""
-    return max(1, min(_BULK_BYTES // share.batch_bytes, share.num_ahead // 4)) if dataset.storage.reads_in_bulk else 1
