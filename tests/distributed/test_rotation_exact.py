@@ -80,12 +80,11 @@ class Oracle:
         self.num_ranks = num_ranks
         model = Residuals()
         materialize(model, seed=1)
-        self.slices = [
-            [(up.contiguous(), down.contiguous()) for up, down in zip(*parts, strict=True)]
-            for parts in (
-                (mlp.up.weight.detach().chunk(num_ranks, 0), mlp.down.weight.detach().chunk(num_ranks, 1)) for mlp in model.mlps
-            )
-        ]
+        self.slices: list[list[tuple[Tensor, Tensor]]] = []
+        for mlp in model.mlps:
+            assert isinstance(mlp, MLP)
+            ups, downs = mlp.up.weight.detach().chunk(num_ranks, 0), mlp.down.weight.detach().chunk(num_ranks, 1)
+            self.slices.append([(up.contiguous(), down.contiguous()) for up, down in zip(ups, downs, strict=True)])
 
     def step(self, step: int) -> None:
         streams = [[inputs(step, rank)] for rank in range(self.num_ranks)]

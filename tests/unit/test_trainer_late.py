@@ -31,7 +31,9 @@ def late_and_usual(
     late = Late({id(inputs[2]): total})
     with LateGrads({id(inputs[0]): 0}, late):
         output = loss(*inputs)
-    of_weight, of_bias, of_source = torch.autograd.grad(output, inputs, allow_unused=True)
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, inputs, allow_unused=True)
+    of_weight, of_bias, of_source = grads
+    assert of_bias is not None
     assert of_source is None
     assert total.total is not None
     found = SliceGrad([torch.full_like(weight, torch.nan)], empty=True, scale=1.0)
