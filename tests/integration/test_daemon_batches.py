@@ -251,7 +251,7 @@ def test_batches_are_the_same_whatever_the_order_of_completion(
     local = tmp_path / "tokens.bin"
     local.write_bytes(server.content)
     daemon = gyred(
-        {"prefetch_batches": 4, "datasets": {"slow": {"uri": url, **TOKENS}, "local": {"uri": str(local), **TOKENS}}}
+        {"prefetch_batches": 4, "datasets": {"slow": {"uri": url, "cache": False, **TOKENS}, "local": {"uri": str(local), **TOKENS}}}
     )
     with ExitStack() as stack:
 
