@@ -298,6 +298,8 @@ class Feed:
     async def _fill(self, begun: Begun) -> None:
         delays, began = Delays(), self._machinery.clock()
         outcomes = await self._prefetcher.fill(begun, self.owner.flow, delays)
+        if self.is_closed:  # what is kept here would keep the memory until some garbage collection
+            return
         self._give_account(outcomes, begun[0][0].plan.step, began, delays)
         for (fetch, _), outcome in zip(begun, outcomes, strict=True):
             self._outcomes[fetch.plan.step] = outcome

@@ -207,3 +207,19 @@ def test_memory_of_a_session_is_its_share(daemon: Daemon) -> None:
         assert num_arenas() == before + 1
     del loader
     assert num_arenas() == before
+
+
+def test_no_memory_outlives_its_session(gyred: StartDaemon, tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").write_bytes(bytes(32 << 20))
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint16", "sequence_length": 1 << 15}
+    daemon = gyred({"datasets": {"tokens": tokens}})
+    assert daemon.process
+    maps = Path(f"/proc/{daemon.process.pid}/maps")
+    for seed in range(12):  # each ends while some batches are just being read
+        with Loader("tokens", batch_size=64, seed=seed, address=daemon.address) as loader:
+            for _ in range(5 + seed):
+                next(iter(loader))
+        deadline = time.monotonic() + 10
+        while "gyre-arena" in maps.read_text():
+            assert time.monotonic() < deadline, f"after {seed + 1} sessions"
+            time.sleep(0.02)
