@@ -19,7 +19,8 @@ from gyre_daemon.plan import NEVER, BatchPlan, Order, Plan
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window
 
-_MAX_PLANNED = 64  # batches that are planned at once
+_MAX_PREPARED = 64  # batches that are laid out at once
+_PLANNED_POSITIONS = 1 << 14  # at once: 2 ms
 _BLOCKS_AHEAD = 64
 _BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
 
@@ -115,7 +116,7 @@ class Prefetcher:
     def _next_fetch(self, window: Window) -> Fetch:
         """The step to begin next, laid out together with those that follow it."""
         if not self._fetches:
-            wanted = max(self._bulk, min(window.size, _MAX_PLANNED))
+            wanted = max(self._bulk, min(window.size, _MAX_PREPARED))
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
             if len(self._plans) < wanted:
@@ -125,8 +126,11 @@ class Prefetcher:
         return self._fetches[0]
 
     def _plan(self, num_wanted: int) -> None:
-        """Plan so many steps at least; where blocks are announced, as many more as that takes."""
-        num_steps = num_wanted - len(self._plans) + (self._announcer.num_steps if self._announcer else 0)
+        """Plan so many steps at least, and more: many at once cost a third each; where blocks are announced, as that takes."""
+        positions = self._spec.order.global_batch_size // self._spec.world_size
+        num_steps = max(num_wanted - len(self._plans), _PLANNED_POSITIONS // positions)
+        if self._announcer:
+            num_steps += self._announcer.num_steps
         plans = self._spec.plan.batches(self._next_to_plan, num_steps, self._spec.rank, self._spec.world_size)
         self._next_to_plan += len(plans)
         self._plans.extend(plans)
