@@ -128,7 +128,7 @@ class Prefetcher:
     def _plan(self, num_wanted: int) -> None:
         """Plan so many steps at least, and more: many at once cost a third each; where blocks are announced, as that takes."""
         positions = self._spec.order.global_batch_size // self._spec.world_size
-        num_steps = max(num_wanted - len(self._plans), _PLANNED_POSITIONS // positions)
+        num_steps = max(num_wanted - len(self._plans), min(_PLANNED_POSITIONS // positions, 4 * _MAX_PREPARED))
         if self._announcer:
             num_steps += self._announcer.num_steps
         plans = self._spec.plan.batches(self._next_to_plan, num_steps, self._spec.rank, self._spec.world_size)
