@@ -1,17 +1,13 @@
-"""What cannot be rotated, or went wrong on the way: an error that names module, parameter or rank, on every rank."""
+"""What cannot be rotated: an error that names module, parameter or rank, on every rank."""
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.errors import MeshError, RingError, RotationError
+from gyre_trainer.errors import MeshError, RotationError
 from gyre_trainer.flyweight import materialize
 from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
 from gyre_trainer.layers.linear import LinearRule
@@ -19,7 +15,7 @@ from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import EVEN, Variant, build, rotated_gpt
@@ -280,31 +276,3 @@ def test_refused(ranks: StartRanks, program: Callable[[], None], error: type[Exc
 def test_no_process_group() -> None:
     with pytest.raises(MeshError, match="init_process_group"):
         make_mesh("cpu")
-
-
-def told_when_a_neighbour(does: str) -> str | None:
-    """What rank 0 is told when its neighbour does not take part in a step."""
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu", mesh_dim_names=("rotate",))
-    mlp = rotate(MLP(4, 8), mesh=mesh)
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:  # a neighbour that dies while the group still connects is gloo's to report, not the ring's
-        store.set("connected", "yes")
-    else:
-        store.wait(["connected"])
-    if dist.get_rank() == 1:
-        if does == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(5)
-        return None
-    try:
-        mlp(torch.randn(2, 4))
-    except RingError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("does", ["dies", "stalls"])
-def test_a_neighbour_that_is_gone_is_named_within_the_timeout(ranks: StartRanks, does: str) -> None:
-    told, _ = ranks(2).run_to_the_end(told_when_a_neighbour, does)
-    assert told is not None
-    assert "rank 0: receiving weights from rank 1 failed" in told

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import RingError
+from gyre_trainer.roll_call import RollCall
 from gyre_trainer.spans import span
 
 
@@ -60,21 +61,31 @@ class Pool:
 class Hop:
     """One buffer on its way to a neighbour and another on its way here."""
 
-    def __init__(self, works: Sequence[tuple[dist.Work, str]]) -> None:
+    def __init__(self, works: Sequence[tuple[dist.Work, str]], roll_call: RollCall) -> None:
         self._works = works
+        self._roll_call = roll_call
+        self._is_under_way = True
+        self._failed: RingError | None = None
 
     def wait(self) -> None:
         """Returns when both have arrived.
 
         Raises:
-            RingError: a neighbour is gone or did not answer in time.
+            RingError: a neighbour is gone or did not answer in time; names the rank at fault.
         """
-        for work, what in self._works:
-            try:
-                with span(what):
-                    work.wait()
-            except RuntimeError as error:
-                raise RingError(f"{what} failed: {error}") from error
+        if self._failed is not None:
+            raise self._failed
+        if not self._is_under_way:
+            return
+        with self._roll_call.waiting(" and ".join(what for _, what in self._works) or "nothing"):
+            for work, what in self._works:
+                try:
+                    with span(what):
+                        work.wait()
+                except RuntimeError as error:
+                    self._failed = self._roll_call.error(what, error)
+                    raise self._failed from error
+        self._is_under_way = False
         self._works = ()
 
 
@@ -86,6 +97,7 @@ class Ring:
         size: ranks on the ring.
         pool: the transient buffers of all that rotates here.
         bytes_sent: by this rank since the ring was made.
+        roll_call: who is at fault where a hop, or a collective of these ranks, fails.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -93,6 +105,7 @@ class Ring:
         self.size = dist.get_world_size(group)
         self.pool = Pool()
         self.bytes_sent = 0
+        self.roll_call = RollCall(group)
         self._group = group
 
     def shift(self, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
@@ -111,7 +124,7 @@ class Ring:
                 what = f"{here}: {verb.format(stream.name.lower())} rank {self._global(offset)}"
                 ops.append((dist.P2POp(op, tensor, group=self._group, tag=int(stream), group_peer=peer), what))
         self.bytes_sent += outgoing.numel() * outgoing.element_size()
-        return Hop(self._start(ops))
+        return Hop(self._start(ops), self.roll_call)
 
     def _start(self, ops: Sequence[tuple[dist.P2POp, str]]) -> list[tuple[dist.Work, str]]:
         if not ops:
@@ -119,7 +132,7 @@ class Ring:
         try:
             works = dist.batch_isend_irecv([op for op, _ in ops])
         except RuntimeError as error:
-            raise RingError(f"{' and '.join(what for _, what in ops)} failed: {error}") from error
+            raise self.roll_call.error(" and ".join(what for _, what in ops), error) from error
         # One work may stand for the whole batch (NCCL), or each operation may have its own (gloo).
         whats = [what for _, what in ops] if len(works) == len(ops) else [" and ".join(what for _, what in ops)]
         return list(zip(works, whats, strict=True))

@@ -1,4 +1,4 @@
-"""`rotate` and `rotate_all`: the functions that a user of Rotated Tensor Parallelism calls."""
+"""`rotate`, `rotate_all` and `no_sync`: the functions that a user of Rotated Tensor Parallelism calls."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from gyre_trainer.agreement import require_agreement
 from gyre_trainer.errors import RotationError
 from gyre_trainer.known import turn_known
 from gyre_trainer.layers.dropout import share_masks
-from gyre_trainer.layers.replicated import replicate
+from gyre_trainer.layers.replicated import no_sync, replicate
 from gyre_trainer.mesh import require_ring
 from gyre_trainer.rotated import RotatedModule
 from gyre_trainer.rotation import RotationPolicy
@@ -21,7 +21,7 @@ from gyre_trainer.rule import Rule
 from gyre_trainer.turn import prove
 from gyre_trainer.wrap import Where, wrap
 
-__all__ = ["RotationPolicy", "rotate", "rotate_all"]
+__all__ = ["RotationPolicy", "no_sync", "rotate", "rotate_all"]
 
 _DEFAULT_POLICY = RotationPolicy()
 

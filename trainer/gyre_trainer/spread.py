@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from gyre_trainer.config import TrainConfig
 from gyre_trainer.home import same_storage
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.replicated import Averaging
 from gyre_trainer.model import GPT, Block, GPTConfig, rotate_gpt
 from gyre_trainer.rotation import RotationPolicy
 
@@ -111,14 +112,16 @@ def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_laye
 
 def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
     """As `DistributedDataParallel(gradient_as_bucket_view=True)`, whose C++ cannot run on fake tensors."""
+    averaging = Averaging()
     bucket: list[nn.Parameter] = []
     for parameter in reversed(list(model.parameters())):
         bucket.append(parameter)
         if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
-            _Bucket(bucket, mesh)
+            _Bucket(bucket, mesh, averaging)
             bucket = []
     if bucket:
-        _Bucket(bucket, mesh)
+        _Bucket(bucket, mesh, averaging)
+    model.replicas = averaging  # type: ignore[assignment]  # where `no_sync` finds it
     return model
 
 
@@ -128,8 +131,9 @@ class _Bucket:
     It lives as long as the parameters, whose hooks hold it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: Averaging) -> None:
         self._group = mesh.get_group()
+        self._averaging = averaging
         self._num_parameters = len(parameters)
         self._num_here = 0
         sizes = [parameter.numel() for parameter in parameters]
@@ -144,5 +148,7 @@ class _Bucket:
         self._num_here += 1
         if self._num_here == self._num_parameters:
             self._num_here = 0
+            if self._averaging.held_back:
+                return
             self._flat /= dist.get_world_size(self._group)
             dist.all_reduce(self._flat, group=self._group)

@@ -11,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 from gyre_trainer.collate import Examples
 from gyre_trainer.config import TrainConfig
 from gyre_trainer.model import GPT
+from gyre_trainer.rotate import no_sync
 from gyre_trainer.schedule import learning_rate
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -41,7 +42,10 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self._config.run.steps, settings)
         weight = 1 / _mean_num_targets(examples)
-        sums = [self._accumulate(part, weight) for part in examples.split(settings.accumulation_steps)]
+        *parts, last = examples.split(settings.accumulation_steps)
+        with self._holding_back():
+            sums = [self._accumulate(part, weight) for part in parts]
+        sums.append(self._accumulate(last, weight))
         if settings.clip_norm:
             with self._phase("clip"):
                 nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
@@ -55,6 +59,10 @@ class Stepper:
         device = next(self.model.parameters()).device
         here, num_targets = examples.to(device), examples.num_targets()
         return self.model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
+
+    def _holding_back(self) -> AbstractContextManager[object]:
+        """Gradients of all but the last part meet the other ranks' with that one's. FSDP2 would need memory for it."""
+        return no_sync(self.model) if hasattr(self.model, "replicas") else nullcontext()
 
     def _accumulate(self, part: Examples, weight: float) -> Tensor:
         """Add the gradient of ``weight`` times the part's loss; gives that loss, summed over its targets."""

@@ -1,6 +1,7 @@
 """Parameters that every rank has whole: norms and other small ones. Their gradients meet in one all-reduce per backward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.home import as_parameter, home_of, local_of
+from gyre_trainer.ring import ring_of
 from gyre_trainer.rotated import RotatedModule, mix_in
 from gyre_trainer.rule import swapped
 
@@ -39,22 +41,36 @@ class ReplicatedAttention(ReplicatedModule):
     reads_inside: ClassVar[bool] = True
 
 
-class Replicas:
+class Averaging:
+    """Gradients that are averaged over the ranks once a backward has made them all.
+
+    Attributes:
+        held_back: backward leaves this rank's own gradients for now; `no_sync` sets it.
+    """
+
+    def __init__(self) -> None:
+        self.held_back = False
+
+
+class Replicas(Averaging):
     """Averages the gradients of replicated parameters over the ranks when a backward ends.
 
-    What is averaged is the accumulated gradient: its older part is equal on all ranks already, so its mean is itself.
+    What is averaged is the accumulated gradient. Where its older part is averaged already, that is equal on all ranks and its
+    mean is itself; where it was held back, it is averaged now.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+        super().__init__()
         self._parameters = parameters
         self._group = mesh.get_group()
+        self._ring = ring_of(mesh)
         self._due = False
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._touched)  # type: ignore[no-untyped-call]
 
     def _touched(self, parameter: Tensor) -> None:
-        if not self._due:
+        if not self._due and not self.held_back:
             self._due = True
             Variable._execution_engine.queue_callback(self._average)
 
@@ -62,10 +78,35 @@ class Replicas:
         self._due = False
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=self._group)
+        with self._ring.roll_call.together("averaging gradients of replicated parameters"):
+            dist.all_reduce(flat, group=self._group)
         flat /= dist.get_world_size(self._group)
         for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside do not average the gradients of replicated parameters; the next one outside averages their sum.
+
+    For gradient accumulation, as DDP's `no_sync`: put all backwards but the last one into it, and step after the last. It
+    saves one all-reduce per backward. Gradients of rotated parameters travel in every backward all the same: a rank has no
+    room for those of others' slices. All ranks must do alike.
+
+    Raises:
+        RotationError: the model was not rotated, or holds no module that was.
+    """
+    averaging = [each for module in model.modules() if isinstance(each := getattr(module, "replicas", None), Averaging)]
+    if not averaging:
+        raise RotationError(f"{type(model).__name__} is not rotated; call rotate_all, or rotate, on the model as a whole first")
+    before = [each.held_back for each in averaging]
+    for each in averaging:
+        each.held_back = True
+    try:
+        yield
+    finally:
+        for each, held_back in zip(averaging, before, strict=True):
+            each.held_back = held_back
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,0 +1,78 @@
+"""A rank that dies, is stopped or stands still: every other rank is told within the timeout which one that is."""
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.errors import RingError
+from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.rotate import rotate
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed.conftest import StartRanks
+
+TIMEOUT_S = 2.0
+CULPRIT = 1
+
+
+def told_when_one(fails_by: str) -> tuple[str | None, str | None]:
+    """What a rank is told when one does not take part in a step, and when it tries again."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), "cpu", mesh_dim_names=("rotate",))
+    mlp = rotate(MLP(4, 8), mesh=mesh)
+    x = torch.ones(2, 4)
+    mlp(x).sum().backward()
+    pids: list[int] = [0] * mesh.size()
+    dist.all_gather_object(pids, os.getpid())
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == CULPRIT:
+        _fail(fails_by, store)
+        return None, None
+    told = _told(mlp, x), _told(mlp, x)
+    if store.add("told", 1) == mesh.size() - 1:
+        store.set("all were told", "yes")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[CULPRIT], signal.SIGKILL)
+    return told
+
+
+def _fail(by: str, store: dist.Store) -> None:
+    match by:
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case _:
+            store.wait(["all were told"])
+            time.sleep(60)
+
+
+def _told(mlp: torch.nn.Module, x: torch.Tensor) -> str | None:
+    try:
+        mlp(x).sum().backward()
+    except RingError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fails_by", "num_ranks", "symptom"),
+    [
+        ("dies", 3, "no sign of life within 5 s"),
+        ("is stopped", 3, "no sign of life within 5 s"),
+        ("stands still", 4, "alive, but it stands still"),
+    ],
+)
+def test_every_rank_names_the_one_at_fault(ranks: StartRanks, fails_by: str, num_ranks: int, symptom: str) -> None:
+    told = ranks(num_ranks).run_to_the_end(told_when_one, fails_by)
+    assert told.pop(CULPRIT) is None
+    others = [rank for rank in range(num_ranks) if rank != CULPRIT]
+    for rank, messages in zip(others, told, strict=True):
+        for message in messages:
+            assert message is not None
+            assert message.startswith(f"rank {CULPRIT} is at fault: {symptom}"), message
+            assert f"rank {rank}: " in message

@@ -1,0 +1,21 @@
+"""Who is at fault, by what the ranks say of themselves."""
+
+import pytest
+from gyre_trainer.roll_call import Standing, verdict
+
+WAITS = "receiving weights"
+
+
+@pytest.mark.parametrize(
+    ("there", "missing", "expected"),
+    [
+        ({0: Standing(7, WAITS), 2: Standing(7, WAITS)}, [1], "rank 1 is at fault: no sign of life"),
+        ({0: Standing(7, WAITS), 3: Standing(2, "")}, [1, 2], "ranks 1, 2 are at fault: no sign of life"),
+        ({0: Standing(7, WAITS), 1: Standing(6, WAITS), 2: Standing(6, "")}, [], "rank 2 is at fault: alive, but it stands"),
+        ({0: Standing(7, WAITS), 1: Standing(5, ""), 2: Standing(6, "")}, [], "rank 1 is at fault: alive"),
+        ({0: Standing(7, WAITS), 1: Standing(7, WAITS), 2: Standing(4, WAITS)}, [], "rank 2 is at fault: it came too late"),
+        ({0: Standing(7, WAITS), 1: Standing(7, WAITS)}, [], "all ranks are alive and wait for each other"),
+    ],
+)
+def test_the_rank_at_fault_is_named(there: dict[int, Standing], missing: list[int], expected: str) -> None:
+    assert verdict(there, missing).startswith(expected)
