@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.ring import Direction, Hop, Ring, Stream, ring_of
 from gyre_trainer.rotate import RotationPolicy, rotate
+from gyre_trainer.rotated import RotatedModule
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
@@ -52,10 +53,13 @@ def events_of_two_modules() -> tuple[list[str], list[list[str]]]:
     modules = [Numbered(0), Numbered(1)]
     for module in modules:
         module.seen = events.append
-        rotate(module, mesh=mesh, policy=RotationPolicy(recompute=True))
+        rotate(module, mesh=mesh, policy=RotationPolicy(recompute=True), rule=MLPRule())
     for parameter in nn.ModuleList(modules).parameters():
         nn.init.constant_(parameter.to_local(), mesh.get_local_rank())  # type: ignore[attr-defined]
     model = nn.Sequential(*modules)
+    with torch.no_grad():
+        model(torch.ones(1, 4))  # the first call, which puts the rule to the proof
+    events.clear()
     backwards = []
     with hops_told_to(events.append):
         for _ in range(2):
@@ -106,6 +110,30 @@ def test_backward_sends_the_next_module_off_before_the_own_slice_computes(ranks:
 
         assert backwards[0] == [BACKWARD, *rest(1), BACKWARD, *rest(0)]
         assert backwards[1] == [BACKWARD, *rest(1)[:-1], BACKWARD, rest(1)[-1], *rest(0)]
+
+
+def where_hops_begin_and_end() -> list[tuple[bool, bool]]:
+    """For each hop of weights in a forward and a backward: whether it leaves from where the last one arrived, or from home."""
+    mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"))
+    assert isinstance(mlp, RotatedModule)
+    home = mlp.rotation.home.flat.data_ptr()
+    hops: list[tuple[int, int]] = []
+    shift = Ring.shift
+
+    def noted(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
+        if stream is Stream.WEIGHTS:
+            hops.append((outgoing.data_ptr(), incoming.data_ptr()))
+        return shift(ring, outgoing, incoming, direction, stream)
+
+    with patch.object(Ring, "shift", noted):
+        mlp(torch.ones(1, 4)).sum().backward()
+    before = [0] + [incoming for _, incoming in hops]
+    return [(outgoing == home, outgoing == last) for (outgoing, _), last in zip(hops, before, strict=False)]
+
+
+def test_a_hop_sends_what_arrived_without_a_copy_in_between(ranks: StartRanks) -> None:
+    """In forward and in backward: the home itself first, then the buffer that the hop before filled."""
+    assert ranks(3).run(where_hops_begin_and_end) == [[(True, False), (False, True)] * 2] * 3
 
 
 def memory_after_each_step(policy: RotationPolicy) -> list[tuple[int, set[int]]]:
