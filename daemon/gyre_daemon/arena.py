@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +120,10 @@ class Arena:
             index -= 1
             begin = self._free.pop(index)[0]
         self._free.insert(index, (begin, end - begin))
+
+    def when_unmapped(self, act: Callable[[], object]) -> None:
+        """Do something, in any thread, once this process has the memory no longer: after `close` and the last read or write."""
+        weakref.finalize(self._mapping, act).atexit = False
 
     def close(self) -> None:
         """Let go of the memory; it lives on while anybody still reads or writes a slot, and is never used for another batch."""

@@ -5,12 +5,49 @@ batches are read.
 """
 
 import asyncio
+import contextlib
+import functools
+from collections.abc import Callable
 
 from gyre_daemon.arena import Arena, Budget, Share, Slot
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.fair import FairExecutor, Flow
 
 _FIRST_BYTES = 8 << 20  # or one batch
+_LINGER_S = 2.0
+
+
+class Mapped:
+    """What all arenas of a daemon have in memory: those that were closed too, until the last batch is read into them."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._num_bytes = 0
+        self._changed = asyncio.Event()
+
+    def add(self, arena: Arena) -> None:
+        """One more, until nothing refers to its memory any more."""
+        self._num_bytes += arena.num_bytes
+        loop = asyncio.get_running_loop()
+        arena.when_unmapped(functools.partial(_tell, loop, functools.partial(self._gone, arena.num_bytes)))
+
+    async def room(self, num_bytes: int) -> None:
+        """Wait until so much more is within the limit, which the budget has promised; but not for ever."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while self._num_bytes + num_bytes > self._limit_bytes:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _gone(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        self._changed.set()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    """Memory is let go of in any thread, and at last when the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(act)
 
 
 class Arenas:
@@ -20,11 +57,12 @@ class Arenas:
         num_windows: how many times the share's window there is memory for.
     """
 
-    def __init__(self, share: Share, budget: Budget, limit_bytes: int, workers: FairExecutor) -> None:
+    def __init__(self, share: Share, budget: Budget, mapped: Mapped, limit_bytes: int, workers: FairExecutor) -> None:
         """No memory yet: see `allocate`."""
         self.num_windows = 1
         self._share = share
         self._budget = budget
+        self._mapped = mapped
         self._limit_bytes = limit_bytes
         self._workers = workers
         self._own: list[Arena] = []
@@ -132,4 +170,6 @@ class Arenas:
         self.num_windows *= 2
 
     async def _make(self, num_bytes: int, flow: Flow, into: list[Arena]) -> None:
+        await self._mapped.room(num_bytes)
         into.append(await self._workers.run(flow, 0, 0, lambda: Arena(num_bytes)))
+        self._mapped.add(into[-1])

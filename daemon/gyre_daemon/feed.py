@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from gyre_daemon.account import Accounts, BatchAccount
 from gyre_daemon.arena import Budget, Share, Slot
-from gyre_daemon.arenas import Arenas
+from gyre_daemon.arenas import Arenas, Mapped
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
@@ -35,12 +35,14 @@ class Machinery:
 
     Attributes:
         budget: of what windows that grow take more.
+        mapped: what the budget's memory is used for.
         arena_limit_bytes: so much memory a feed may have in all.
         feeds: all that are open.
         accounts: what batches took.
     """
 
     budget: Budget
+    mapped: Mapped
     workers: FairExecutor
     arena_limit_bytes: int
     clock: Clock
@@ -115,7 +117,7 @@ class Feed:
         self.share = share
         self.owner = owner
         self.window = Window(first_step, share.num_ahead, self._free)
-        self.arenas = Arenas(share, machinery.budget, machinery.arena_limit_bytes, machinery.workers)
+        self.arenas = Arenas(share, machinery.budget, machinery.mapped, machinery.arena_limit_bytes, machinery.workers)
         self.is_closed = False
         self.is_following = False
         self._machinery = machinery

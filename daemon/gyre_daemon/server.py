@@ -16,6 +16,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from gyre_daemon.arena import Budget
+from gyre_daemon.arenas import Mapped
 from gyre_daemon.cache import NodeCache, SidecarStore, open_disk_cache
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.census import take_census
@@ -117,7 +118,8 @@ class _Daemon:
         self._cache = _make_cache(config, workers, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
         self._catalog = Catalog(config.datasets, opener, sidecars, self._cache, allow_ad_hoc=allow_ad_hoc)
-        machinery = Machinery(Budget(config.memory_budget), workers, config.session_memory, time.monotonic)
+        budget, mapped = Budget(config.memory_budget), Mapped(config.memory_budget)
+        machinery = Machinery(budget, mapped, workers, config.session_memory, time.monotonic)
         self._sessions = SessionTable(SessionEnvironment(machinery, metrics, config.lease_s), config.job_weights)
         self._loop_lag = LoopLag()
         self._scrapes = ScrapeServer(Exposition(lambda: take_census(self._sessions, self._loop_lag)).text)

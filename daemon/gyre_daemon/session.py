@@ -6,6 +6,7 @@ over. Sessions that want the same batches read along in one feed; each has reser
 """
 
 import asyncio
+import copy
 import math
 import secrets
 from collections import deque
@@ -102,7 +103,7 @@ class Session:
         """
         await self._path.feed.started()
         if self._ended:
-            raise self._ended
+            raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
 
     def share_arenas(self, peer: Peer) -> bool:
         """From now on batches are read where they lie; False where the client cannot be reached so."""
@@ -210,7 +211,7 @@ class Session:
         """
         while True:
             if self._ended:
-                raise self._ended
+                raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
             batch = self.ready_batch()
             if batch:
                 return batch

@@ -31,7 +31,6 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 _SIDE_TOKEN = "gyre-side-token"
 _MAX_PLANNED_SAMPLES = 100_000
 _CHUNK_BYTES = (1 << 20) - 16  # with its frame, a message of at most 1 MiB
-_STREAM_ENDED = GyreError("the client ended its stream")
 
 
 class LoaderService(pb_grpc.LoaderServicer):
@@ -145,7 +144,7 @@ class LoaderService(pb_grpc.LoaderServicer):
                 yield response
         finally:
             listening.cancel()
-            self._sessions.close(session.session_id, _STREAM_ENDED)
+            self._sessions.close(session.session_id, _stream_ended())
 
     @answers_errors
     async def ReadPayload(  # type: ignore[override]  # frames, not messages: see `register`
@@ -167,7 +166,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     @answers_errors
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
         """End a session; one that is not open is closed already."""
-        self._sessions.close(request.session_id, _STREAM_ENDED)
+        self._sessions.close(request.session_id, _stream_ended())
         return pb.CloseSessionResponse()
 
     @answers_errors
@@ -234,7 +233,12 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Take in what the client says until it hangs up."""
         async for request in requests:
             control.take(session, request)
-        self._sessions.close(session.session_id, _STREAM_ENDED)
+        self._sessions.close(session.session_id, _stream_ended())
+
+
+def _stream_ended() -> GyreError:
+    """Made anew each time: an error that is raised keeps the frames it came through."""
+    return GyreError("the client ended its stream")
 
 
 def register(service: LoaderService, server: grpc.aio.Server) -> None:
