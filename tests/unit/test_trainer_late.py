@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from gyre_trainer import relay
 from gyre_trainer.joined import Sum
 from gyre_trainer.late import Late, LateGrads
 from gyre_trainer.relay import SliceGrad
@@ -28,8 +29,8 @@ def late_and_usual(
     expected = torch.autograd.grad(loss(*inputs), inputs)
     inputs = leaves()
     total = Sum(source.dtype)
-    late = Late({id(inputs[2]): total})
-    with LateGrads({id(inputs[0]): 0}, late):
+    late = Late({id(inputs[2]): total}, {id(inputs[0]): 0})
+    with LateGrads(late):
         output = loss(*inputs)
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, inputs, allow_unused=True)
     of_weight, of_bias, of_source = grads
@@ -58,8 +59,8 @@ def test_late_gradients_are_the_usual_ones(shape: tuple[int, ...], num_rows: int
 
 def test_other_weights_and_autocast_are_left_alone() -> None:
     weight, other, source = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True), torch.randn(2, 3)
-    late = Late({})
-    with LateGrads({id(weight): 0}, late):
+    late = Late({}, {id(weight): 0})
+    with LateGrads(late):
         outputs = F.linear(source, other).sum()
         with torch.autocast("cpu", torch.bfloat16):
             outputs = outputs + F.linear(source, weight).sum()
@@ -78,6 +79,15 @@ def test_a_slices_gradient_is_scaled_and_begins_with_what_is_added_first(dtype: 
     grad.add_product(1, one, one)
     grad.close()
     assert [part.flatten().tolist() for part in parts] == [[1.0] * 4, [2.0] * 4, [0.0] * 4]
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
+    monkeypatch.setattr(relay, "_MAX_PRODUCT", 8)
+    left, right = torch.arange(10.0).view(5, 2).bfloat16(), torch.ones(2, 3).bfloat16()
+    part = torch.full((5, 3), torch.nan if empty else 1.0)
+    SliceGrad([part], empty=empty, scale=0.5).add_product(0, left, right)
+    assert torch.equal(part, 0.5 * (left @ right).float() + (0 if empty else 1))
 
 
 def test_what_arrived_is_kept_where_nothing_is_added() -> None:

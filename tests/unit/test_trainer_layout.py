@@ -1,5 +1,6 @@
 """Where the parts of a slice lie."""
 
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -30,6 +31,24 @@ def test_the_slices_together_are_the_parameters(num_slices: int) -> None:
     for cut, tensor, found in zip(layout.cuts, whole, parts, strict=True):
         assert torch.equal(torch.cat(found, cut.dim), tensor)
     assert layout.numel(0) == max(layout.numel(index) for index in range(num_slices))
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
+def test_the_pieces_together_are_the_slices(num_slices: int, num_rounds: int) -> None:
+    slices = Layout((Cut("rows", (23, 2), 0),), num_slices)
+    pieces = slices.in_rounds(num_rounds)
+    numels = [pieces.numel(piece) for piece in range(num_slices * num_rounds)]
+    assert max(numels) == numels[0] <= -(-slices.numel(0) // num_rounds) + 1
+    for index in range(num_slices):
+        of_slice = range(index, num_slices * num_rounds, num_slices)
+        assert [pieces.piece(index, round_) for round_ in range(num_rounds)] == list(of_slice)
+        flat = torch.arange(slices.numel(index))
+        assert torch.equal(torch.cat([pieces.within(flat, piece) for piece in of_slice]), flat)
+        bounds = [pieces.bounds(pieces.cuts[0], piece) for piece in of_slice]
+        assert (bounds[0][0], bounds[-1][1]) == slices.bounds(slices.cuts[0], index)
+        assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
+        assert [2 * (stop - start) for start, stop in bounds] == [numels[piece] for piece in of_slice]
 
 
 def test_a_layout_of_some_cuts_lies_without_gaps() -> None:

@@ -63,20 +63,20 @@ class Call:
         self.late = Late({id(tensor): total for tensor, total in zip(self.whole, self.sums, strict=True)})
 
     def compute(self, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """One slice's outputs, and the leaves that its trainable parts of the parameters are in the outputs' graph."""
-        rotation = self._rotation
+        """One piece's outputs, and the leaves that its trainable parts of the parameters are in the outputs' graph."""
+        rotation, pieces = self._rotation, self._rotation.pieces
         weights, bounds, trained = {}, {}, []
-        for cut, view, trainable in zip(rotation.layout.cuts, rotation.layout.views(flat, index), self.trainable, strict=True):
+        for cut, view, trainable in zip(pieces.cuts, pieces.views(flat, index), self.trainable, strict=True):
             leaf = view.detach().requires_grad_(trainable)
             if trainable:
                 trained.append(leaf)
-            start, stop = bounds[cut.name] = rotation.layout.bounds(cut, index)
+            start, stop = bounds[cut.name] = pieces.bounds(cut, index)
             weights[cut.name] = F.pad(leaf, (start, cut.shape[0] - stop)) if cut.padded else leaf
         whole = dict(zip(rotation.passengers, self.whole, strict=False))
         args, kwargs = tree_unflatten(self._leaves, self._spec)
-        places = {id(leaf): place for place, leaf in enumerate(trained)}
-        with swapped(rotation.module, {**weights, **whole}), LateGrads(places, self.late):
-            output = rotation.rule.run(rotation.forward, Part(weights, bounds), args, kwargs)
+        self.late.places = {id(leaf): place for place, leaf in enumerate(trained)}
+        with swapped(rotation.module, {**weights, **whole}), LateGrads(self.late):
+            output = rotation.rule.run(rotation.forward, Part(weights, bounds, self.late), args, kwargs)
         return self._take_apart(output), trained
 
     def _take_apart(self, output: Any) -> list[Tensor]:

@@ -35,6 +35,14 @@ class Sum:
         else:
             self.total, self._owned = self.total + tensor, True
 
+    def room(self, like: Tensor) -> Tensor:
+        """The total, in memory that belongs to it, for whoever adds to parts of it; zero where nothing was added."""
+        if self.total is None:
+            self.total, self._owned = torch.zeros(like.shape, dtype=self.dtype, device=like.device), True
+        elif not self._owned:
+            self.total, self._owned = self.total.clone(), True
+        return self.total
+
     def add_product(self, left: Tensor, right: Tensor, shape: Sequence[int]) -> None:
         """Add the product of two matrices, seen in a shape; without memory for it where all have one dtype."""
         total = self.total

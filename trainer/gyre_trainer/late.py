@@ -2,10 +2,11 @@
 
 A slice's gradient is still on its way here while the slice's backward begins. So a linear layer only notes what its weight's
 gradient is the product of, and the product is formed when the buffer is here, straight into it: no weight's gradient ever
-exists beside it, and the hop is hidden behind the rest of the slice's backward.
+exists beside it, and the hop is hidden behind the rest of the slice's backward. Whatever forms its weight's gradient bit by bit
+adds each bit to the buffer, and so waits for the hop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.joined import Sum
+from gyre_trainer.relay import SliceGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +33,26 @@ class Product:
     right: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Late:
-    """What the linear layers of one call noted in backward.
+    """What the slices' graphs of one call share, beside autograd.
 
     Attributes:
-        products: of the slice whose backward runs; whoever forms them takes them out.
         sums: of the gradients of the call's inputs, by the inputs' ids; complete when all slices are through.
+        places: of the weights of the slice whose graph is recorded, among those that take a gradient, by their ids.
+        products: that linear layers noted, of the slice whose backward runs; whoever forms them takes them out.
+        slice_grad: waits for the gradient of the slice whose backward runs.
     """
 
     sums: Mapping[int, Sum]
+    places: Mapping[int, int] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)
+    slice_grad: Callable[[], SliceGrad] | None = None
+
+    def add_product(self, place: int, left: Tensor, right: Tensor) -> None:
+        """Add the product of two matrices to the gradient of the weight at ``place``, now."""
+        assert self.slice_grad is not None
+        self.slice_grad().add_product(place, left, right)
 
     def take(self) -> list[Product]:
         """The products that were noted since the last time."""
@@ -51,14 +62,13 @@ class Late:
 
 
 class LateGrads(TorchFunctionMode):
-    """Inside, linear layers on one slice's weights work like that.
+    """Inside, linear layers on one slice's weights, those in ``late.places``, work like that.
 
-    ``places`` are those of the weights, by their ids. Any other use of a weight gives its gradient as usual.
+    Any other use of a weight gives its gradient as usual.
     """
 
-    def __init__(self, places: Mapping[int, int], late: Late) -> None:
+    def __init__(self, late: Late) -> None:
         super().__init__()
-        self._places = places
         self._late = late
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -67,7 +77,7 @@ class LateGrads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002  # torch's name
-        place = self._places.get(id(weight))
+        place = self._late.places.get(id(weight))
         if place is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
         return _Linear.apply(input, weight, bias, place, self._late)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """How parameters are cut, and where the parts of one slice lie in the flat buffer that travels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -31,45 +31,69 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of all parameters lie in the flat buffer of each slice."""
+    """Where the parts of all parameters lie in the flat buffer of each slice.
+
+    A slice may travel in several pieces, one round after the other: those of all slices are numbered round by round, so that
+    the piece of slice s in round r is r * num_slices + s. In a single round the pieces are the slices.
+    """
 
     cuts: tuple[Cut, ...]
     num_slices: int
+    num_rounds: int = 1
 
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], int]]:
         """What is cut and how, whatever the names."""
         return [(cut.shape, cut.dim) for cut in self.cuts]
 
-    def bounds(self, cut: Cut, index: int) -> tuple[int, int]:
-        """The half-open range of the cut dim that slice ``index`` holds."""
-        return slice_bounds(cut.shape[cut.dim], index, self.num_slices)
+    def in_rounds(self, num_rounds: int) -> "Layout":
+        """The same slices in that many pieces each; only of one parameter that is cut along its first dim."""
+        assert num_rounds == 1 or [cut.dim for cut in self.cuts] == [0]
+        return self if num_rounds == self.num_rounds else replace(self, num_rounds=num_rounds)
+
+    def piece(self, index: int, round_: int) -> int:
+        """The number of the piece of slice ``index`` in a round."""
+        return round_ * self.num_slices + index
+
+    def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
+        """The half-open range of the cut dim that a piece holds."""
+        round_, index = divmod(piece, self.num_slices)
+        size = cut.shape[cut.dim]
+        start, stop = slice_bounds(size, index, self.num_slices)
+        largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
+        return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
 
     def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
-        """Those of every slice."""
-        return [self.bounds(cut, index) for index in range(self.num_slices)]
+        """Those of every piece."""
+        return [self.bounds(cut, piece) for piece in range(self.num_slices * self.num_rounds)]
 
-    def numel(self, index: int) -> int:
-        """Elements of slice ``index``; slice 0 is the largest."""
-        return self._numels[index]
+    def numel(self, piece: int) -> int:
+        """Elements of a piece; piece 0 is the largest."""
+        return self._numels[piece]
+
+    def within(self, flat: Tensor, piece: int) -> Tensor:
+        """A piece in the buffer of its whole slice."""
+        start = sum(self._numels[piece % self.num_slices : piece : self.num_slices])
+        return flat[start : start + self._numels[piece]]
 
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
-        """The parts in the buffer of slice ``index``, in the order of the cuts."""
+        """The parts in the buffer of piece ``index``, in the order of the cuts."""
         shapes = self._parts[index]
         return [part.view(shape) for part, shape in zip(torch.split(flat, [prod(s) for s in shapes]), shapes, strict=True)]
 
     def only(self, wanted: Sequence[bool]) -> "Layout":
         """The layout of the cuts whose flag is true."""
-        return Layout(tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want), self.num_slices)
+        return replace(self, cuts=tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want))
 
     @cached_property
     def _parts(self) -> list[list[tuple[int, ...]]]:
-        return [[self._part_shape(cut, index) for cut in self.cuts] for index in range(self.num_slices)]
+        num_pieces = self.num_slices * self.num_rounds
+        return [[self._part_shape(cut, piece) for cut in self.cuts] for piece in range(num_pieces)]
 
     @cached_property
     def _numels(self) -> list[int]:
         return [sum(map(prod, shapes)) for shapes in self._parts]
 
-    def _part_shape(self, cut: Cut, index: int) -> tuple[int, ...]:
-        start, stop = self.bounds(cut, index)
+    def _part_shape(self, cut: Cut, piece: int) -> tuple[int, ...]:
+        start, stop = self.bounds(cut, piece)
         return (*cut.shape[: cut.dim], stop - start, *cut.shape[cut.dim + 1 :])

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operators
 
@@ -132,19 +132,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator and look at its tensors; those that wrap others come back as operators on what they wrap."""
-        if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
+        given = list(_tensors((args, kwargs)))
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
             return NotImplemented
         result = func(*args, **kwargs or {})
         travels = func.namespace in COMMUNICATION
-        for tensor in _strided((args, kwargs, result)):
-            storage = self._see(str(func), tensor.untyped_storage())
+        for tensor in filter(_has_memory, chain(given, _tensors(result))):
+            storage = self._see(func, tensor.untyped_storage())
             if travels and not storage.labelled:
                 storage.category = Category.VISITORS
         return result
 
     def label(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
         """Say what the storages of ``tensors`` are for; those that were not seen yet count from now on."""
-        for tensor in _strided([_unwrapped(tensor) for tensor in tensors if tensor is not None]):
+        for tensor in filter(_has_memory, _tensors([_unwrapped(tensor) for tensor in tensors if tensor is not None])):
             storage = self._see(category, tensor.untyped_storage())
             storage.category, storage.labelled = category, True
 
@@ -170,7 +171,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             deltas[row, column[storage.category]] = delta
         return Timeline([event for event, _, _ in changes], deltas.cumsum(axis=0))
 
-    def _see(self, event: str, untyped: torch.UntypedStorage) -> _Storage:
+    def _see(self, event: object, untyped: torch.UntypedStorage) -> _Storage:
         """Note a storage that is new or has another size."""
         address = untyped._cdata
         storage = self._known.get(address)
@@ -183,13 +184,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _release(self, address: int, _: object) -> None:
         self._change("release", self._known.pop(address), 0)
 
-    def _change(self, event: str, storage: _Storage, nbytes: int) -> None:
+    def _change(self, event: object, storage: _Storage, nbytes: int) -> None:
         delta = nbytes - storage.nbytes
         if delta:
             storage.nbytes = nbytes
             self.total += delta
             self.peak = max(self.peak, self.total)
-            self._changes.append((event, storage, delta))
+            self._changes.append((str(event), storage, delta))
 
 
 def _seen_by(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,11 +204,18 @@ def _seen_by(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
     return resize_
 
 
-def _strided(tree: Any) -> Iterator[Tensor]:
-    """The tensors among the leaves that have a storage of their own with memory behind it, real or fake."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
-            yield leaf
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and dicts, the forms of an operator's arguments and results; far faster than torch's pytree."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list, dict)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(part)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor has a storage of its own with memory behind it, real or fake."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 def _unwrapped(tensor: Any) -> list[Tensor]:

@@ -1,12 +1,15 @@
 """A gradient's way home: every rank adds its part to the buffer that passes, and the owner adds the last one."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gyre_trainer.layout import Layout
-from gyre_trainer.ring import Arrival, Direction, Ring, Stream
+from gyre_trainer.ring import Direction, Hop, Ring, Stream
+
+_MAX_PRODUCT = 2**22  # elements of a product in another dtype than the sum that it is added to
 
 
 class SliceGrad:
@@ -32,13 +35,17 @@ class SliceGrad:
         self._empty[place] = False
 
     def add_product(self, place: int, left: Tensor, right: Tensor) -> None:
-        """Add the product of two matrices to part ``place``, without memory for it where all have one dtype."""
-        part = self._parts[place]
-        if part.dtype != left.dtype or part.dtype != right.dtype:
-            self.add(place, left @ right)
-            return
-        part.addmm_(left, right, beta=0 if self._empty[place] else 1, alpha=self._scale)
+        """Add the product of two matrices to part ``place``; little of it ever exists beside the part."""
+        part, empty = self._parts[place], self._empty[place]
         self._empty[place] = False
+        if part.dtype == left.dtype == right.dtype:
+            part.addmm_(left, right, beta=0 if empty else 1, alpha=self._scale)
+            return
+        if empty:
+            part.zero_()
+        num_rows = max(1, _MAX_PRODUCT // max(1, part.shape[1]))
+        for rows, of_rows in zip(torch.split(part, num_rows), torch.split(left, num_rows), strict=True):
+            rows.add_(of_rows @ right, alpha=self._scale)
 
     def close(self) -> None:
         """Parts that nothing was added to are zero."""
@@ -47,11 +54,20 @@ class SliceGrad:
                 part.zero_()
 
 
+@dataclass(frozen=True, slots=True)
+class _Passing:
+    """A piece's gradient here, or on its way here: ``flat`` is a part of the pool's ``buffer``, or of the own slice's."""
+
+    piece: int
+    flat: Tensor
+    buffer: Tensor | None
+
+
 class Relay:
     """The gradients of one module's slices, each one step behind its weights, counter-clockwise.
 
-    For each slice, rank+1 first and the own one last: `receive`, add to what it gives, then `send_on`, or `finish` for the
-    own. What arrives is scaled already, by 1/size as the average wants it.
+    For each piece of each round, rank+1's first and the own one last: `receive`, add to what it gives, then `pass_on`. What
+    arrives is scaled already, by 1/size as the average wants it.
     """
 
     def __init__(self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -59,47 +75,51 @@ class Relay:
         self._layout = layout
         self._dtype = dtype
         self._device = device
-        self._index = ring.rank
-        self._here: tuple[Tensor, SliceGrad] | None = None
-        self._leaving: Tensor | None = None
-        self._next: Arrival | None = None
+        self._here: tuple[_Passing, SliceGrad] | None = None
+        self._under_way: tuple[Hop, _Passing, _Passing] | None = None  # what left and what comes
+        self._own: Tensor | None = None
 
-    def receive(self, index: int) -> SliceGrad:
-        """Slice ``index``'s gradient, as the ranks before left it; empty on the first rank of its way."""
-        if self._next is None:
-            buffer = self._own() if index == self._ring.rank else self._transient()
-        else:
-            self._next.hop.wait()
-            assert self._leaving is not None
-            self._ring.pool.put(self._leaving)
-            buffer = self._next.buffer
-        parts = self._layout.views(buffer[: self._layout.numel(index)], index)
-        grad = SliceGrad(parts, empty=self._next is None, scale=1 / self._ring.size)
-        self._index, self._here = index, (buffer, grad)
-        return grad
+    def receive(self, piece: int) -> SliceGrad:
+        """The gradient of ``piece``, as the ranks before left it; empty on the first rank of its way.
 
-    def send_on(self) -> None:
-        """The slice that was received last goes to the next rank, and the one after it sets out for here."""
-        buffer = self._closed()
-        following = (self._index + 1) % self._ring.size
-        room = self._own() if following == self._ring.rank else self._transient()
-        outgoing, incoming = buffer[: self._layout.numel(self._index)], room[: self._layout.numel(following)]
-        hop = self._ring.shift(outgoing, incoming, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS)
-        self._next, self._leaving = Arrival(hop, room, incoming), buffer
+        The same one until it is passed on.
+        """
+        if self._here is None:
+            empty = self._under_way is None
+            passing = self._room(piece) if self._under_way is None else self._arrived(*self._under_way)
+            self._under_way = None
+            parts = self._layout.views(passing.flat, piece)
+            self._here = passing, SliceGrad(parts, empty=empty, scale=1 / self._ring.size)
+        return self._here[1]
+
+    def pass_on(self) -> None:
+        """What was received goes to the next rank while the piece after it sets out for here; the own one stays."""
+        assert self._here is not None
+        passing, grad = self._here
+        grad.close()
+        self._here = None
+        round_, index = divmod(passing.piece, self._ring.size)
+        if index != self._ring.rank:
+            room = self._room(self._layout.piece((index + 1) % self._ring.size, round_))
+            hop = self._ring.shift(passing.flat, room.flat, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS)
+            self._under_way = hop, passing, room
 
     def finish(self) -> Tensor:
         """The own slice's gradient, complete, in memory that belongs to the caller."""
-        return self._closed()
+        assert self._own is not None
+        return self._own
 
-    def _closed(self) -> Tensor:
-        assert self._here is not None
-        buffer, grad = self._here
-        grad.close()
-        self._here = None
-        return buffer
+    def _arrived(self, hop: Hop, left: _Passing, arrived: _Passing) -> _Passing:
+        hop.wait()
+        assert left.buffer is not None
+        self._ring.pool.put(left.buffer)
+        return arrived
 
-    def _transient(self) -> Tensor:
-        return self._ring.pool.take(self._layout.numel(0), self._dtype, self._device)
-
-    def _own(self) -> Tensor:
-        return torch.empty(self._layout.numel(self._ring.rank), dtype=self._dtype, device=self._device)
+    def _room(self, piece: int) -> _Passing:
+        if piece % self._ring.size != self._ring.rank:
+            buffer = self._ring.pool.take(self._layout.numel(0), self._dtype, self._device)
+            return _Passing(piece, buffer[: self._layout.numel(piece)], buffer)
+        if self._own is None:
+            numel = self._layout.in_rounds(1).numel(self._ring.rank)
+            self._own = torch.empty(numel, dtype=self._dtype, device=self._device)
+        return _Passing(piece, self._layout.within(self._own, piece), None)

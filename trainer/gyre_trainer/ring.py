@@ -35,9 +35,14 @@ class Stream(IntEnum):
 
 
 class Pool:
-    """Transient buffers for all rotations of one ring: as large as the largest slice, and none allocated once that is known."""
+    """Transient buffers for all rotations of one ring: as large as what travels, and none allocated once that is known.
+
+    Attributes:
+        unit: elements of the largest slice that can only travel as a whole; others follow it, in pieces no larger.
+    """
 
     def __init__(self) -> None:
+        self.unit = 0
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self._numel: dict[tuple[torch.dtype, torch.device], int] = {}
 
@@ -45,7 +50,7 @@ class Pool:
         """A flat buffer of at least ``numel`` elements that nobody else uses until it is put back."""
         key = (dtype, device)
         if numel > self._numel.get(key, -1):
-            self._numel[key], self._free[key] = numel, []
+            self._numel[key], self._free[key] = max(numel, self.unit), []
         if self._free[key]:
             return self._free[key].pop()
         with torch.inference_mode(mode=False):  # an inference tensor could not carry gradients later

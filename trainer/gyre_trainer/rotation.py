@@ -9,6 +9,7 @@ one step behind it and is complete when it reaches the owner. `gyre_trainer.turn
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -21,6 +22,9 @@ from gyre_trainer.layout import Layout
 from gyre_trainer.ring import Direction, Ring
 from gyre_trainer.rule import Rule
 from gyre_trainer.visitors import Visitors
+
+_MIN_PIECE = 2**18  # elements; hops of less cost time and save little
+_MAX_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +69,28 @@ class Rotation:
         """Of the module's class, for messages."""
         return type(self.module).__name__
 
+    @cached_property
+    def pieces(self) -> Layout:
+        """How the slices travel: what can be divided is, where it is larger than what cannot.
+
+        So one large vocabulary does not set the size of all transient buffers. It is settled at the first call, when all that
+        rotates on the ring is known, and does not change afterwards.
+        """
+        unit = self.home.ring.pool.unit
+        if not self.rule.divisible or len(self.layout.cuts) > 1 or not unit:
+            return self.layout
+        return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, -(-self.layout.numel(0) // max(unit, _MIN_PIECE)))))
+
     @contextmanager
-    def own_slice(self) -> Iterator[Tensor]:
-        """The own slice as it travels: the home itself, or a copy in the computation's dtype."""
-        flat = self.home.flat
+    def own_piece(self, round_: int) -> Iterator[Tensor]:
+        """The own slice's piece of a round as it travels: in the home itself, or a copy in the computation's dtype."""
+        flat = self.pieces.within(self.home.flat, self.pieces.piece(self.home.ring.rank, round_))
         dtype = self.policy.compute_dtype or flat.dtype
         if dtype == flat.dtype:
             yield flat
             return
         pool = self.home.ring.pool
-        buffer = pool.take(self.layout.numel(0), dtype, flat.device)
+        buffer = pool.take(self.pieces.numel(0), dtype, flat.device)
         try:
             yield buffer[: flat.numel()].copy_(flat)
         finally:
@@ -82,31 +98,35 @@ class Rotation:
 
 
 class Departure(ExitStack):
-    """A rotation's slices on their way; leaving the context waits for what is under way and gives buffers back.
+    """A rotation's slices, or their pieces of one round, on their way.
+
+    Leaving the context waits for what is under way and gives buffers back.
 
     Attributes:
-        own: the own slice as it travels.
+        own: the number of the own piece, and the piece as it travels.
         visitors: the others', the first hop under way.
     """
 
-    def __init__(self, rotation: Rotation, direction: Direction) -> None:
+    def __init__(self, rotation: Rotation, direction: Direction, round_: int) -> None:
         super().__init__()
-        self.own = self.enter_context(rotation.own_slice())
-        self.visitors = self.enter_context(closing(Visitors(rotation.home.ring, self.own, rotation.layout, direction)))
+        ring, pieces = rotation.home.ring, rotation.pieces
+        flat = self.enter_context(rotation.own_piece(round_))
+        self.own = pieces.piece(ring.rank, round_), flat
+        self.visitors = self.enter_context(closing(Visitors(ring, flat, pieces, direction, round_)))
         self.version = rotation.home.version
 
 
 class Prefetch:
-    """Sends off a rotation's first hop of backward while the rotation before it in backward still computes.
+    """Sends off the first hop of what comes next in backward while what is before it still computes.
 
-    Which one that is was learned from the last backward. All ranks learn the same, since all make the same calls in the same
-    order; where the guess was wrong, the hop is made again.
+    That is the same rotation's next round, or the next rotation: which one was learned from the last backward. All ranks
+    learn the same, since all make the same calls in the same order; where the guess was wrong, the hop is made again.
     """
 
     def __init__(self) -> None:
         self._follower: WeakKeyDictionary[Rotation, ref[Rotation]] = WeakKeyDictionary()
         self._last: Rotation | None = None
-        self._ready: tuple[Rotation, Departure] | None = None
+        self._ready: tuple[Rotation, int, Departure] | None = None
 
     def begin(self, rotation: Rotation) -> None:
         """The backward of ``rotation`` begins."""
@@ -115,27 +135,30 @@ class Prefetch:
         self._last = rotation
         Variable._execution_engine.queue_callback(self._end)
 
-    def departure(self, rotation: Rotation) -> Departure:
+    def departure(self, rotation: Rotation, round_: int) -> Departure:
         """The one that was sent off ahead, or a new one."""
         if self._ready is not None:
-            guess, departure = self._ready
+            guess, guessed_round, departure = self._ready
             self._ready = None
-            if guess is rotation and departure.version == rotation.home.version:
+            if guess is rotation and guessed_round == round_ and departure.version == rotation.home.version:
                 return departure
             departure.close()
-        return Departure(rotation, Direction.COUNTER_CLOCKWISE)
+        return Departure(rotation, Direction.COUNTER_CLOCKWISE, round_)
 
-    def send_ahead(self, rotation: Rotation) -> None:
-        """Start what follows ``rotation``; to be called when its visitors are through."""
-        known = self._follower.get(rotation)
-        follower = known() if known is not None else None
+    def send_ahead(self, rotation: Rotation, round_: int) -> None:
+        """Start what follows a round of ``rotation``; to be called when its visitors are through."""
+        if round_ + 1 < rotation.pieces.num_rounds:
+            follower: Rotation | None = rotation
+        else:
+            known = self._follower.get(rotation)
+            follower, round_ = known() if known is not None else None, -1
         if follower is not None and follower.rule.backward_reads_weights:
             self._drop()
-            self._ready = (follower, Departure(follower, Direction.COUNTER_CLOCKWISE))
+            self._ready = follower, round_ + 1, Departure(follower, Direction.COUNTER_CLOCKWISE, round_ + 1)
 
     def _drop(self) -> None:
         if self._ready is not None:
-            self._ready[1].close()
+            self._ready[2].close()
             self._ready = None
 
     def _end(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gyre_trainer.joined import Added, Join
+from gyre_trainer.late import Late
 from gyre_trainer.layout import Cut, Layout
 
 
@@ -20,10 +21,12 @@ class Part:
     Attributes:
         weights: what stands for each parameter that is cut, by name.
         bounds: the half-open range of the cut dim that the slice holds, by name.
+        late: what backward leaves for later; `Late.of` finds what concerns one tensor.
     """
 
     weights: Mapping[str, Tensor]
     bounds: Mapping[str, tuple[int, int]]
+    late: Late
 
 
 class Rule(ABC):
@@ -31,11 +34,13 @@ class Rule(ABC):
 
     Attributes:
         backward_reads_weights: False where gradients need no weights, so that these need not travel again.
+        divisible: whether any range of its one parameter will do as a slice, so that a large one may travel in pieces.
         recompute_pays: False where a slice keeps nothing for backward that it would pay to compute again.
         linear_in: names of parameters that outputs which add up are linear in; none where this needs no proof.
     """
 
     backward_reads_weights: ClassVar[bool] = True
+    divisible: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = True
 
     @property

@@ -6,6 +6,7 @@ So a module's forward needs no backward written for it, and no visitor outlives 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -97,7 +98,7 @@ class Turn:
 
     def __init__(self, rotation: Rotation, call: Call) -> None:
         self._rotation = rotation
-        self._layout = rotation.layout
+        self._layout = rotation.pieces
         self._ring = rotation.home.ring
         self._call = call
         self._spent = False
@@ -109,11 +110,11 @@ class Turn:
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The slices' outputs, joined."""
         self._call.take_in(tensors)
-        with Departure(self._rotation, Direction.CLOCKWISE) as departure:
-            visits = chain([(self._ring.rank, departure.own)], departure.visitors)
-            for hop, (index, flat) in enumerate(visits):
-                with slice_span(self._rotation.module, "forward", index, hop):
-                    self._join(index, self._run(index, flat))
+        for round_ in range(self._layout.num_rounds):
+            with Departure(self._rotation, Direction.CLOCKWISE, round_) as departure:
+                for hop, (index, flat) in enumerate(chain([departure.own], departure.visitors)):
+                    with slice_span(self._rotation.module, "forward", index, hop):
+                        self._join(index, self._run(index, flat))
         return tuple(join.result() for join in self._joins)
 
     def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
@@ -127,11 +128,12 @@ class Turn:
         layout = self._layout.only(call.trainable)
         relay = Relay(self._ring, layout, self._rotation.policy.grad_dtype or home.flat.dtype, home.flat.device)
         for step, (index, flat) in enumerate(self._visits(), 1):
+            call.late.slice_grad = partial(relay.receive, index)
             with slice_span(self._rotation.module, "backward", index, step % self._ring.size):
                 grads = self._differentiate(index, flat, grad_outputs)
             if layout.cuts:
                 self._add(index, grads, relay)
-        own = iter(layout.views(relay.finish().to(home.flat.dtype), self._ring.rank)) if layout.cuts else iter(())
+        own = iter(layout.in_rounds(1).views(relay.finish().to(home.flat.dtype), self._ring.rank)) if layout.cuts else iter(())
         self._joins.clear()
         return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
 
@@ -161,19 +163,23 @@ class Turn:
             join.add(index, output)
 
     def _visits(self) -> Iterator[tuple[int, Tensor | None]]:
-        """Slice indices from the next rank's to the own, counter-clockwise, with the slices where backward reads them."""
-        rank, size = self._ring.rank, self._ring.size
+        """Numbers of pieces, and the pieces where backward reads them; in each round from the next rank's to the own one."""
         prefetch = prefetch_of(self._ring)
         prefetch.begin(self._rotation)
-        if not self._rotation.rule.backward_reads_weights:
-            yield from (((rank + step) % size, None) for step in range(1, size))
-            prefetch.send_ahead(self._rotation)
-            yield rank, None
-            return
-        with prefetch.departure(self._rotation) as departure:
-            yield from departure.visitors
-            prefetch.send_ahead(self._rotation)
-            yield rank, departure.own
+        for round_ in range(self._layout.num_rounds):
+            if self._rotation.rule.backward_reads_weights:
+                with prefetch.departure(self._rotation, round_) as departure:
+                    yield from departure.visitors
+                    prefetch.send_ahead(self._rotation, round_)
+                    yield departure.own
+            else:
+                *others, own = (self._layout.piece(index, round_) for index in self._counter_clockwise())
+                yield from ((piece, None) for piece in others)
+                prefetch.send_ahead(self._rotation, round_)
+                yield own, None
+
+    def _counter_clockwise(self) -> Iterator[int]:
+        return ((self._ring.rank + step) % self._ring.size for step in range(1, self._ring.size + 1))
 
     def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads) -> _Grads:
         """Gradients of one slice's trainable parts, but for those that come late; those of the inputs are added up."""
@@ -193,15 +199,14 @@ class Turn:
         return found[: len(graph.weights)]
 
     def _add(self, index: int, grads: _Grads, relay: Relay) -> None:
-        """Add to the slice's gradient as soon as it is here, and send it on where it is not this rank's."""
+        """Add to the slice's gradient as soon as it is here, and pass it on."""
         slice_grad = relay.receive(index)
         for place, grad in enumerate(grads):
             if grad is not None:
                 slice_grad.add(place, grad)
         for product in self._call.late.take():
             slice_grad.add_product(product.place, product.left, product.right)
-        if index != self._ring.rank:
-            relay.send_on()
+        relay.pass_on()
 
     def _graph(self, index: int, flat: Tensor | None) -> _Graph:
         if self._keeps_graphs:

@@ -64,6 +64,8 @@ def wrap(module: nn.Module, rule: Rule, where: Where, inside: Inside | None = No
     passengers = tuple(_passengers(module, layout, reads))
     forward = module.forward if inside is None else inside.forward
     rotation = Rotation(module, forward, rule, layout, home, where.policy, passengers)
+    if not rule.divisible or len(layout.cuts) > 1:
+        home.ring.pool.unit = max(home.ring.pool.unit, layout.numel(0))
     mix_in(module, RotatedModule if inside is None else inside.behaviour, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]

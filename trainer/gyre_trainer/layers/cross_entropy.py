@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.home import local_of
-from gyre_trainer.joined import Join
+from gyre_trainer.joined import Join, Sum
+from gyre_trainer.late import Late
 from gyre_trainer.layers.linear import rows
 from gyre_trainer.layout import Cut, Layout
 from gyre_trainer.rotated import RotatedModule
@@ -96,6 +97,7 @@ class StatisticsRule(Rule):
     with_sum: bool
 
     recompute_pays: ClassVar[bool] = False  # it computes its logits again anyway
+    divisible: ClassVar[bool] = True
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Weight and bias, along the classes."""
@@ -105,7 +107,8 @@ class StatisticsRule(Rule):
         """Statistics [S, T] of the slice's own classes."""
         x_TD, targets_T, counted_T = args
         classes = _Classes(*part.bounds["weight"], self.num_classes)
-        return _of_slice(x_TD, part.weights["weight"], part.weights.get("bias"), targets_T, counted_T, classes, self.with_sum)
+        weight_VD, bias_V = part.weights["weight"], part.weights.get("bias")
+        return _of_slice(x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, part.late)
 
     def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
         """Logs of sums of exponentials join into one; the others add up."""
@@ -160,6 +163,7 @@ def _of_slice(
     counted_T: Tensor,
     classes: _Classes,
     with_sum: bool,
+    late: Late | None = None,
 ) -> Tensor:
     """Statistics [S, T] of one slice: log of the sum of the exponentials of its logits, the target's logit or 0, their sum."""
     if classes.start == classes.stop:
@@ -172,7 +176,8 @@ def _of_slice(
     if classes.stop < classes.total:
         elsewhere = elsewhere | (targets_T >= classes.stop)
     places_T = torch.where(elsewhere, 0, targets_T - classes.start)
-    statistics: Tensor = _Statistics.apply(x_TD, weight_VD, bias_V, places_T, elsewhere, with_sum)  # type: ignore[no-untyped-call]
+    inputs = x_TD, weight_VD, bias_V, places_T, elsewhere
+    statistics: Tensor = _Statistics.apply(*inputs, with_sum, late or Late({}))  # type: ignore[no-untyped-call]
     return statistics
 
 
@@ -191,11 +196,21 @@ def _logits(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
 
 
 class _Statistics(torch.autograd.Function):
-    """Statistics of x_TD @ weight_VD.T + bias_V; it keeps none of the logits, and computes them again in backward."""
+    """Statistics of x_TD @ weight_VD.T + bias_V; it keeps none of the logits, and computes them again in backward.
+
+    A slice's gradients go straight to where the ring adds them up, chunk by chunk.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, places_T: Tensor, elsewhere_T: Tensor, with_sum: bool
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        places_T: Tensor,
+        elsewhere_T: Tensor,
+        with_sum: bool,
+        late: Late,
     ) -> Tensor:
         statistics = torch.empty(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
         for chunk in _chunks(len(x_TD), len(weight_VD)):
@@ -204,8 +219,10 @@ class _Statistics(torch.autograd.Function):
             if with_sum:
                 statistics[2, chunk] = logits_TV.sum(1)
             statistics[0, chunk] = torch.logsumexp(logits_TV, 1)
+            del logits_TV  # before the next ones come
         statistics[1].masked_fill_(elsewhere_T, 0)
         ctx.save_for_backward(x_TD, weight_VD, bias_V, places_T, elsewhere_T, statistics[0].clone())
+        ctx.late, ctx.sum, ctx.place = late, late.sums.get(id(x_TD)), late.places.get(id(weight_VD))
         return statistics
 
     @staticmethod
@@ -213,21 +230,39 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, grad_ST: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_VD, bias_V, places_T, elsewhere_T, log_sum_exp_T = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x_TD = torch.empty_like(x_TD) if needs_x else None
-        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight else None
+        grad_x_TD = _room(x_TD, ctx.sum) if needs_x else None
+        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight and ctx.place is None else None
         grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
         grad_target_T = grad_ST[1].masked_fill(elsewhere_T, 0)
-        for chunk in _chunks(len(x_TD), len(weight_VD)):
-            logits_TV = _logits(x_TD[chunk], weight_VD, bias_V)
-            grads_TV = logits_TV.sub_(log_sum_exp_T[chunk, None]).exp_().mul_(grad_ST[0, chunk, None])
+
+        def add(chunk: slice) -> None:
+            grads_TV = (
+                _logits(x_TD[chunk], weight_VD, bias_V).sub_(log_sum_exp_T[chunk, None]).exp_().mul_(grad_ST[0, chunk, None])
+            )
             grads_TV.scatter_add_(1, places_T[chunk, None], grad_target_T[chunk, None])
             if len(grad_ST) > 2:
                 grads_TV += grad_ST[2, chunk, None]
-            narrow_TV = grads_TV.to(x_TD.dtype)
+            grads_TV = grads_TV.to(x_TD.dtype)
             if grad_x_TD is not None:
-                torch.mm(narrow_TV, weight_VD, out=grad_x_TD[chunk])
+                _add_product(grad_x_TD[chunk], grads_TV, weight_VD)
             if grad_weight_VD is not None:
-                grad_weight_VD.addmm_(narrow_TV.T, x_TD[chunk])
+                _add_product(grad_weight_VD, grads_TV.T, x_TD[chunk])
+            elif needs_weight:
+                ctx.late.add_product(ctx.place, grads_TV.T, x_TD[chunk])
             if grad_bias_V is not None:
-                grad_bias_V += narrow_TV.sum(0)
-        return grad_x_TD, grad_weight_VD, grad_bias_V, None, None, None
+                grad_bias_V.add_(grads_TV.sum(0))
+
+        for chunk in _chunks(len(x_TD), len(weight_VD)):
+            add(chunk)
+        return grad_x_TD if ctx.sum is None else None, grad_weight_VD, grad_bias_V, None, None, None, None
+
+
+def _room(x_TD: Tensor, total: Sum | None) -> Tensor:
+    return torch.zeros_like(x_TD) if total is None else total.room(x_TD)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -27,6 +27,7 @@ class EmbeddingRule(Rule):
 
     backward_reads_weights: ClassVar[bool] = False
     recompute_pays: ClassVar[bool] = False
+    divisible: ClassVar[bool] = True
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The weight, along the vocabulary."""

@@ -1,5 +1,7 @@
 """A linear layer by its output features: slices of the output lie side by side."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -11,6 +13,8 @@ from gyre_trainer.rule import Rule
 
 class LinearRule(Rule):
     """For `nn.Linear`: rows of the weight, and the bias with them."""
+
+    divisible: ClassVar[bool] = True
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Weight and bias, along their first dim."""
