@@ -18,6 +18,7 @@ from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.mlp import GatedMLP
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.ring import Direction, Hop, Ring, Stream
+from gyre_trainer.roll_call import RollCall
 from gyre_trainer.rotate import rotate
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,8 +30,8 @@ _NUM_ROUNDS = 10
 class CopyHop(Hop):
     """A hop that is a copy on another stream; waiting holds up the current stream, as NCCL's does."""
 
-    def __init__(self, outgoing: Tensor, incoming: Tensor, stream: torch.cuda.Stream | None) -> None:
-        super().__init__(())
+    def __init__(self, outgoing: Tensor, incoming: Tensor, stream: torch.cuda.Stream | None, roll_call: RollCall) -> None:
+        super().__init__((), roll_call)
         self._arrived: torch.cuda.Event | None = None
         size = min(outgoing.numel(), incoming.numel())
         if stream is None:
@@ -52,7 +53,7 @@ def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Itera
     stream = torch.cuda.Stream() if device.type == "cuda" and hops else None  # type: ignore[no-untyped-call]
 
     def shift(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, kind: Stream) -> Hop:
-        return CopyHop(outgoing, incoming, stream) if hops else Hop(())
+        return CopyHop(outgoing, incoming, stream, ring.roll_call) if hops else Hop((), ring.roll_call)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:

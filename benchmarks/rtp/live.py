@@ -1,6 +1,9 @@
 """Bytes alive at the peak of a step, on real ranks or on tensors that are not there."""
 
-from collections.abc import Iterator
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
@@ -30,6 +33,12 @@ def peak_of_fake_step(contender: Contender, workload: Workload, num_ranks: int) 
     ):
         peak = peak_of_step(contender, workload, mesh, num_ranks if alone else 1, fake=True)
     return {category: num_bytes // (num_ranks if alone else 1) for category, num_bytes in peak.items()}
+
+
+def peaks_of_fake_steps(cases: Sequence[tuple[Contender, Workload, int]]) -> Iterator[dict[str, int]]:
+    """That of each case, in their order; each takes a core to itself."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(peak_of_fake_step, *zip(*cases, strict=True))
 
 
 def peak_of_step(

@@ -1,7 +1,7 @@
 """Live bytes at the peak of a step, beside one process at N times the batch, FSDP2 and DDP.
 
-python -m benchmarks.rtp.memory [--shape llama-8b] [--ranks 2 4 8] [--json FILE]   fake tensors, any size
-python -m benchmarks.rtp.memory --shape deep --ranks 2 4 --real                     gloo ranks, with resident memory
+python -m benchmarks.rtp.memory [--shape llama-8b] [--ranks 2 4 8] [--json FILE] [--plot PNG]   fake tensors, any size
+python -m benchmarks.rtp.memory --shape deep --ranks 2 4 --real                                 gloo ranks, with resident memory
 """
 
 import argparse
@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from gyre_trainer.mesh import make_mesh
 
+from benchmarks.rtp.bars import draw
 from benchmarks.rtp.contenders import Contender, How
-from benchmarks.rtp.live import peak_of_fake_step, peak_of_step
+from benchmarks.rtp.live import peak_of_fake_step, peak_of_step, peaks_of_fake_steps
 from benchmarks.rtp.ranks import run_on_ranks
 from benchmarks.rtp.resident import resident_peak_of_step
 from benchmarks.rtp.workloads import DEEP, LLAMA_8B, LLAMA_70B, SMALL, TOY, Workload
@@ -27,14 +28,24 @@ def contenders(workload: Workload, *, recompute: bool) -> list[Contender]:
     return [*found, Contender(How.FSDP2_LAYER, recompute, eager_loss=workload.vocabulary), Contender(How.DDP, recompute)]
 
 
-def fake_rows(workload: Workload, num_ranks: int, recomputes: Sequence[bool]) -> Iterator[Row]:
-    for recompute in recomputes:
-        for contender in contenders(workload, recompute=recompute):
-            peak = peak_of_fake_step(contender, workload, num_ranks)
-            yield {"ranks": num_ranks, "contender": contender.label, "peak": sum(peak.values()), **peak}
+def fake_rows(workload: Workload, nums_ranks: Sequence[int], recomputes: Sequence[bool]) -> Iterator[Row]:
+    """Each in a process of its own, as many at a time as there are cores."""
+    cases = [
+        (contender, workload, num_ranks)
+        for num_ranks in nums_ranks
+        for recompute in recomputes
+        for contender in contenders(workload, recompute=recompute)
+    ]
+    for (contender, _, num_ranks), peak in zip(cases, peaks_of_fake_steps(cases), strict=True):
+        yield {"ranks": num_ranks, "contender": contender.label, "peak": sum(peak.values()), **peak}
 
 
-def real_rows(workload: Workload, num_ranks: int, recomputes: Sequence[bool]) -> Iterator[Row]:
+def real_rows(workload: Workload, nums_ranks: Sequence[int], recomputes: Sequence[bool]) -> Iterator[Row]:
+    for num_ranks in nums_ranks:
+        yield from _real_rows(workload, num_ranks, recomputes)
+
+
+def _real_rows(workload: Workload, num_ranks: int, recomputes: Sequence[bool]) -> Iterator[Row]:
     """Live bytes of rank 0 and the largest resident memory of all ranks; one process is accounted for on fake tensors."""
     for recompute in recomputes:
         alone, *others = contenders(workload, recompute=recompute)
@@ -78,17 +89,23 @@ def main() -> None:
     parser.add_argument("--only", choices=["kept", "recomputed"], help="activations; else both")
     parser.add_argument("--real", action="store_true", help="gloo ranks on this machine")
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--plot", type=Path, help="also draw them here")
     options = parser.parse_args()
     workload = SHAPES[options.shape]
     if options.layers:
         workload = workload.with_layers(options.layers)
     rows: list[Row] = []
-    for num_ranks in options.ranks:
-        recomputes = [recompute for recompute, name in ((False, "kept"), (True, "recomputed")) if options.only in (None, name)]
-        for row in (real_rows if options.real else fake_rows)(workload, num_ranks, recomputes):
-            rows.append(row)
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1))
+    recomputes = [recompute for recompute, name in ((False, "kept"), (True, "recomputed")) if options.only in (None, name)]
+    for row in (real_rows if options.real else fake_rows)(workload, options.ranks, recomputes):
+        rows.append(row)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    if options.plot:
+        draw(
+            rows,
+            f"{options.shape}, {workload.model.num_layers} layers: live bytes of a rank at the peak of a step",
+            options.plot,
+        )
     print(f"torch {torch.__version__}, {options.shape}, {workload.model.num_layers} layers\n\n{table(rows)}")
 
 
