@@ -202,6 +202,28 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, trainer: Trainer) -> None
     assert not alive
 
 
+def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Trainer) -> None:
+    """Stopped ranks do not end, so it is the others that find out, after the timeout."""
+    flags = [
+        "--nproc=3",
+        "--set=data.batch_size=6",
+        "--set=run.steps=100000",
+        "--set=run.timeout_s=2",
+        "--set=checkpoint.every=0",
+    ]
+    job = trainer.start(tmp_path / "run", *flags)
+    wait_for_lines(tmp_path / "run" / "history.jsonl", 2, job)
+    ranks = psutil.Process(job.pid).children(recursive=True)
+    [stopped] = [rank for rank in ranks if rank.environ()["RANK"] == "1"]
+    stopped.suspend()
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "rank 1 is at fault: no sign of life" in errors
+    assert "Traceback" not in errors
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
 def test_padding_evaluation_and_bfloat16_in_one_run(tmp_path: Path, trainer: Trainer) -> None:
     """An epoch of 60 samples is 7 batches of 8 and one of 4: with `pad`, the eighth counts half its targets."""
     out = tmp_path / "run"

@@ -1,7 +1,8 @@
 """The command `gyre-train`.
 
 Exit status: 0 when the run is complete; 2 for what the user can mend (flags, configuration, a checkpoint or a dataset that does
-not fit), told in one sentence; 128 + N after signal N; else 1, with a traceback.
+not fit), told in one sentence; 128 + N after signal N; else 1, with a traceback, or with the
+name of the rank that kept the others waiting.
 """
 
 import argparse
@@ -55,8 +56,9 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
     try:
         options.be_rank(load(options.config, options.set), options)
     except Exception as error:
-        mendable = isinstance(error, TrainError | GyreError) and not isinstance(error, RingError)
-        status, text = (2, str(error)) if mendable else (1, traceback.format_exc())
+        told = isinstance(error, TrainError | GyreError)
+        status = 2 if told and not isinstance(error, RingError) else 1
+        text = str(error) if told else traceback.format_exc()
         if launcher:
             launcher.tell(status, text)
         else:

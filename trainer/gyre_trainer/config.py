@@ -25,6 +25,7 @@ class RunConfig:
         threads: of one rank's operators on the CPU; 0 shares the machine's cores among its ranks.
         log_every: steps between two records of history, TensorBoard and progress; one small collective each.
         seed: of the initial weights.
+        timeout_s: that a rank waits for another in one hop or collective, before the job ends.
     """
 
     out: str
@@ -33,9 +34,10 @@ class RunConfig:
     threads: int = 0
     log_every: int = 10
     seed: int = 0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _require_positive("run", self, ("steps", "log_every"))
+        _require_positive("run", self, ("steps", "log_every", "timeout_s"))
         _require_at_least_zero("run", self, ("threads", "seed"))
         if not self.out:
             raise ConfigError("`run.out` is empty; name the directory that the run is to live in")

@@ -8,7 +8,7 @@ TrainError
 ├── Diverged                   the loss is no number any more
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on
 ├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was used in a way that breaks it
-└── RingError (RuntimeError)   a neighbour on the ring died or missed the deadline
+└── RingError (RuntimeError)   a rank died, or kept the others waiting for longer than the timeout
 
 A message is one sentence that names what it is about and what to do.
 """
@@ -47,4 +47,4 @@ class RotationError(TrainError, ValueError):
 
 
 class RingError(TrainError, RuntimeError):
-    """A hop did not complete; the message names the neighbour's rank."""
+    """A hop or collective did not complete; the message begins with the rank at fault."""

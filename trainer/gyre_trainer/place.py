@@ -15,8 +15,6 @@ from gyre_trainer.config import RunConfig
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.mesh import make_mesh
 
-_TIMEOUT = timedelta(minutes=10)  # of one hop or collective: longer than the slowest batch, checkpoint or first compilation
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -40,7 +38,7 @@ def join(run: RunConfig) -> Iterator[Place]:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(run.threads or max(1, _num_cores() // _local_world_size()))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=run.timeout_s))
     yield Place(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
     dist.destroy_process_group()  # not after an exception: ranks that are gone would be waited for
 

@@ -6,6 +6,7 @@ holds up the current stream, not the process: NCCL moves the buffers on a stream
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from weakref import WeakValueDictionary
@@ -156,6 +157,15 @@ def ring_of(mesh: DeviceMesh) -> Ring:
     if ring is None:
         ring = _RINGS[group] = Ring(group)
     return ring
+
+
+def together(what: str) -> AbstractContextManager[object]:
+    """Around a collective of all ranks of the default group: where it fails, `RingError` names the rank at fault.
+
+    Without a ring on that group it does nothing.
+    """
+    ring = _RINGS.get(dist.distributed_c10d._get_default_group())
+    return ring.roll_call.together(what) if ring is not None else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

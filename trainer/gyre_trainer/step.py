@@ -11,6 +11,7 @@ from torch.optim import AdamW, Optimizer
 from gyre_trainer.collate import Examples
 from gyre_trainer.config import TrainConfig
 from gyre_trainer.model import GPT
+from gyre_trainer.ring import together
 from gyre_trainer.rotate import no_sync
 from gyre_trainer.schedule import learning_rate
 
@@ -47,7 +48,7 @@ class Stepper:
             sums = [self._accumulate(part, weight) for part in parts]
         sums.append(self._accumulate(last, weight))
         if settings.clip_norm:
-            with self._phase("clip"):
+            with self._phase("clip"), together("the norm of all gradients"):
                 nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         with self._phase("update"):
             self.optimizer.step()
@@ -78,7 +79,8 @@ def _mean_num_targets(examples: Examples) -> float:
     if examples.counts is None:
         return examples.num_targets()
     total = torch.tensor(examples.num_targets(), dtype=torch.float64)
-    dist.all_reduce(total)
+    with together("the number of targets of the global batch"):
+        dist.all_reduce(total)
     return max(1.0, float(total)) / dist.get_world_size()
 
 

@@ -19,6 +19,7 @@ from gyre_trainer.ledger import Ledger, Times
 from gyre_trainer.model import GPT
 from gyre_trainer.place import Place, join, peak_memory_bytes
 from gyre_trainer.record import Facts, Recorder
+from gyre_trainer.ring import together
 from gyre_trainer.sharing import sharing_a_daemon
 from gyre_trainer.spread import rotated
 from gyre_trainer.step import Stepper
@@ -91,7 +92,8 @@ class Training:
     def finish(self) -> None:
         """Leave report and loss curve."""
         peaks = [0] * self._place.world_size
-        dist.all_gather_object(peaks, peak_memory_bytes(self._place.device))
+        with together("the peaks of memory"):
+            dist.all_gather_object(peaks, peak_memory_bytes(self._place.device))
         if self._recorder:
             self._recorder.finish(peaks)
 
@@ -110,12 +112,14 @@ class Training:
         if saves:
             if self._recorder:
                 self._recorder.sync()
-            self._checkpoints.save(self._state(), self.step)
+            with together("writing a checkpoint"):
+                self._checkpoints.save(self._state(), self.step)
         if evaluates or saves:
             self._began_s = time.monotonic()
 
     def _record(self) -> None:
-        steps = self._ledger.gather()
+        with together("the records of the last steps"):
+            steps = self._ledger.gather()
         first_step = self.step - len(steps)
         if self._recorder:
             self._recorder.add(first_step, steps)
@@ -132,7 +136,8 @@ class Training:
             for step in range(config.batches):
                 for part in self._collator.collate(next(loader), step).split(self._config.optimizer.accumulation_steps):
                     total += torch.tensor([float(self._stepper.loss_sum(part)), part.num_targets()], dtype=torch.float64)
-        dist.all_reduce(total)
+        with together("the loss of an evaluation"):
+            dist.all_reduce(total)
         if self._recorder:
             self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
 
