@@ -1,4 +1,4 @@
-"""Why batches took as long as they did: a bounded record in memory, which `gyre why` reads. Pure: the caller brings the clock."""
+"""Why batches took as long as they did: a bounded record, which `gyre why` reads. Pure: the caller brings the clock."""
 
 from collections import deque
 from collections.abc import Sequence

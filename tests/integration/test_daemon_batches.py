@@ -250,9 +250,8 @@ def test_batches_are_the_same_whatever_the_order_of_completion(
     url, server = slow_files
     local = tmp_path / "tokens.bin"
     local.write_bytes(server.content)
-    daemon = gyred(
-        {"prefetch_batches": 4, "datasets": {"slow": {"uri": url, "cache": False, **TOKENS}, "local": {"uri": str(local), **TOKENS}}}
-    )
+    slow = {"uri": url, "cache": False, **TOKENS}
+    daemon = gyred({"prefetch_batches": 4, "datasets": {"slow": slow, "local": {"uri": str(local), **TOKENS}}})
     with ExitStack() as stack:
 
         def read(name: str) -> list[dict[str, torch.Tensor]]:
