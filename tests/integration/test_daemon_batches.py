@@ -157,7 +157,7 @@ def test_object_storage_gives_the_same_batches_by_one_range_request_a_sample(
                     "storage": s3_server.storage_settings,
                     "cache": False,
                 },
-            }
+            },
         }
     )
     with ExitStack() as stack:
