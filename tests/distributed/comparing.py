@@ -60,6 +60,9 @@ def _distance(build: Callable[[], Case], policy: RotationPolicy) -> float:
     torch.manual_seed(3)
     with default_dtype(torch.float64):
         case = build()
+        for parameter in case.module.parameters():
+            if not parameter.any():
+                nn.init.normal_(parameter)  # biases that begin as 0 could be lost, and nobody would see it
         twin = build().module
     twin.load_state_dict(case.module.state_dict())
     alone, rotated = Model(case.module), Model(twin)
