@@ -216,7 +216,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Train
     ranks = psutil.Process(job.pid).children(recursive=True)
     [stopped] = [rank for rank in ranks if rank.environ()["RANK"] == "1"]
     stopped.suspend()
-    _, errors = job.communicate(timeout=60)
+    _, errors = job.communicate(timeout=DEADLINE_S)
     assert job.returncode == 1
     assert "rank 1 is at fault: no sign of life" in errors
     assert "Traceback" not in errors
@@ -243,12 +243,14 @@ def test_padding_evaluation_and_bfloat16_in_one_run(tmp_path: Path, trainer: Tra
 
 
 def test_what_cannot_be_trained_ends_with_status_2_and_one_sentence(tmp_path: Path, trainer: Trainer) -> None:
-    for flag, words in (
-        ("data.dataset=words", "words"),
-        ("data.sequence_length=15", "needs samples of 16 tokens"),
-        ("optimizer.lr=1e30", "the loss is nan"),
-    ):
-        status, errors = trainer.run(tmp_path / flag, f"--set={flag}")
-        assert (status, errors.count("gyre-train: error:")) == (2, 1), errors
-        assert words in errors
+    expected = {
+        "data.dataset=words": "words",
+        "data.sequence_length=15": "needs samples of 16 tokens",
+        "optimizer.lr=1e30": "the loss is nan",
+    }
+    jobs = {flag: trainer.start(tmp_path / flag, f"--set={flag}") for flag in expected}
+    for flag, job in jobs.items():
+        _, errors = job.communicate(timeout=DEADLINE_S)
+        assert (job.returncode, errors.count("gyre-train: error:")) == (2, 1), errors
+        assert expected[flag] in errors
         assert "Traceback" not in errors
