@@ -34,8 +34,8 @@ def blocks_of(storage: Storage, block_bytes: int = BLOCK) -> BlockMap:
             shard.append(index)
             start.append(begin)
     sizes = np.array([listed.size_bytes for listed in storage.shards], np.int64)
-    begin, its = np.array(start, np.int64), np.array(shard, np.int64)
-    return BlockMap(its, begin, np.minimum(begin + block_bytes, sizes[its]) if len(its) else begin)
+    starts, its = np.array(start, np.int64), np.array(shard, np.int64)
+    return BlockMap(its, starts, np.minimum(starts + block_bytes, sizes[its]) if len(its) else starts)
 
 
 Open = Callable[..., Coroutine[Any, Any, CachedStorage]]

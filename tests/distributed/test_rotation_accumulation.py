@@ -8,7 +8,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import no_sync
 from gyre_trainer.wire import WireBytes
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.conftest import StartRanks
@@ -30,7 +30,7 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
             with no_sync(model) if holds_back else nullcontext():
                 for part in data[:-1]:
                     backward(model.loss(*mine(part)))
-            own.append(differs_among_ranks(model.norm.weight.grad))
+            own.append(differs_among_ranks(model.norm))
             backward(model.loss(*mine(data[-1])))
         for part in data:
             backward(alone.loss(*part))
@@ -41,7 +41,9 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
     return distances, sent, own
 
 
-def differs_among_ranks(grad: Tensor | None) -> bool:
+def differs_among_ranks(norm: nn.Module) -> bool:
+    """Whether the gradient of its weight does."""
+    grad = norm.weight.grad
     assert isinstance(grad, DTensor)
     local = grad.to_local().clone()
     torch.distributed.broadcast(local, src=0)
@@ -75,7 +77,7 @@ def leaves_no_trace_of_an_exception() -> bool:
             raise KeyError
     except KeyError:
         backward(model.loss(*mine(batch(0, VARIANT.config.vocab_size))))
-    return differs_among_ranks(model.norm.weight.grad)
+    return differs_among_ranks(model.norm)
 
 
 def test_after_an_exception_gradients_are_averaged_again(ranks: StartRanks) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.layers.mlp import MLPRule
 from gyre_trainer.mesh import make_mesh
-from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.rotate import RotationPolicy, Rules, rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -68,7 +68,7 @@ def run(way: Way, mesh: DeviceMesh, seed: int = 8) -> dict[str, Tensor]:
     torch.manual_seed(3)
     with default_dtype(torch.float64):
         one = case(way)
-    rules = {FeedForward: MLPRule(dropouts=("drop",), batch_dim=one.batch_dim)}
+    rules: Rules = {FeedForward: MLPRule(dropouts=("drop",), batch_dim=one.batch_dim)}
     rotate_all(one.module, mesh=mesh, policy=way.policy, rules=rules)
     torch.manual_seed(seed)
     return outcome(one.module, one, partial(mine, batch_dim=one.batch_dim) if mesh.size() > 1 else lambda x: x)
@@ -76,7 +76,7 @@ def run(way: Way, mesh: DeviceMesh, seed: int = 8) -> dict[str, Tensor]:
 
 def on_one_rank() -> DeviceMesh:
     """A mesh of this rank alone."""
-    group, _ = dist.new_subgroups(group_size=1)
+    group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rotate",))
 
 
@@ -143,7 +143,8 @@ def hidden_zeros() -> Tensor:
         module.down.bias.zero_()
     rotate_all(module, mesh=make_mesh("cpu"), rules={FeedForward: MLPRule(dropouts=("drop",))})
     torch.manual_seed(0)
-    return module(torch.zeros(200, 12, dtype=torch.float64)).detach().eq(0)
+    hidden: Tensor = module(torch.zeros(200, 12, dtype=torch.float64))
+    return hidden.detach().eq(0)
 
 
 def test_ranks_and_slices_draw_masks_of_their_own_at_the_rate_asked(ranks: StartRanks) -> None:

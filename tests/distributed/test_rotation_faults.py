@@ -13,6 +13,7 @@ from gyre_trainer.errors import RingError
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from tests.distributed.conftest import StartRanks
 
@@ -40,7 +41,7 @@ def told_when_one(fails_by: str) -> tuple[str | None, str | None]:
     return told
 
 
-def _fail(by: str, store: dist.Store) -> None:
+def _fail(by: str, store: Store) -> None:
     match by:
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -118,11 +118,13 @@ def test_every_trainable_parameter_has_the_same_gradient_everywhere(ranks: Start
 
 def running_means() -> Tensor:
     """Of a norm whose input differs among ranks."""
-    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(2, 4), norm)
     rotate_all(model, mesh=make_mesh("cpu"))
+    assert model[1] is norm
     model(torch.full((3, 2), float(dist.get_rank())))
-    mean: Tensor = model[1].running_mean
-    return mean
+    assert norm.running_mean is not None
+    return norm.running_mean
 
 
 def test_statistics_are_those_of_the_ranks_own_part(ranks: StartRanks) -> None:

@@ -109,8 +109,9 @@ def test_plans_of_successive_steps_in_any_order(gyre: Gyre, daemon: Any) -> None
     ]
     plans = gyre.json(*arguments, "--step", "1:4")
     assert [plan["step"] for plan in plans] == [1, 2, 3]
-    blocks = {"io_block_bytes": 1024, "window_blocks": 4}
-    with Loader("numbers", batch_size=12, seed=5, address=daemon.address, order="block", **blocks) as loader:
+    with Loader(
+        "numbers", batch_size=12, seed=5, address=daemon.address, order="block", io_block_bytes=1024, window_blocks=4
+    ) as loader:
         batches = [next(loader)["sample_id"].tolist() for _ in range(4)]
     assert [plan["sample_ids"] for plan in plans] == batches[1:]
     assert gyre.text(*arguments, "--step", "1:4").count("\n") == 6

@@ -79,7 +79,7 @@ def test_each_block_is_one_request(gyred: Any) -> None:
         tokens = {"format": "tokens", "sequence_length": 2048, "dtype": "uint8", "storage": dict(server.storage_settings)}
         daemon = gyred({"cache_memory": "2MiB", "datasets": {"set": {"uri": "s3://blocks/", **tokens}}})
         server.forget()
-        order = {"order": "block", "io_block_bytes": 32 << 10, "window_blocks": 16}
+        order: dict[str, Any] = {"order": "block", "io_block_bytes": 32 << 10, "window_blocks": 16}
         with Loader("set", batch_size=16, address=daemon.address, epochs=1, prefetch_batches=8, **order) as loader:
             samples = torch.cat([batch["sample_id"] for batch in loader])
         num_reads = server.counts()["reads"]

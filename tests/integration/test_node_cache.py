@@ -155,7 +155,7 @@ def test_a_small_cache_hits_what_it_holds_and_the_rest_is_read_by_the_sample(gyr
 def test_blocks_of_the_order_block_are_one_request_each(gyred: StartDaemon, objects: Objects) -> None:
     """In a cache that holds its window and not the data: what is read out goes, and what is still wanted stays."""
     daemon = gyred({"hedge": False, "cache_memory": 2 << 20, "datasets": {"set": objects.dataset}})
-    order = {"order": "block", "io_block_bytes": 64 << 10, "window_blocks": 8}
+    order: dict[str, Any] = {"order": "block", "io_block_bytes": 64 << 10, "window_blocks": 8}
     read(daemon, **order)
     num_blocks = NUM_SHARDS * SHARD_BYTES // (64 << 10)
     assert objects.num_gets == num_blocks + NUM_PROBES

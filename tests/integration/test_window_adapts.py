@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import grpc
 import numpy as np
 import pytest
+import torch
 from gyre_client import Loader
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
@@ -44,7 +45,7 @@ def status(daemon: Daemon) -> pb.DaemonStatus:
         return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
 
 
-def right(batch: dict[str, "np.ndarray"]) -> bool:  # type: ignore[type-arg]
+def right(batch: dict[str, torch.Tensor]) -> bool:
     ids = batch["sample_id"].numpy()
     return bool((batch["tokens"].numpy() == ids[:, None]).all())
 

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,7 +30,9 @@ async def _serve(queue: FairQueue, wanted: list[tuple[Flow, float, int]]) -> lis
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1.0, 3.0, 8.0]), st.integers(0, 3)), min_size=1, max_size=60),
     st.sampled_from([(1.0, 1.0, 1.0), (1.0, 2.0, 4.0)]),
 )
-def test_what_flows_were_served_differs_by_no_more_than_their_largest_turns(wanted, weights):
+def test_what_flows_were_served_differs_by_no_more_than_their_largest_turns(
+    wanted: list[tuple[int, float, int]], weights: tuple[float, float, float]
+) -> None:
     flows = [Flow(str(index), weight) for index, weight in enumerate(weights)]
     turns = [(flows[which], cost, urgency) for which, cost, urgency in wanted]
     granted = asyncio.run(_serve(FairQueue(1), turns))
@@ -46,7 +49,7 @@ def test_what_flows_were_served_differs_by_no_more_than_their_largest_turns(want
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
-def test_within_a_flow_the_most_urgent_goes_first_and_then_the_oldest(urgencies):
+def test_within_a_flow_the_most_urgent_goes_first_and_then_the_oldest(urgencies: list[int]) -> None:
     flow = Flow("job")
     granted = asyncio.run(_serve(FairQueue(1), [(flow, float(index), urgency) for index, urgency in enumerate(urgencies)]))
     assert [(urgency, cost) for _, cost, urgency in granted] == sorted(
@@ -54,19 +57,19 @@ def test_within_a_flow_the_most_urgent_goes_first_and_then_the_oldest(urgencies)
     )
 
 
-def test_a_flow_that_was_idle_has_saved_nothing_up():
+def test_a_flow_that_was_idle_has_saved_nothing_up() -> None:
     async def run() -> list[str]:
         queue, early, late = FairQueue(1), Flow("early"), Flow("late")
         for _ in range(50):
             async with queue.turn(early, 1):
                 pass
-        return [flow.name for flow, _, _ in await _serve(queue, [(early, 1, 0)] * 4 + [(late, 1, 0)] * 4)]
+        return [flow.name for flow, _, _ in await _serve(queue, [(early, 1.0, 0)] * 4 + [(late, 1.0, 0)] * 4)]
 
     order = asyncio.run(run())
     assert order[:4].count("early") >= 1  # one that had saved up would go last
 
 
-def test_turns_are_bounded_and_the_bound_can_change():
+def test_turns_are_bounded_and_the_bound_can_change() -> None:
     async def run() -> None:
         queue, flow = FairQueue(2), Flow("job")
         waiting = [asyncio.create_task(queue.acquire(flow, 1)) for _ in range(6)]
@@ -86,7 +89,7 @@ def test_turns_are_bounded_and_the_bound_can_change():
     asyncio.run(run())
 
 
-def test_who_gives_up_waiting_holds_nobody_back():
+def test_who_gives_up_waiting_holds_nobody_back() -> None:
     async def run() -> None:
         queue, flow = FairQueue(1), Flow("job")
         await queue.acquire(flow, 1)
@@ -107,9 +110,7 @@ def test_who_gives_up_waiting_holds_nobody_back():
     asyncio.run(run())
 
 
-def test_a_thread_keeps_its_turn_until_its_work_is_done():
-    import threading
-
+def test_a_thread_keeps_its_turn_until_its_work_is_done() -> None:
     async def run() -> None:
         done = threading.Event()
         with ThreadPoolExecutor(1) as threads:

@@ -210,7 +210,7 @@ def fail_once(number: int) -> Callable[..., int]:
 def test_a_full_disk_leaves_nothing_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     mirror = open_mirror(tmp_path)
     mirror.write(0, content(0))
-    monkeypatch.setattr(mirrors.os, call, fail_once(errno.ENOSPC))
+    monkeypatch.setattr(os, call, fail_once(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         mirror.write(3, content(3))
     monkeypatch.undo()
@@ -223,7 +223,7 @@ def test_a_record_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: p
     mirror = open_mirror(tmp_path)
     mirror.write(0, content(0))
     write = os.write
-    monkeypatch.setattr(mirrors.os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
     with pytest.raises(OSError, match="No space left"):
         mirror.write(3, content(3))
     monkeypatch.undo()

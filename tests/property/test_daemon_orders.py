@@ -1,6 +1,7 @@
 """Every order in a plan: elastic, resumable, joinable, and with next uses that tell the truth."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -158,7 +159,7 @@ BLOCK = Order("block", "wrap", 17, 8, 1 << 20, 256, 640)
         ({"start_position": 0}, "the position of another job at which it joined is 0 there and 640 here"),
     ],
 )
-def test_a_cursor_of_another_order_says_what_differs(change: dict[str, int], sentence: str) -> None:
+def test_a_cursor_of_another_order_says_what_differs(change: dict[str, Any], sentence: str) -> None:
     cursor = decode_cursor(Cursor("abc", replace(BLOCK, **change), 80).encode())
     with pytest.raises(CursorRejected, match=sentence) as caught:
         check_cursor(cursor, "wiki", "abc", BLOCK)

@@ -5,6 +5,7 @@ import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -76,12 +77,11 @@ def test_a_cold_file_is_announced_and_a_hot_one_is_not(shard: OpenShard) -> None
 def test_the_longer_a_file_is_hot_the_less_it_is_looked_at(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that turns cold again is noticed all the same, and from then on always looked at."""
     ahead = ReadAhead([shard.listed])
-    looks = []
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *arguments: looks.append(1) or preadv(*arguments))
+    looks = Mock(wraps=os.preadv)
+    monkeypatch.setattr(os, "preadv", looks)
     for _ in range(1000):
         assert ahead.announce(some_reads(), {0: shard}) == 0
-    assert len(looks) < 1000 * 16 / 40
+    assert looks.call_count < 1000 * 16 / 40
     evict(shard)
     assert any(ahead.announce(some_reads(), {0: shard}) for _ in range(64))
     evict(shard)

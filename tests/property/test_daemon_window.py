@@ -92,7 +92,7 @@ class WindowModel(RuleBasedStateMachine):
     @rule(data=st.data(), step=st.integers(-3, 1020))
     def release(self, data: st.DataObject, step: int) -> None:
         reader = data.draw(st.sampled_from(self.readers))  # also after it left
-        if reader.held and data.draw(st.booleans()):
+        if data.draw(st.booleans()) and reader.held:
             step = data.draw(st.sampled_from(sorted(reader.held)))
         assert reader.view.release(step) == (step in reader.held)
         reader.held.discard(step)

@@ -78,7 +78,7 @@ def test_what_autograd_keeps_counts_until_the_backward(live: LiveBytes) -> None:
     weight = kib(1).requires_grad_()
     output = weight.exp().exp().sum()  # exp keeps its result: two of them
     assert live.total == 3 * KIB + 4
-    output.backward()
+    output.backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert live.total == 2 * KIB + 4
 
@@ -111,7 +111,7 @@ def test_addresses_that_are_used_again_are_new_storages(live: LiveBytes) -> None
 def test_a_label_holds_from_the_first_moment_on(live: LiveBytes) -> None:
     weight = kib(1).requires_grad_()
     live.label(Category.PARAMETERS, [weight])
-    (weight * weight).sum().backward()
+    (weight * weight).sum().backward()  # type: ignore[no-untyped-call]
     live.label(Category.GRADIENTS, [weight.grad, None])
     timeline = live.timeline()
     columns = dict(zip(CATEGORIES, timeline.live.T, strict=True))
@@ -183,7 +183,7 @@ def test_counters_may_nest_and_each_sees_all() -> None:
 
 def test_a_wrapper_counts_what_it_wraps_and_what_its_operators_make_inside() -> None:
     with LiveBytes() as live:
-        wrapper = TwoTensor(kib(1), kib(1))
+        wrapper = TwoTensor(kib(1), kib(1))  # type: ignore[no-untyped-call]
         live.label(Category.PARAMETERS, [wrapper])
         assert live.timeline().at(-1)[Category.PARAMETERS] == 2 * KIB
         doubled = wrapper * 2

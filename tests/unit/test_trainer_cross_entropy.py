@@ -28,7 +28,8 @@ def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def plain(linear: nn.Linear, x: Tensor, targets: Tensor, *, z_loss: float, reduction: str, label_smoothing: float) -> Tensor:
     """The same with all logits at once."""
-    logits, flat = linear(x).flatten(0, -2), targets.flatten()
+    logits: Tensor = linear(x).flatten(0, -2)
+    flat = targets.flatten()
     losses = F.cross_entropy(logits, flat, ignore_index=-1, label_smoothing=label_smoothing, reduction="none")
     losses = losses + z_loss * logits.logsumexp(-1).square() * (flat != -1)
     if reduction == "none":
@@ -96,11 +97,11 @@ def test_a_target_that_is_no_class_is_refused(target: int) -> None:
         linear_cross_entropy(head(), x, targets, ignore_index=-1)
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the largest tensor that is made inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
