@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-HOSTILE = 'quo"te \\ back\nnew line {} \u2028 \x1b[31m'
+HOSTILE = 'a "quoted" \\ back\nnew line {} \u2028 \x1b[31m'
 
 
 def late(*delays_s: float) -> LoopLag:
