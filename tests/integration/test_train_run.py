@@ -208,7 +208,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Train
         "--nproc=3",
         "--set=data.batch_size=6",
         "--set=run.steps=100000",
-        "--set=run.timeout_s=2",
+        "--set=run.timeout_s=6",
         "--set=checkpoint.every=0",
     ]
     job = trainer.start(tmp_path / "run", *flags)
