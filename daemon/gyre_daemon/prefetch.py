@@ -1,6 +1,7 @@
 """What a feed fetches next: steps are planned and laid out ahead, and several small batches are read together."""
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gyre_daemon.window import Window
 
 _MAX_PREPARED = 64  # batches that are laid out at once
 _PLANNED_POSITIONS = 1 << 14  # at once: 2 ms
-_BLOCKS_AHEAD = 64
+_MAX_BLOCKS_AHEAD = 64
 _BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
 
 Begun = list[tuple[Fetch, Slot]]
@@ -119,23 +120,23 @@ class Prefetcher:
             wanted = max(self._bulk, min(window.size, _MAX_PREPARED))
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
-            if len(self._plans) < wanted:
-                self._plan(wanted)
+            self._plan(wanted)
             plans = [self._plans.popleft() for _ in range(wanted)]
             self._fetches.extend(self._fetcher.prepare(plans))
+            if self._announcer:
+                self._announcer.announce(self._plans, wanted, window.end_step, self._flow)
         return self._fetches[0]
 
     def _plan(self, num_wanted: int) -> None:
-        """Plan so many steps at least, and more: many at once cost a third each; where blocks are announced, as that takes."""
+        """Have so many steps planned at least, and those that are to be announced; many at once cost a third each."""
+        num_missing = num_wanted + (self._announcer.num_steps if self._announcer else 0) - len(self._plans)
+        if num_missing <= 0:
+            return
         positions = self._spec.order.global_batch_size // self._spec.world_size
-        num_steps = max(num_wanted - len(self._plans), min(_PLANNED_POSITIONS // positions, 4 * _MAX_PREPARED))
-        if self._announcer:
-            num_steps += self._announcer.num_steps
+        num_steps = max(num_missing, min(_PLANNED_POSITIONS // positions, 4 * _MAX_PREPARED))
         plans = self._spec.plan.batches(self._next_to_plan, num_steps, self._spec.rank, self._spec.world_size)
         self._next_to_plan += len(plans)
         self._plans.extend(plans)
-        if self._announcer:
-            self._announcer.announce(plans, self._flow)
 
 
 class _Announcer:
@@ -149,12 +150,27 @@ class _Announcer:
         self._table = spec.dataset.index.blocks(self._block_bytes)
         self._storage = storage
         self._telling: set[asyncio.Task[None]] = set()
-        samples_ahead = _BLOCKS_AHEAD * spec.dataset.num_samples // max(1, self._table.num_blocks)
+        self._num_announced = 0  # of the steps to come
+        num_blocks = max(1, min(_MAX_BLOCKS_AHEAD, spec.order.window_blocks // 4))  # beside those of the window itself
+        samples_ahead = num_blocks * spec.dataset.num_samples // max(1, self._table.num_blocks)
         self.num_steps = -(-samples_ahead // spec.order.global_batch_size)
 
-    def announce(self, plans: Sequence[BatchPlan], flow: Flow) -> None:
-        """The blocks of these steps will be read, in this order."""
-        blocks = self._table.block_of(np.concatenate([plan.sample_ids for plan in plans]))
+    def announce(self, plans: Sequence[BatchPlan], num_taken: int, end_step: int | None, flow: Flow) -> None:
+        """The blocks of the next steps will be read, in this order.
+
+        Args:
+            plans: of the steps to come.
+            num_taken: so many were taken from their beginning since the last time.
+            end_step: that nobody wants; None for no end.
+            flow: the job.
+        """
+        self._num_announced = max(0, self._num_announced - num_taken)
+        fresh = list(itertools.islice(plans, self._num_announced, self.num_steps))
+        self._num_announced += len(fresh)
+        ids = [plan.sample_ids for plan in fresh if end_step is None or plan.step < end_step]
+        if not ids:
+            return
+        blocks = self._table.block_of(np.concatenate(ids))
         _, first = np.unique(blocks, return_index=True)
         telling = asyncio.create_task(self._storage.expect(self._block_bytes, blocks[np.sort(first)], flow))
         self._telling.add(telling)
