@@ -233,7 +233,7 @@ def test_killed_client_is_noticed_and_its_memory_comes_back(tokens: Daemon, stub
         assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
         assert eventually(lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 2.0)
     assert eventually(lambda: daemon.num_fds() <= base[0] + 1, 2.0)  # one for this test's own connection
-    assert daemon.num_threads() <= base[1] + 2
+    assert daemon.num_threads() <= base[1] + 4  # the pool's, which begin when they are first needed
     assert read_some(tokens)
 
 
