@@ -4,22 +4,26 @@ It imports its own vision datasets with itself, and these import torchvision, wh
 GPUs. The comparison uses neither, so they are left out.
 """
 
+import importlib
 import importlib.util
 import sys
 import types
 import warnings
 from typing import Any
 
-streaming: Any = None
+
+def _import_streaming() -> Any:
+    if not importlib.util.find_spec("streaming"):
+        return None
+    sys.modules.setdefault("streaming.vision", types.ModuleType("streaming.vision"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("streaming")
+
+
+streaming: Any = _import_streaming()
 
 
 def is_installed() -> bool:
     """Whether the library is there."""
     return streaming is not None
-
-
-if importlib.util.find_spec("streaming"):
-    sys.modules.setdefault("streaming.vision", types.ModuleType("streaming.vision"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import streaming
