@@ -1,7 +1,9 @@
 """Every error of the daemon has a status, and travels to a client with its reason, its sentence and its facts."""
 
+import base64
 import inspect
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import grpc
 import gyre_client.errors as client_errors
@@ -76,6 +78,17 @@ def test_what_a_client_sent_cannot_swell_the_answer() -> None:
     """Status details travel as metadata, of which gRPC takes 8 KiB by default."""
     status = to_status(errors.InvalidRequest("x" * 100_000, {"dataset": "y" * 100_000, "other": "z" * 100_000}))
     assert status.ByteSize() < 8000
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{LATIN SMALL LETTER O WITH DIAERESIS}", "\n", "%", "\N{SLIGHTLY SMILING FACE}"])
+def test_a_sentence_has_room_in_metadata_as_it_travels(letter: str) -> None:
+    """Percent-encoded beside the details that repeat it in base64: gRPC drops some answers above 8 KiB, at random."""
+    facts = {str(key): letter * 1000 for key in range(5)}
+    status = to_status(errors.UnknownDataset("no dataset: " + letter * 5000, facts))
+    message = quote(status.message, safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}")
+    assert status.message.startswith("no dataset: " + letter * 100)
+    assert 1900 < len(message) <= 2000
+    assert len(message) + len(base64.b64encode(status.SerializeToString())) < 8000
 
 
 def test_mistakes_of_the_caller_are_value_errors() -> None:

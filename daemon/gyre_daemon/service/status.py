@@ -1,6 +1,7 @@
 """How errors travel: one table from error to gRPC status, and the rich details that let a client tell them apart."""
 
 import inspect
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
@@ -30,7 +31,7 @@ STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
 }
-_MAX_MESSAGE_BYTES = 2000  # gRPC carries all of it in metadata, which clients limit to 8 KiB or so
+_MAX_MESSAGE_BYTES = 2000  # gRPC carries all of it in metadata: beyond 8 KiB a client drops some answers, by chance
 _MAX_FACT_BYTES = 400
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -66,7 +67,15 @@ def to_status(error: errors.GyreError) -> status_pb2.Status:
     detail = AnyMessage()
     detail.Pack(info)
     code: int = STATUS_CODES[type(error)].value[0]
-    return status_pb2.Status(code=code, message=_cut(str(error), _MAX_MESSAGE_BYTES), details=[detail])
+    return status_pb2.Status(code=code, message=_cut_as_sent(str(error), _MAX_MESSAGE_BYTES), details=[detail])
+
+
+def _cut_as_sent(text: str, max_bytes: int) -> str:
+    """The beginning of a text that is so long once gRPC has percent-encoded all but printable ASCII."""
+    encoded = text.encode(errors="replace")
+    sizes = (1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in encoded[:max_bytes])
+    fitting = sum(total <= max_bytes for total in itertools.accumulate(sizes))
+    return encoded[:fitting].decode(errors="ignore")
 
 
 def _cut(text: str, max_bytes: int) -> str:
