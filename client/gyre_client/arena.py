@@ -2,6 +2,7 @@
 
 The mapping is private: what this process writes into a batch stays in this process. The pages that it wrote are dropped when
 the batch is released, so that they never show in a later batch of the same slot. The daemon's bytes cannot be harmed at all.
+Pages that were only read stay mapped for the next batch.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_client.errors import DaemonUnavailable
+from gyre_client.pages import PrivatePages
 from gyre_client.sidechannel import SideChannel
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
@@ -80,6 +82,7 @@ class Arena:
             os.close(descriptor)
         with contextlib.suppress(OSError):  # an older kernel faults the pages in one by one
             self._mapping.madvise(_MADV_POPULATE_READ)
+        self._pages = PrivatePages(self._mapping)
         self.num_lent = 0
 
     def lend(self, offset_bytes: int, num_bytes: int, returned: Callable[[], None]) -> npt.NDArray[np.uint8]:
@@ -94,6 +97,7 @@ class Arena:
         return memory
 
     def _take_back(self, offset_bytes: int, num_bytes: int, returned: Callable[[], None]) -> None:
-        self._mapping.madvise(mmap.MADV_DONTNEED, offset_bytes, num_bytes)
+        if self._pages.may_be_written(offset_bytes, num_bytes):
+            self._mapping.madvise(mmap.MADV_DONTNEED, offset_bytes, num_bytes)
         self.num_lent -= 1
         returned()

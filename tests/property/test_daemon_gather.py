@@ -10,7 +10,7 @@ from gyre_daemon.storage.gather import address_of, gather, is_allowed, memory_at
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.skipif(not is_allowed(), reason="this sandbox forbids process_vm_readv")
+pytestmark = pytest.mark.skipif(not is_allowed(), reason="this sandbox forbids process_vm_readv and process_vm_writev")
 
 PAGE = mmap.PAGESIZE
 
@@ -41,23 +41,38 @@ def test_more_ranges_than_one_call_takes(num_ranges: int) -> None:
     assert target.tobytes() == b"".join(source[start : start + 100].tobytes() for start in starts)
 
 
+@given(st.integers(0, 40), st.sets(st.integers(1, 39)), st.sampled_from([100, 20_000]))
+def test_places_in_a_row_and_apart(num_ranges: int, gaps: set[int], size: int) -> None:
+    """Small ranges and large ones, which the kernel is asked for in different ways."""
+    source = np.random.default_rng(3).integers(0, 256, size + 40, np.uint8)
+    places = [size * index + 8 * sum(gap <= index for gap in gaps) for index in range(num_ranges)]
+    target = np.zeros(40 * (size + 8), np.uint8)
+    sizes = np.full(num_ranges, size, np.int64)
+    assert gather(addresses(source, list(range(num_ranges))), sizes, addresses(target, places)) is None
+    expected = np.zeros_like(target)
+    for index, place in enumerate(places):
+        expected[place : place + size] = source[index : index + size]
+    assert target.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [20, 3 * PAGE])
 @pytest.mark.parametrize("broken", [0, 1, 500, 1023, 1024, 1500, 2999])
-def test_a_page_that_is_gone_fails_its_range(tmp_path: Path, broken: int) -> None:
+def test_a_page_that_is_gone_fails_its_range(tmp_path: Path, broken: int, size: int) -> None:
     """The first of its ranges is told; a plain copy would have ended the process with SIGBUS."""
     path = tmp_path / "shard"
-    path.write_bytes(bytes(range(256)) * (4 * PAGE // 256))
+    path.write_bytes(bytes(range(251)) * 8 * PAGE)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
         source = np.frombuffer(mapping, np.uint8)
-        file.truncate(2 * PAGE)
+        file.truncate(4 * PAGE)
         starts = [10] * 3000
-        starts[broken] = 3 * PAGE
-        starts[2999] = 3 * PAGE
-        target = np.zeros(3000 * 20, np.uint8)
-        sizes = np.full(3000, 20, np.int64)
-        failed = gather(addresses(source, starts), sizes, addresses(target, list(range(0, 60_000, 20))))
+        starts[broken] = 6 * PAGE
+        starts[2999] = 6 * PAGE
+        target = np.zeros(3000 * size, np.uint8)
+        sizes = np.full(3000, size, np.int64)
+        failed = gather(addresses(source, starts), sizes, addresses(target, list(range(0, 3000 * size, size))))
         assert failed == broken
-        assert target[: broken * 20].tobytes() == bytes(range(10, 30)) * broken
-        straddling = gather(addresses(source, [10, 2 * PAGE - 10]), sizes[:2], addresses(target, [0, 20]))
+        assert target[: broken * size].tobytes() == source[10 : 10 + size].tobytes() * broken
+        straddling = gather(addresses(source, [10, 4 * PAGE - 10]), sizes[:2], addresses(target, [0, size]))
         assert straddling == 1
         del source
 

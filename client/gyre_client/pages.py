@@ -1,0 +1,51 @@
+"""Which pages of a private file mapping this process has written to, as the kernel knows.
+
+Dropping the pages of a batch makes the next one in its place pay a fault for each, although hardly anybody writes into batches.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+
+import numpy as np
+
+_SCAN = 0xC0606610  # PAGEMAP_SCAN, of linux/fs.h, since Linux 6.7
+_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_ARGUMENT = struct.Struct("12Q")
+
+
+class PrivatePages:
+    """Looks at one mapping."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        """Opens what the kernel says of this process's pages.
+
+        Args:
+            mapping: Private, of a file.
+        """
+        self._address = np.frombuffer(mapping, np.uint8).ctypes.data
+        self._found = (ctypes.c_uint64 * 3)()
+        self._pagemap = -1
+        try:
+            self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return
+        weakref.finalize(self, os.close, self._pagemap).atexit = False
+
+    def may_be_written(self, offset_bytes: int, num_bytes: int) -> bool:
+        """Whether any page of a range is this process's own copy; True as well where the kernel does not tell."""
+        if self._pagemap < 0:
+            return True
+        begin = self._address + offset_bytes
+        found = ctypes.addressof(self._found)
+        one_region, one_page = 1, 1
+        wanted = (_IS_FILE, _IS_FILE, _IS_PRESENT | _IS_SWAPPED, 0)  # inverted, all, any, told: there, and not the file's
+        argument = _ARGUMENT.pack(_ARGUMENT.size, 0, begin, begin + num_bytes, 0, found, one_region, one_page, *wanted)
+        try:
+            num_regions: int = fcntl.ioctl(self._pagemap, _SCAN, bytearray(argument))
+        except OSError:  # an older kernel, or a sandbox
+            return True
+        return num_regions > 0
