@@ -42,18 +42,28 @@ class TestLocal(StorageContract):
         assert storage.local_path(0) == tmp_path / "data" / "a.bin"
         assert storage.reads_in_bulk
 
-    def test_a_file_replaced_after_its_first_read_is_read_on(self, place: Place, opener: Any, tmp_path: Path) -> None:
-        """As it was indexed: its blocks are still there."""
+    def test_a_file_replaced_or_deleted_after_its_first_read(self, place: Place, opener: Any, tmp_path: Path) -> None:
+        """By one as large and as old, too: its bytes could still be read, but the dataset is not what it was."""
         place.put("0.bin", noise(0, 1000))
+        path = tmp_path / "data" / "0.bin"
         first, second = Targets().add(0, 0, 100), Targets().add(0, 500, 100)
 
         async def read() -> None:
             storage = await opener(f"{place.root}/0.bin", {})
             await storage.read(first.reads())
             place.put("new.bin", noise(1, 1000))
-            (tmp_path / "data" / "new.bin").rename(tmp_path / "data" / "0.bin")
-            await storage.read(second.reads())
+            old, new = path.with_name("old.bin"), path.with_name("new.bin")
+            os.utime(new, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+            await asyncio.sleep(0.01)  # file systems count time in ticks
+            path.rename(old)
+            new.rename(path)
+            with pytest.raises(CorruptSample, match=r"shard 0\.bin has changed"):
+                await first_of(storage.read(second.reads()))
             place.delete("0.bin")
+            with pytest.raises(ShardMissing, match=r"shard 0\.bin does not exist"):
+                await first_of(storage.read(second.reads()))
+            old.rename(path)
+            path.chmod(0o600)
             await storage.read(second.reads())
 
         run(read())

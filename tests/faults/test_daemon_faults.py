@@ -99,15 +99,21 @@ def test_missing_shard_names_it(gyred: StartDaemon, token_files: Path) -> None:
     assert read_some(daemon)
 
 
-def test_shard_that_vanishes_before_it_is_read(gyred: StartDaemon, token_files: Path) -> None:
+def test_shard_that_vanishes_or_is_replaced_is_an_error_that_names_it(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
-    with grpc.insecure_channel(daemon.address) as channel:
-        stub = pb_grpc.LoaderStub(channel)
-        stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens")), timeout=5)
-    assert read_some(daemon)
+    shard, aside = token_files / "a.bin", token_files / "aside"
     wanted = read_some(daemon, 20)
-    (token_files / "a.bin").unlink()
-    assert read_some(daemon, 20) == wanted  # it was open: the bytes that were indexed go on to be served
+    shard.rename(aside)
+    with pytest.raises(ShardMissing, match=r"shard a\.bin does not exist") as caught:
+        read_some(daemon, 20)
+    assert caught.value.facts["shard"] == "a.bin"
+    shard.write_bytes(aside.read_bytes())
+    with pytest.raises(CorruptSample, match=r"shard a\.bin has changed") as replaced:
+        read_some(daemon, 20)
+    assert replaced.value.facts["shard"] == "a.bin"
+    aside.rename(shard)
+    assert read_some(daemon, 20) == wanted, "what comes back goes on to be served"
+    shard.unlink()
     daemon.stop()
     daemon.restart()
     with Loader("tokens", batch_size=20, address=daemon.address) as loader:

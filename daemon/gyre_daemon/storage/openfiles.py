@@ -22,27 +22,43 @@ _SHARE_OF_DESCRIPTORS = 8  # of one dataset; an open shard takes two: a mapping 
 class OpenShard:
     """A shard that is open and mapped, for as long as anybody refers to it.
 
-    A file that is replaced or deleted underneath goes on to be read as it was indexed; one that is written to or truncated no
-    longer has the version it was listed with.
+    Attributes:
+        listed: what it was when the dataset was opened.
+        path: where it lay then.
+        descriptor: of the file, which this object owns.
+        mapping: of the whole file.
+        address: of its first byte.
+        unmoved: links and time of change of the file when it was seen at its path: a rename or a deletion changes them.
     """
 
     listed: Shard
+    path: Path
     descriptor: int
     mapping: mmap.mmap
     address: int
+    unmoved: tuple[int, int]
 
     def __del__(self) -> None:
         """Close the file; the mapping goes with its last reference."""
         os.close(self.descriptor)
 
     def check_unchanged(self) -> None:
-        """Whether the file is still what was listed.
+        """Whether the file is still what was listed, and lies where it lay.
+
+        One that was deleted or replaced can still be read here. But in the next process it could not, and of a dataset that is
+        no longer there its owner should hear.
 
         Raises:
-            CorruptSample: it is not.
-            StorageUnavailable: nobody can tell.
+            ShardMissing: it was deleted.
+            CorruptSample: it was written to, truncated or replaced.
+            NotAllowed, StorageUnavailable: nobody can tell.
         """
-        _check(self.listed, self.descriptor)
+        found = _checked(self.listed, self.descriptor)
+        if _links(found) != self.unmoved:
+            at_path = _checked(self.listed, self.path)
+            if not os.path.samestat(found, at_path):
+                raise changed(self.listed.name)
+            self.unmoved = _links(found)
 
 
 class OpenShards:
@@ -91,7 +107,7 @@ def _open(path: Path, listed: Shard) -> OpenShard:
     except OSError as error:
         raise file_error(listed.name, error) from error
     try:
-        _check(listed, descriptor)
+        unmoved = _links(_checked(listed, descriptor))
         mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         mapping.madvise(mmap.MADV_RANDOM)  # a missed page may bring MiB around it otherwise: `readahead` says what is wanted
     except OSError as error:
@@ -100,16 +116,22 @@ def _open(path: Path, listed: Shard) -> OpenShard:
     except GyreError:
         os.close(descriptor)
         raise
-    return OpenShard(listed, descriptor, mapping, np.frombuffer(mapping, np.uint8).ctypes.data)
+    return OpenShard(listed, path, descriptor, mapping, np.frombuffer(mapping, np.uint8).ctypes.data, unmoved)
 
 
-def _check(listed: Shard, descriptor: int) -> None:
+def _checked(listed: Shard, file: Path | int) -> os.stat_result:
+    """What the system says of a file that has the size and the version that were listed."""
     try:
-        stat = os.fstat(descriptor)
+        stat = os.stat(file)  # noqa: PTH116  (of a descriptor too)
     except OSError as error:
         raise file_error(listed.name, error) from error
     if (stat.st_size, str(stat.st_mtime_ns)) != (listed.size_bytes, listed.version):
         raise changed(listed.name)
+    return stat
+
+
+def _links(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_nlink, stat.st_ctime_ns
 
 
 def _max_open() -> int:
