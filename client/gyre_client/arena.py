@@ -14,9 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from gyre_client.errors import DaemonUnavailable
 from gyre_client.pages import PrivatePages
-from gyre_client.sidechannel import SideChannel
+from gyre_client.sidechannel import NotShared, SideChannel
 
 _MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
 
@@ -28,7 +27,8 @@ class Arenas:
         """Receives the first.
 
         Raises:
-            DaemonUnavailable: It did not arrive or cannot be mapped.
+            NotShared: Memory of the daemon cannot be had here.
+            DaemonUnavailable: It did not arrive.
         """
         self._side = side
         self._session_id = session_id
@@ -44,14 +44,12 @@ class Arenas:
         """Returns the session's arena of this number.
 
         Raises:
-            DaemonUnavailable: It did not arrive or cannot be mapped.
+            NotShared: Memory of the daemon cannot be had here.
+            DaemonUnavailable: It did not arrive.
         """
         arena = self._mapped.get(number)
         if arena is None:
-            descriptor = self._side.receive(self._session_id, number)
-            if descriptor is None:
-                raise DaemonUnavailable("the daemon shared an arena that did not arrive on the side channel")
-            arena = self._mapped[number] = Arena(descriptor, self._side)
+            arena = self._mapped[number] = Arena(self._side.receive(self._session_id, number), self._side)
         return arena
 
 
@@ -70,14 +68,14 @@ class Arena:
             side: Where it came from: connected until no batch of it is in use any more, for as long the daemon leaves it alone.
 
         Raises:
-            DaemonUnavailable: It cannot be mapped so.
+            NotShared: It cannot be mapped so.
         """
         self._side = side
         try:
             num_bytes = os.fstat(descriptor).st_size
             self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError) as error:
-            raise DaemonUnavailable(f"the daemon's memory cannot be mapped: {error}") from error
+            raise NotShared(f"the daemon's memory cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
         with contextlib.suppress(OSError):  # an older kernel faults the pages in one by one

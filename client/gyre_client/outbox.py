@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from gyre_protos.v1 import loader_pb2 as pb
 
+LONG_WAIT_S = 0.25
 MAX_RELEASES = 4096  # in one message: three bytes a step or so, well below the limit of a control message
 
 
@@ -33,16 +34,19 @@ class Outbox:
         self._changed = threading.Condition()
 
     def credit(self, num_batches: int, waited_s: float = 0.0) -> None:
-        """So many batches more may be sent; the consumer had nothing to go on with for so long."""
+        """So many batches more may be sent; the consumer had nothing to go on with for so long, beside what was noted."""
         with self._changed:
             self._num_credits += num_batches
             self._waited_s += waited_s
             self._notify_if_due(self._num_credits)
 
     def note_wait(self, seconds: float) -> None:
-        """The consumer had nothing to go on with for so long; travels with the next credit."""
+        """The consumer had nothing to go on with for so long; travels with the next credit, or at once where it adds up."""
         with self._changed:
             self._waited_s += seconds
+            if self._waited_s >= LONG_WAIT_S:
+                self._is_due = True
+                self._changed.notify()
 
     def release(self, step: int) -> None:
         """The payload of `step` has been copied."""
@@ -68,11 +72,11 @@ class Outbox:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due or self._closed, heartbeat_s)
                 num_credits, self._num_credits = self._num_credits, 0
-                waited_s, self._waited_s = (self._waited_s, 0.0) if num_credits else (0.0, self._waited_s)
+                waited_s, self._waited_s = self._waited_s, 0.0
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
                 self._is_due = bool(self._released)
             on_wake()
-            if num_credits:
+            if num_credits or waited_s:
                 credit = pb.Credit(num_batches=num_credits, waited_s=waited_s, released_steps=released)
                 yield pb.StreamRequest(credit=credit)
             elif released:

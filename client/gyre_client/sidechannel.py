@@ -5,10 +5,15 @@ import socket
 import weakref
 
 from gyre_client.address import Address
+from gyre_client.errors import DaemonUnavailable
 
 TOKEN_KEY = "gyre-side-token"
 TOKEN_BYTES = 32
 TIMEOUT_S = 10.0
+
+
+class NotShared(DaemonUnavailable):
+    """The daemon's memory cannot be had here, now or later."""
 
 
 class SideChannel:
@@ -40,14 +45,22 @@ class SideChannel:
         connection.close()
         return None
 
-    def receive(self, session_id: str, number: int) -> int | None:
-        """Returns the descriptor of a session's next arena, which the caller owns; None if it is another or did not come."""
+    def receive(self, session_id: str, number: int) -> int:
+        """Returns the descriptor of a session's next arena, which the caller owns.
+
+        Raises:
+            NotShared: It was lost on the way.
+            DaemonUnavailable: The daemon hung up, or sent another.
+        """
         try:
             message, descriptors, _, _ = socket.recv_fds(self._connection, 256, 1)
-        except OSError:
-            return None
-        if message == f"{session_id} {number}".encode() and descriptors:
+        except OSError as error:
+            raise DaemonUnavailable(f"the daemon's side channel failed: {error}") from error
+        is_expected = message == f"{session_id} {number}".encode()
+        if is_expected and descriptors:
             return descriptors[0]
         for descriptor in descriptors:
             os.close(descriptor)
-        return None
+        if is_expected:
+            raise NotShared("the descriptor of the daemon's memory does not reach this process")
+        raise DaemonUnavailable("the daemon shared an arena that did not arrive on the side channel")

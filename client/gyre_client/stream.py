@@ -20,9 +20,9 @@ from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint
 from gyre_client.errors import DaemonFault, GyreError
 from gyre_client.outage import Outage
-from gyre_client.sidechannel import SideChannel
+from gyre_client.outbox import LONG_WAIT_S
+from gyre_client.sidechannel import NotShared, SideChannel
 
-POLL_S = 1.0
 JOIN_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class BatchStream:
         self._attachment: Attachment | None = None
         self._session_id = ""
         self._num_unread = 0
+        self._shares_memory = True  # as far as is known
+        self._has_told = False  # that it does not
         try:
             session = self._open_session()
         except BaseException:
@@ -79,9 +81,7 @@ class BatchStream:
         try:
             item = self._inbox.get_nowait()
         except queue.Empty:
-            began_s = time.monotonic()
-            item = self._wait_for_item()
-            waited_s = 0.0 if is_ahead else time.monotonic() - began_s
+            item, waited_s = self._wait_for_item(is_ahead=is_ahead)
         if isinstance(item, Batch):
             return self._taken(item, waited_s)
         self._inbox.put(item)  # the end stays the end
@@ -89,14 +89,22 @@ class BatchStream:
             return None
         raise item
 
-    def _wait_for_item(self) -> Batch | GyreError | None:
+    def _wait_for_item(self, *, is_ahead: bool) -> tuple[Batch | GyreError | None, float]:
+        """Returns what comes, and how long it was waited for beyond what the daemon was told meanwhile."""
+        since_s = time.monotonic()
         while True:
             is_alive = self._thread.is_alive()  # asked first: what it put before it ended is in the queue
             try:
-                return self._inbox.get(timeout=POLL_S)
+                item = self._inbox.get(timeout=LONG_WAIT_S)
             except queue.Empty:
                 if not is_alive:
                     raise DaemonFault("this stream was closed while it was being read") from None
+                now_s = time.monotonic()
+                if not is_ahead:
+                    self.note_wait(now_s - since_s)
+                since_s = now_s
+            else:
+                return item, 0.0 if is_ahead else time.monotonic() - since_s
 
     def note_wait(self, seconds: float) -> None:
         """Whoever consumes the batches had none to go on with for so long."""
@@ -149,6 +157,8 @@ class BatchStream:
             try:
                 return self._receive(session)
             except GyreError as failure:
+                if isinstance(failure, NotShared):
+                    self._go_without_memory(failure)
                 self._outage.pause(failure, self._closing.wait)
             session = self._open_session()
 
@@ -180,11 +190,28 @@ class BatchStream:
         return self._outage.patiently(self._attempt, self._closing.wait)
 
     def _attempt(self, timeout_s: float) -> Session:
-        self._request.reader.generation += 1  # so that an attempt that was not answered is fenced by the next
         self._endpoint.ensure()
-        side = SideChannel.connect(self._endpoint.address)
-        if side is None:
-            _log.info("batches from %s come through gRPC: there is no memory to share", self._endpoint.address.text)
-            return Session(self._connection.open_session(self._request, timeout_s), None)
-        opened = self._connection.open_session(self._request, timeout_s, side.token)
-        return Session(opened, Arenas(side, opened.session_id) if opened.arena_bytes else None)
+        side = SideChannel.connect(self._endpoint.address) if self._shares_memory else None
+        opened = self._open_one(timeout_s, side.token if side else "")
+        if side is None or not opened.arena_bytes:
+            self._tell_of_transport("there is no memory to share")
+            return Session(opened, None)
+        try:
+            return Session(opened, Arenas(side, opened.session_id))
+        except NotShared as failure:
+            self._go_without_memory(failure)
+            return Session(self._open_one(timeout_s), None)
+
+    def _open_one(self, timeout_s: float, side_token: str = "") -> pb.SessionOpened:
+        self._request.reader.generation += 1  # so that one that was not answered, or is not used, is fenced by the next
+        return self._connection.open_session(self._request, timeout_s, side_token)
+
+    def _go_without_memory(self, failure: NotShared) -> None:
+        """It would fail each time: batches come through gRPC from now on."""
+        self._shares_memory = False
+        self._tell_of_transport(str(failure))
+
+    def _tell_of_transport(self, reason: str) -> None:
+        if not self._has_told:
+            _log.info("batches from %s come through gRPC: %s", self._endpoint.address.text, reason)
+            self._has_told = True

@@ -1,4 +1,4 @@
-from gyre_client.outbox import MAX_RELEASES, Outbox
+from gyre_client.outbox import LONG_WAIT_S, MAX_RELEASES, Outbox
 from gyre_protos.v1 import loader_pb2 as pb
 
 
@@ -66,3 +66,17 @@ def test_the_time_that_was_waited_travels_once_with_the_credit_that_ended_it() -
     outbox.credit(1, waited_s=0.25)
     outbox.credit(1, waited_s=0.25)
     assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=2, waited_s=0.5))
+
+
+def test_a_long_wait_is_told_before_it_ends_and_a_short_one_with_the_next_credit() -> None:
+    outbox = Outbox("abc", 0, num_together=2)
+    messages = outbox.messages(0.001, lambda: None)
+    next(messages)
+    outbox.note_wait(LONG_WAIT_S)
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(waited_s=LONG_WAIT_S))
+    assert next(messages) == pb.StreamRequest(heartbeat=pb.Heartbeat())
+    messages = outbox.messages(60.0, lambda: None)
+    next(messages)
+    outbox.note_wait(LONG_WAIT_S / 2)
+    outbox.credit(2, waited_s=LONG_WAIT_S / 4)
+    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=2, waited_s=LONG_WAIT_S * 3 / 4))

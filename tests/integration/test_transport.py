@@ -1,0 +1,155 @@
+"""The way that batches take: shared memory where it can be had, gRPC elsewhere, found out without being told and said once."""
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
+    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    listen = [f"unix:{token_files.parent}/daemon-0/run/gyre.sock", "tcp:127.0.0.1:0"]
+    return gyred({"listen": listen, "datasets": {"tokens": tokens}})
+
+
+def side_path(daemon: Daemon) -> Path:
+    return Path(daemon.address.removeprefix("unix:") + ".side")
+
+
+def transports(daemon: Daemon) -> list[int]:
+    with Connection(parse_address(daemon.address)) as connection:
+        return [session.transport for session in connection.status().sessions]
+
+
+class LossyRelay:
+    """A side channel between the daemon's and its clients on which descriptors get lost, as where a policy forbids them."""
+
+    def __init__(self, path: Path) -> None:
+        self._behind = path.with_name("side.behind")
+        path.rename(self._behind)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self.num_lost = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        self._behind.unlink()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            while True:
+                client = stack.enter_context(self._listener.accept()[0])
+                daemon = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                daemon.settimeout(10)
+                daemon.connect(str(self._behind))
+                client.send(daemon.recv(100))  # the token
+                message, descriptors, _, _ = socket.recv_fds(daemon, 256, 1)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                    self.num_lost += 1
+                client.send(message)
+
+
+@pytest.fixture
+def relay(daemon: Daemon) -> Iterator[LossyRelay]:
+    relay = LossyRelay(side_path(daemon))
+    yield relay
+    relay.close()
+
+
+def read(address: str, num_batches: int) -> list[torch.Tensor]:
+    with Loader("tokens", batch_size=20, seed=3, address=address) as loader:
+        return [next(loader)["tokens"].clone() for _ in range(num_batches)]
+
+
+def same(batches: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(batch, other) for batch, other in zip(batches, others, strict=True))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "gyre_client.stream"]
+
+
+def test_memory_is_shared_with_whom_the_kernel_says_it_is(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gyre_client")
+    with Loader("tokens", batch_size=20, address=daemon.address) as loader:
+        batch = next(loader)
+        (arena,) = (line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "gyre-arena" in line)
+        first, end = (int(address, 16) for address in arena.split("-"))
+        assert all(first <= tensor.data_ptr() < end for tensor in batch.values()), "tensors lie where the daemon put them"
+        assert transports(daemon) == [pb.TRANSPORT_ARENA]
+    (shared,) = (event for event in daemon.events() if event["event"] == "arena shared")
+    assert (shared["pid"], shared["uid"]) == (os.getpid(), os.getuid())
+    assert said(caplog) == []
+
+
+def test_a_token_that_nobody_was_given_shares_nothing(daemon: Daemon) -> None:
+    with grpc.insecure_channel(daemon.address) as channel, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side:
+        side.connect(str(side_path(daemon)))
+        given = side.recv(100).decode()
+        for token in ("", "0" * 32, given[:-1], given.upper() + "x"):
+            request = pb.OpenSessionRequest(
+                dataset=pb.DatasetRef(name="tokens"),
+                order=pb.OrderSpec(global_batch_size=20),
+                reader=pb.Reader(job="guess", world_size=1),
+            )
+            opened = pb_grpc.LoaderStub(channel).OpenSession(request, metadata=(("gyre-side-token", token),), timeout=10)
+            assert opened.arena_bytes == 0
+            assert transports(daemon) == [pb.TRANSPORT_INLINE]
+        side.close()
+    assert not [event for event in daemon.events() if event["event"] == "arena shared"]
+
+
+@pytest.mark.parametrize("way", ["tcp", "no side channel"])
+def test_without_a_side_channel_batches_come_through_grpc(daemon: Daemon, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = read(daemon.address, 30)
+    caplog.set_level(logging.INFO, "gyre_client")
+    address = next(event["listen"][1] for event in daemon.events() if event["event"] == "ready")
+    if way == "no side channel":
+        address = daemon.address
+        side_path(daemon).unlink()
+    assert same(read(address, 30), wanted)
+    assert said(caplog) == [f"batches from {address} come through gRPC: there is no memory to share"]
+
+
+def test_where_descriptors_get_lost_batches_come_through_grpc(
+    daemon: Daemon, relay: LossyRelay, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gyre_client")
+    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, address=daemon.address, job="there") as loader:
+        batches = [next(loader)["tokens"].clone() for _ in range(10)]
+        assert transports(daemon) == [pb.TRANSPORT_INLINE]
+        command = [sys.executable, "-m", "gyre_client", "status", "--interval", "0", "--address", daemon.address]
+        status = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert next(line for line in status.splitlines() if line.startswith("there")).split().count("inline") == 1
+        daemon.kill()
+        side_path(daemon).rename(side_path(daemon).with_name("side.behind"))  # the relay's; the daemon makes its own
+        daemon.restart()
+        batches += [next(loader)["tokens"].clone() for _ in range(20)]
+        assert transports(daemon) == [pb.TRANSPORT_INLINE], "what failed once is not tried again"
+    assert relay.num_lost == 1
+    (line,) = said(caplog)
+    assert "come through gRPC: the descriptor of the daemon's memory does not reach this process" in line
+    assert same(batches, read(daemon.address, 30))
