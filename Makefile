@@ -10,8 +10,10 @@ STAMP := $(VENV)/.gyre-setup
 IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(BIN):$$PATH"
 PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup demo test lint protos bench clean
+.PHONY: setup demo test lint protos bench servers clean
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
+SERVERS := $(VENV)/servers
+SERVERS_STAMP := $(SERVERS)/.installed
 
 setup: $(STAMP)
 
@@ -20,6 +22,15 @@ $(STAMP): pyproject.toml constraints.txt
 	env -u PYTHONHOME -u PYTHONPATH $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch hatchling
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# What the tests talk to and pip cannot install: needs node and npm. Without it those tests are skipped.
+servers: $(SERVERS_STAMP)
+
+$(SERVERS_STAMP): tests/servers/package.json tests/servers/package-lock.json
+	mkdir -p $(SERVERS)
+	cp $^ $(SERVERS)
+	npm ci --prefix $(SERVERS) --omit=optional --ignore-scripts --no-audit --no-fund --silent
 	touch $@
 
 demo: setup

@@ -4,7 +4,8 @@ import pytest
 
 from tests.contract.objects import ObjectServer
 
-pytest.register_assert_rewrite("tests.contract.storage_contract", "tests.contract.format_contract", "tests.contract.places")
+modules = ("storage_contract", "remote_contract", "format_contract", "places")
+pytest.register_assert_rewrite(*(f"tests.contract.{module}" for module in modules))
 
 
 @pytest.fixture

@@ -1,18 +1,17 @@
 """S3, HTTP and fsspec's own memory driver."""
 
 import os
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 import pytest
 from gyre_daemon.errors import InvalidRequest, ShardMissing
-from gyre_daemon.metrics import Metrics
 
 from tests.conftest import S3Server
 from tests.contract.objects import ObjectServer
-from tests.contract.places import HttpPlace, MemoryPlace, Place, S3Place, Targets, noise, run, unique
+from tests.contract.places import HttpPlace, MemoryPlace, Place, S3Place, Targets, run, unique
+from tests.contract.remote_contract import RemoteContract
 from tests.contract.storage_contract import StorageContract
 
 
@@ -24,32 +23,6 @@ class TestMemory(StorageContract):
         place = MemoryPlace()
         yield place
         fsspec.filesystem("memory").store.clear()
-
-
-class RemoteContract(StorageContract):
-    """What only storages behind a server promise."""
-
-    @abstractmethod
-    def num_gets(self, place: Place) -> int:
-        """Reads that the server has answered."""
-
-    def test_a_sample_is_one_request(self, place: Place, opener: Any, metrics: Metrics) -> None:
-        data = noise(0, 100_000)
-        place.put("0.bin", data)
-        targets = Targets()
-        for sample in range(20):  # three fields side by side, headers of 512 bytes between them, as in a tar
-            start = sample * 4000
-            targets.add(0, start, 100, sample).add(0, start + 700, 1000, sample).add(0, start + 2300, 7, sample)
-
-        async def read() -> None:
-            storage = await opener(f"{place.root}/0.bin", place.settings)
-            before = self.num_gets(place)
-            await storage.read(targets.reads())
-            assert self.num_gets(place) - before == 20
-
-        run(read())
-        targets.check([data])
-        assert {labels.kind: count.num_requests for labels, count in metrics.storage.items()} == {"list": 1, "read": 20}
 
 
 class TestS3(RemoteContract):
