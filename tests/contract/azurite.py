@@ -1,8 +1,10 @@
 """Azurite, Microsoft's own server of Azure's blob protocol, in a process of its own."""
 
 import base64
+import contextlib
 import hashlib
 import hmac
+import itertools
 import os
 import re
 import shutil
@@ -14,6 +16,8 @@ from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 import obstore
@@ -38,6 +42,7 @@ class AzuriteServer:
         self.storage_settings: Mapping[str, str] = {"endpoint": endpoint, "account_name": _ACCOUNT, "account_key": _KEY}
         self._endpoint, self._log_path = endpoint, log_path
         self._stores: dict[str, AzureStore] = {}
+        self._marks = itertools.count()
 
     def make_container(self, name: str) -> None:
         """A new one; name it after the test, since tests share the server."""
@@ -62,7 +67,12 @@ class AzuriteServer:
 
     def num_gets(self, container: str) -> int:
         """How many objects, or parts of them, it has sent from a container."""
-        return len(re.findall(rf'"GET /{_ACCOUNT}/{container}/', self._log_path.read_text()))
+        mark = f"{self._endpoint}/mark-{next(self._marks)}"
+        with contextlib.suppress(HTTPError):
+            _direct.open(mark, timeout=30).close()
+        while urlsplit(mark).path not in (log := self._log_path.read_text()):  # it is written down a little later
+            time.sleep(0.01)
+        return log.count(f'"GET /{_ACCOUNT}/{container}/')
 
 
 def why_absent() -> str:
