@@ -1,6 +1,7 @@
 """`gyred`: serve, check a configuration, ask for a daemon's health."""
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from gyre_daemon.listen import parse_address, parse_metrics_address
 from gyre_daemon.server import Privacy, serve
 from gyre_daemon.storage import parse_location
 
+_COLLECT_AFTER = (50_000, 20, 50)  # objects that may be in cycles; then generations
 _FLAG_KEYS = ("memory_budget", "log_level", "index_dir", "prefetch_batches", "num_io_threads")
 
 
@@ -87,8 +89,20 @@ def _serve(parsed: argparse.Namespace) -> int:
     privacy = Privacy(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
     start_log(config.log_level)
     reread = (lambda: _reread(parsed)) if parsed.config else None
+    _collect_rarely()
     uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy, reread))
     return 0
+
+
+def _collect_rarely() -> None:
+    """Have the collector of cycles look less often, and never at what is there for good.
+
+    Thousands of requests in flight are as many objects that it would go through again and again and that are in no cycle: that
+    took 40 % of the processor time of a request.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
 
 
 def _reread(parsed: argparse.Namespace) -> DaemonConfig:

@@ -16,11 +16,11 @@ from gyre_daemon.formats import Extents, SampleIndex
 from gyre_daemon.permutation import Int64Array
 from gyre_daemon.plan import Order, plan_of
 from gyre_daemon.quality import ShuffleQuality, expected_quality
+from gyre_daemon.storage import MAX_GAP_BYTES
 
 GOOD_QUALITY = 0.95
 
 _NUM_LOOKED_AT = 4096
-_MAX_GAP_BYTES = 4096  # as in storage/remote.py: between two fields of a sample that one request brings
 _WORTH_WHILE = 4  # samples of a block, below which its one request saves little
 
 
@@ -224,7 +224,7 @@ def _requests(extents: Extents) -> tuple[Int64Array, Int64Array]:
     for field in range(1, start.shape[1]):
         some = size[:, field] > 0
         gap = start[:, field] - stop
-        joined = (num_requests > 0) & (gap >= 0) & (gap <= _MAX_GAP_BYTES)
+        joined = (num_requests > 0) & (gap >= 0) & (gap <= MAX_GAP_BYTES)
         num_requests += some & ~joined
         num_bytes += np.where(some, size[:, field] + np.where(joined, gap, 0), 0)
         stop = np.where(some, start[:, field] + size[:, field], stop)

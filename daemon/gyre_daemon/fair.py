@@ -19,13 +19,13 @@ _MAX_IDLE_LANES = 64
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Flow:
     """One job's claim on what is shared.
 
     Attributes:
         name: of the job.
-        weight: its share relative to others, above 0.
+        weight: its share relative to others, above 0; what it is changed to counts from the next turn on.
     """
 
     name: str
@@ -35,12 +35,25 @@ class Flow:
 NO_JOB = Flow("")  # what the daemon does for itself: indexes, probes
 
 
+class Turn:
+    """Somebody's place in the line."""
+
+    __slots__ = ("granted",)
+
+    def __init__(self, granted: Callable[[], None]) -> None:
+        self.granted: Callable[[], None] | None = granted
+
+    def cancel(self) -> None:
+        """Give it up; what comes too late once the turn was granted."""
+        self.granted = None
+
+
 @dataclass(slots=True)
 class _Lane:
-    """A flow in one queue; `waiting` is a heap of (urgency, arrival, cost, granted)."""
+    """A flow in one queue; `waiting` is a heap of (urgency, arrival, cost, turn)."""
 
     virtual_time: float
-    waiting: list[tuple[int, int, float, asyncio.Future[None]]] = field(default_factory=list)
+    waiting: list[tuple[int, int, float, Turn]] = field(default_factory=list)
 
 
 class FairQueue:
@@ -53,6 +66,7 @@ class FairQueue:
         self._lanes: dict[Flow, _Lane] = {}
         self._arrivals = itertools.count()
         self._num_waiting = 0
+        self._is_serving = False
 
     @property
     def num_taken(self) -> int:
@@ -77,39 +91,55 @@ class FairQueue:
             cost: what the turn will take, in any unit that is the same for all.
             urgency: within the flow the lowest goes first.
         """
-        granted = self.ask(flow, cost, urgency)
-        if granted is None:
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def grant() -> None:
+            if granted.cancelled():
+                self.release()
+            else:
+                granted.set_result(None)
+
+        turn = self.ask(flow, cost, urgency, grant)
+        if turn is None:
             return
         try:
             await granted
         except asyncio.CancelledError:
+            turn.cancel()
             if not granted.cancelled():
                 self.release()
             raise
 
-    def ask(self, flow: Flow, cost: float, urgency: int = 0) -> "asyncio.Future[None] | None":
+    def ask(self, flow: Flow, cost: float, urgency: int, granted: Callable[[], None]) -> Turn | None:
         """Queue for a turn without waiting for it; see `acquire`.
 
+        Args:
+            flow: see `acquire`.
+            cost: see there.
+            urgency: see there.
+            granted: called once, when the turn has come, from whatever made room; it may ask and release, and raises nothing.
+
         Returns:
-            None: it has its turn. Otherwise what is done when the turn comes; who cancels it before gives the turn up, and
-            after that must `release` it.
+            None: it has its turn now, and `granted` is not called. Otherwise its place in the line, to give it up.
         """
         lane = self._lane(flow)
         if self._num_taken < self._capacity and not self._num_waiting:
             self._charge(flow, lane, cost)
             return None
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not lane.waiting:
             lane.virtual_time = max(lane.virtual_time, self._now)
-        heapq.heappush(lane.waiting, (urgency, next(self._arrivals), cost, granted))
+        turn = Turn(granted)
+        heapq.heappush(lane.waiting, (urgency, next(self._arrivals), cost, turn))
         self._num_waiting += 1
-        self._serve()  # those before it may have given up
-        return granted
+        if self._num_taken < self._capacity:
+            self._serve()  # those before it may have given up
+        return turn
 
     def release(self) -> None:
         """Give a turn back."""
         self._num_taken -= 1
-        self._serve()
+        if self._num_waiting:
+            self._serve()
 
     @contextlib.asynccontextmanager
     async def turn(self, flow: Flow, cost: float, urgency: int = 0) -> AsyncIterator[None]:
@@ -135,16 +165,24 @@ class FairQueue:
         self._num_taken += 1
 
     def _serve(self) -> None:
-        while self._num_waiting and self._num_taken < self._capacity:
-            flow = min(
-                (one for one, lane in self._lanes.items() if lane.waiting), key=lambda one: self._lanes[one].virtual_time
-            )
-            lane = self._lanes[flow]
-            _, _, cost, granted = heapq.heappop(lane.waiting)
-            self._num_waiting -= 1
-            if not granted.cancelled():
-                self._charge(flow, lane, cost)
-                granted.set_result(None)
+        if self._is_serving:  # by whom this was called
+            return
+        self._is_serving = True
+        try:
+            while self._num_waiting and self._num_taken < self._capacity:
+                flow, lane = self._next_lane()
+                _, _, cost, turn = heapq.heappop(lane.waiting)
+                self._num_waiting -= 1
+                if granted := turn.granted:
+                    self._charge(flow, lane, cost)
+                    granted()
+        finally:
+            self._is_serving = False
+
+    def _next_lane(self) -> tuple[Flow, _Lane]:
+        """Of those who wait, the one that had the least."""
+        waiting = [each for each in self._lanes.items() if each[1].waiting]
+        return waiting[0] if len(waiting) == 1 else min(waiting, key=lambda each: each[1].virtual_time)
 
 
 class FairExecutor:

@@ -68,14 +68,15 @@ class Metrics:
     jobs: Jobs = field(default_factory=Jobs)
     cache: CacheCounts = field(default_factory=CacheCounts)
 
+    def requests(self, labels: RequestLabels) -> RequestCount:
+        """The count of the requests of one kind and outcome, to add to."""
+        count = self.storage.get(labels)
+        if count is None:
+            count = self.storage[labels] = RequestCount()
+        return count
+
     def count_requests(self, labels: RequestLabels, num_requests: int, num_bytes: int) -> None:
         """Add requests of one kind and outcome."""
-        count = self.storage.setdefault(labels, RequestCount())
+        count = self.requests(labels)
         count.num_requests += num_requests
         count.num_bytes += num_bytes
-
-    def time_request(self, labels: RequestLabels, first_byte_s: float, body_s: float) -> None:
-        """Add what a counted request took until its answer began, and from there until it was whole."""
-        count = self.storage[labels]
-        count.first_byte_s += first_byte_s
-        count.body_s += body_s

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -22,8 +23,9 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folders of this folder are buckets")
     parser.add_argument("--processes", type=int, default=1, help="that share the port; each has a script of its own")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0, help="0 for any that is free")
     args = parser.parse_args()
-    shared = [_listen(0)]
+    shared = [_listen(args.port)]
     shared += [_listen(shared[0].getsockname()[1]) for _ in range(args.processes - 1)]
     own = [_listen(0) for _ in range(args.processes)]
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (shared[0], *own)]
@@ -61,6 +63,8 @@ async def _serve(sockets: list[socket.socket], root: Path | None, seed: int) -> 
     objects, director = Objects(), Director(Script(), seed)
     if root:
         objects.map_folder(root)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # requests are in no cycles: a server must not be what a benchmark measures
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)

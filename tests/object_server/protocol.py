@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import re
 import socket
@@ -65,9 +66,7 @@ class Connection(asyncio.Protocol):
         return bytes(received)
 
     def _answer(self, head: bytes, body: bytes) -> None:
-        method, target, _ = head[: head.index(b"\r\n")].decode("latin-1").split(" ", 2)
-        target, _, query = target.partition("?")
-        path = unquote(target)
+        method, path, query = _request_line(head[: head.index(b"\r\n")])
         if path.startswith(ADMIN):
             self._administer(method, path.removeprefix(ADMIN), body)
         elif path.startswith(_METADATA):
@@ -116,7 +115,7 @@ class Connection(asyncio.Protocol):
             self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             return
         size = len(stored.data)
-        begin, end = _range(head, size)
+        begin, end, is_part = _range(head, size)
         if begin >= size > 0:
             self._send(416, b"<Error><Code>InvalidRange</Code></Error>")
             return
@@ -124,7 +123,7 @@ class Connection(asyncio.Protocol):
         etag = '"another"' if rule and rule.fault == "other etag" else stored.etag
         about = f"ETag: {etag}\r\nLast-Modified: {stored.modified}\r\nAccept-Ranges: bytes\r\n"
         status = 200
-        if b"\r\nRange:" in head or b"\r\nrange:" in head:
+        if is_part:
             status, about = 206, about + f"Content-Range: bytes {begin}-{end - 1}/{size}\r\n"
         if method == "HEAD":
             self._send(status, b"", about, declared=len(body))
@@ -175,13 +174,22 @@ class Connection(asyncio.Protocol):
                 each._transport.abort()
 
 
-def _range(head: bytes, size: int) -> tuple[int, int]:
+@functools.lru_cache(1024)
+def _request_line(line: bytes) -> tuple[str, str, str]:
+    """Method, path and query."""
+    method, target, _ = line.decode("latin-1").split(" ", 2)
+    target, _, query = target.partition("?")
+    return method, unquote(target), query
+
+
+def _range(head: bytes, size: int) -> tuple[int, int, bool]:
+    """The bytes `[begin, end)` that are asked for, and whether it is a range that is."""
     wanted = _RANGE.search(head)
     if not wanted:
-        return 0, size
+        return 0, size, False
     if not wanted[1]:
-        return max(0, size - int(wanted[2])), size
-    return int(wanted[1]), min(int(wanted[2]) + 1, size) if wanted[2] else size
+        return max(0, size - int(wanted[2])), size, True
+    return int(wanted[1]), min(int(wanted[2]) + 1, size) if wanted[2] else size, True
 
 
 def _metadata(path: str, key: str) -> bytes:

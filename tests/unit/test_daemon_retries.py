@@ -41,3 +41,13 @@ def test_pauses_are_drawn_from_nothing_to_twice_as_long_each_time_up_to_a_bound(
     assert longest[:3] == [0.1, 0.2, 0.4]
     assert longest == sorted(longest)
     assert longest[-1] == 5.0
+
+
+def test_a_new_budget_lets_a_short_run_repeat_only_a_small_part_of_what_it_asks_for() -> None:
+    budget = RetryBudget(1024, 0.0, is_new=True)
+    num_taken = 0
+    for number in range(2000):  # 200 requests each second, and every one fails
+        budget.earn()
+        num_taken += budget.take(number / 200)
+        num_taken += budget.take(number / 200)
+    assert 64 <= num_taken - 0.15 * 2000 <= 64 + 1024 * 10 / 30 + 2

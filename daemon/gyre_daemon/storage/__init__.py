@@ -4,7 +4,7 @@ A `Location` is what the operator wrote. `StorageOpener` lists its shards and gi
 ranges of shards, each with the memory where its bytes belong. Reading waits; it never decodes.
 """
 
-from gyre_daemon.storage.base import Bounds, NextUse, Reads, Shard, Storage
+from gyre_daemon.storage.base import MAX_GAP_BYTES, Bounds, NextUse, Reads, Shard, Storage
 from gyre_daemon.storage.delays import Delays, RequestDelays
 from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.location import Location, parse_location
@@ -12,6 +12,7 @@ from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.openfiles import file_error
 
 __all__ = [
+    "MAX_GAP_BYTES",
     "Bounds",
     "Delays",
     "Endpoint",

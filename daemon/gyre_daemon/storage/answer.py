@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.storage.base import Shard, changed, truncated
@@ -36,8 +37,7 @@ class Answer:
     unreachable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """What is asked for: the bytes `[start, stop)` of a shard."""
 
     shard: Shard

@@ -12,6 +12,8 @@ from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fair import NO_JOB, Flow
 from gyre_daemon.storage.delays import Delays
 
+MAX_GAP_BYTES = 4096  # between two fields of a sample: reading over it is cheaper than another request
+
 NextUse = Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 

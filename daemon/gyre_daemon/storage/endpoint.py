@@ -10,15 +10,16 @@ import functools
 import heapq
 import itertools
 import random
+import time
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
 from gyre_daemon.fair import FairQueue
-from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.metrics import Metrics, Outcome, RequestCount, RequestKind, RequestLabels
 from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, told
-from gyre_daemon.storage.hedges import Hedges
+from gyre_daemon.storage.hedges import Hedges, most_needed_first
 from gyre_daemon.storage.limit import AdaptiveLimit
 from gyre_daemon.storage.request import Request, Try
 from gyre_daemon.storage.retries import RetryBudget, pause_s
@@ -54,10 +55,11 @@ class Endpoint:
         self.name = name
         self.queue = FairQueue(0)
         self.limit = AdaptiveLimit(terms.max_requests)
-        self.budget = RetryBudget(terms.max_requests, self._loop.time())
+        self.budget = RetryBudget(terms.max_requests, time.monotonic(), is_new=True)
         self._scheme = scheme
         self._terms = terms
         self._metrics = metrics
+        self._counts: dict[tuple[RequestKind, Outcome], RequestCount] = {}
         self._hedges = Hedges()
         self._live: dict[Request, None] = {}
         self._under_way: dict[int, OrderedDict[Try, None]] = {}  # by size class, the oldest first
@@ -66,16 +68,15 @@ class Endpoint:
         self._ticks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
-        self._good_at = self._loop.time()
+        self._good_at = time.monotonic()
         self._last_failure: Answer | None = None
         self._refreshed_at: weakref.WeakKeyDictionary[Source, float] = weakref.WeakKeyDictionary()
         self.queue.resize(self.limit.limit)
 
     def submit(self, request: Request) -> None:
         """Have a range brought; `request.finish` is told."""
-        request.asked_at = self._loop.time()
+        request.asked_at = time.monotonic()
         self.budget.earn()
-        self._hedges.earn()
         self._live[request] = None
         if self._timer is None:
             self._timer = self._loop.call_later(_TICK_S, self._tick)
@@ -87,24 +88,20 @@ class Endpoint:
             self._end(request, "abandoned")
 
     def _ask(self, request: Request, *, is_hedge: bool) -> None:
-        turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge)
+        turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge, functools.partial(self._granted, request, is_hedge))
         if turn is None:
             self._send(request, is_hedge=is_hedge)
         else:
             request.turn = turn
-            turn.add_done_callback(functools.partial(self._granted, request, is_hedge))
 
-    def _granted(self, request: Request, is_hedge: bool, turn: "asyncio.Future[None]") -> None:
-        if turn.cancelled():
-            return
-        request.turn = None
+    def _granted(self, request: Request, is_hedge: bool) -> None:
         if request.is_over or (is_hedge and not request.tries):
             self.queue.release()
         else:
             self._send(request, is_hedge=is_hedge)
 
     def _send(self, request: Request, *, is_hedge: bool) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         if request.begun_at and not is_hedge:
             if not self.budget.take(now):
                 self.queue.release()
@@ -115,26 +112,39 @@ class Endpoint:
         request.num_tries += 1
         try_ = Try(request, now, self.limit.round, is_hedge=is_hedge)
         request.tries.append(try_)
-        self._under_way.setdefault(try_.size, OrderedDict())[try_] = None
+        self._watch(try_)
         wanted, done = request.wanted, functools.partial(self._done, try_)
         try:
             try_.sent = request.source.get(request.path, wanted.start, wanted.stop, done)
         except Exception as error:  # a client that cannot even begin
             try_.sent = _NotSent(self._loop.call_soon(done, failure(error)))
 
+    def _watch(self, try_: Try) -> None:
+        """See when it is late; what is sent a second time is not sent a third time."""
+        if try_.is_hedge or try_.request.num_hedges or try_.request.kind != "read":
+            return
+        self._hedges.earn()
+        try_.is_early = self._hedges.begin(try_.size)
+        tries = self._under_way.get(try_.size)
+        if tries is None:
+            tries = self._under_way[try_.size] = OrderedDict()
+        tries[try_] = None
+
     def _done(self, try_: Try, answer: Answer) -> None:
         request = try_.request
-        now = self._loop.time()
+        now = time.monotonic()
         means = meaning(request.wanted, answer, request.num_tries)
         if means in (Meaning.GOOD, Meaning.REFUSED):
             self._learn(try_, now, is_good=means is Meaning.GOOD)
         self._give_back(try_)
         if means is Meaning.GOOD:
             self._good_at = now
-            request.delays = request.account(try_, now)
+            first_byte_at = try_.first_byte_at or now
+            request.succeed(try_, first_byte_at, now)
             self._end(request, "hedged")
-            self._count("ok", request, request.num_bytes)
-            self._metrics.time_request(self._labels("ok", request), request.delays.first_byte_s, request.delays.body_s)
+            count = self._count("ok", request, request.num_bytes)
+            count.first_byte_s += first_byte_at - try_.sent_at
+            count.body_s += now - first_byte_at
             request.finish(answer.data, None)
         elif means is Meaning.FINAL or (means is Meaning.REFRESH and request.was_refreshed):
             self._count("error", request, len(answer.data))
@@ -147,7 +157,8 @@ class Endpoint:
     def _learn(self, try_: Try, now: float, *, is_good: bool) -> None:
         first_byte_s = None
         if is_good:
-            self._hedges.note(try_.request.num_bytes, now - try_.sent_at)
+            if not try_.is_hedge:
+                self._hedges.note(try_.request.num_bytes, now - try_.sent_at)
             first_byte_s = (try_.first_byte_at or now) - try_.sent_at
         if self.limit.done(try_.of_round, self.queue.num_taken, first_byte_s):
             self._resize()
@@ -178,7 +189,7 @@ class Endpoint:
         heapq.heappush(self._to_retry, (when, next(self._numbers), request))
 
     def _tick(self) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         self._ticks += 1
         self._retry(now)
         if self._terms.hedges and not self.limit.is_refused:
@@ -197,17 +208,18 @@ class Endpoint:
     def _hedge(self, now: float) -> None:
         for size, tries in self._under_way.items():
             late_s = self._hedges.late_after_s(size)
-            while late_s is not None and tries:
-                oldest = next(iter(tries))
-                request = oldest.request
-                if now - oldest.sent_at < late_s:
+            if late_s is None:
+                continue
+            sent_before = now - late_s
+            late = {}
+            for try_ in tries:
+                if try_.sent_at > sent_before:
                     break
-                if request.num_hedges or request.kind != "read":
-                    del tries[oldest]
-                    continue
+                late[try_.request] = try_
+            for request in most_needed_first(late):
                 if not self._hedges.take():
                     return
-                del tries[oldest]
+                del tries[late[request]]
                 request.num_hedges = 1
                 self._ask(request, is_hedge=True)
 
@@ -245,18 +257,26 @@ class Endpoint:
         for try_ in list(request.tries):
             try_.sent.cancel()
             self._count(outcome, request, 0)
+            if outcome == "hedged" and not try_.is_hedge:
+                self._hedges.note(request.num_bytes, time.monotonic() - try_.sent_at)
             self._give_back(try_)
 
     def _give_back(self, try_: Try) -> None:
         try_.request.tries.remove(try_)
-        self._under_way[try_.size].pop(try_, None)
+        if tries := self._under_way.get(try_.size):
+            tries.pop(try_, None)
+        if try_.is_early:
+            self._hedges.end_early(try_.size)
         self.queue.release()
 
-    def _count(self, outcome: Outcome, request: Request, num_bytes: int) -> None:
-        self._metrics.count_requests(self._labels(outcome, request), 1, num_bytes)
-
-    def _labels(self, outcome: Outcome, request: Request) -> RequestLabels:
-        return RequestLabels(self._scheme, request.kind, outcome)
+    def _count(self, outcome: Outcome, request: Request, num_bytes: int) -> RequestCount:
+        count = self._counts.get((request.kind, outcome))
+        if count is None:
+            count = self._metrics.requests(RequestLabels(self._scheme, request.kind, outcome))
+            self._counts[request.kind, outcome] = count
+        count.num_requests += 1
+        count.num_bytes += num_bytes
+        return count
 
 
 class _NotSent:

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import time
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -108,7 +109,7 @@ class _Get:
     def _begun(self, head: "asyncio.Future[Any]") -> None:
         if self._is_cancelled or head.cancelled():
             return
-        self.first_byte_at = head.get_loop().time()
+        self.first_byte_at = time.monotonic()
         if error := head.exception():
             self._done(failure(error))
             return

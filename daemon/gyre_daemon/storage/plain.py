@@ -6,6 +6,7 @@ Redirections, proxies and TLS are left to the general client.
 
 import asyncio
 import re
+import time
 from typing import cast
 from urllib.parse import SplitResult
 
@@ -158,7 +159,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         if not self._head:
-            self._get.first_byte_at = self._loop.time()
+            self._get.first_byte_at = time.monotonic()
         data = self._head + data if self._head else data
         end = data.find(_END)
         if end >= 0:

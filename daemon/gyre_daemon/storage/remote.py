@@ -10,13 +10,12 @@ from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import NO_JOB, Flow
 from gyre_daemon.metrics import RequestKind
 from gyre_daemon.storage.answer import Range
-from gyre_daemon.storage.base import Bounds, Reads, Shard
+from gyre_daemon.storage.base import MAX_GAP_BYTES, Bounds, Reads, Shard
 from gyre_daemon.storage.endpoint import Endpoint
 from gyre_daemon.storage.request import Request
 from gyre_daemon.storage.source import Source
 
 _STREAM_CHUNK_BYTES = 8 << 20
-_MAX_GAP_BYTES = 4096  # between two fields of a sample: reading over it is cheaper than another request
 
 _Key = tuple[int, int, int]  # shard, start, stop
 _Places = tuple[tuple[int, int, int], ...]  # of each read its begin within the request, its size, and its address
@@ -48,7 +47,7 @@ class RemoteStorage:
             await arrival.whole
         finally:
             arrival.is_over = True
-            for joint in list(arrival.joints):
+            for joint in reversed(list(arrival.joints)):  # those that wait for their turn before those that give theirs back
                 self._leave(joint, arrival)
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
@@ -173,7 +172,7 @@ def _pieces(reads: Reads) -> Iterator[tuple[_Key, _Places]]:
     places: list[tuple[int, int, int]] = []
     first = begin = end = last_sample = -1
     for shard, start, size, target, sample in rows:
-        if places and sample == last_sample and shard == first and 0 <= start - end <= _MAX_GAP_BYTES:
+        if places and sample == last_sample and shard == first and 0 <= start - end <= MAX_GAP_BYTES:
             places.append((start - begin, size, target))
         else:
             if places:

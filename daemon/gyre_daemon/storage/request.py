@@ -1,10 +1,9 @@
 """One range that is needed, from being asked for to being there."""
 
-import asyncio
 from collections.abc import Callable
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.fair import Flow
+from gyre_daemon.fair import Flow, Turn
 from gyre_daemon.metrics import RequestKind
 from gyre_daemon.storage.answer import Answer, Range
 from gyre_daemon.storage.delays import Delays, RequestDelays
@@ -28,12 +27,17 @@ class Request:
         asked_at: when it was needed.
         begun_at: when its first try was sent; 0 before.
         last: the answer to its last try that failed.
+        num_bytes: how many are needed.
+        sent_at: when the try was sent that succeeded.
+        first_byte_at: when its answer began.
+        ended_at: and when it was whole; 0 before.
         is_over: it is there, has failed, or is abandoned.
     """
 
     __slots__ = (
-        "asked_at", "begun_at", "delays", "finish", "flow", "is_over", "kind", "last", "num_hedges", "num_refused",
-        "num_retries", "num_tries", "path", "source", "tries", "turn", "urgency", "wanted", "was_refreshed",
+        "asked_at", "begun_at", "ended_at", "finish", "first_byte_at", "flow", "is_over", "kind", "last", "num_bytes",
+        "num_hedges", "num_refused", "num_retries", "num_tries", "path", "sent_at", "source", "tries", "turn", "urgency",
+        "wanted", "was_refreshed",
     )  # fmt: skip
 
     def __init__(self, source: Source, path: str, wanted: Range, kind: RequestKind, flow: Flow, urgency: int) -> None:
@@ -44,7 +48,7 @@ class Request:
         self.flow = flow
         self.urgency = urgency
         self.finish: Callable[[bytes, GyreError | None], None]
-        self.turn: asyncio.Future[None] | None = None
+        self.turn: Turn | None = None
         self.tries: list[Try] = []
         self.asked_at = 0.0
         self.begun_at = 0.0
@@ -55,24 +59,23 @@ class Request:
         self.num_retries = 0
         self.num_hedges = 0
         self.num_refused = 0
-        self.delays: RequestDelays | None = None
+        self.num_bytes = wanted.stop - wanted.start
+        self.sent_at = self.first_byte_at = self.ended_at = 0.0
 
-    @property
-    def num_bytes(self) -> int:
-        """How many are needed."""
-        return self.wanted.stop - self.wanted.start
+    def succeed(self, successful: "Try", first_byte_at: float, now: float) -> None:
+        """It is there."""
+        self.sent_at, self.first_byte_at, self.ended_at = successful.sent_at, first_byte_at, now
 
-    def account(self, successful: "Try", now: float) -> RequestDelays:
+    def _account(self) -> RequestDelays:
         """Where the time went, now that it is there."""
-        first_byte_at = successful.first_byte_at or now
         return RequestDelays(
             shard=self.wanted.shard.name,
             start=self.wanted.start,
             stop=self.wanted.stop,
             queue_s=self.begun_at - self.asked_at,
-            tried_s=successful.sent_at - self.begun_at,
-            first_byte_s=first_byte_at - successful.sent_at,
-            body_s=now - first_byte_at,
+            tried_s=self.sent_at - self.begun_at,
+            first_byte_s=self.first_byte_at - self.sent_at,
+            body_s=self.ended_at - self.first_byte_at,
             num_tries=self.num_tries,
         )
 
@@ -82,20 +85,21 @@ class Request:
         delays.num_retries += self.num_retries
         delays.num_hedges += self.num_hedges
         delays.num_bytes += self.num_bytes
-        if self.delays and (delays.slowest is None or self.delays.total_s > delays.slowest.total_s):
-            delays.slowest = self.delays
+        if self.ended_at and (delays.slowest is None or self.ended_at - self.asked_at > delays.slowest.total_s):
+            delays.slowest = self._account()
 
 
 class Try:
     """One request that was sent."""
 
-    __slots__ = ("is_hedge", "of_round", "request", "sent", "sent_at", "size")
+    __slots__ = ("is_early", "is_hedge", "of_round", "request", "sent", "sent_at", "size")
 
     def __init__(self, request: Request, sent_at: float, of_round: int, *, is_hedge: bool) -> None:
         self.request = request
         self.sent_at = sent_at
         self.of_round = of_round
         self.is_hedge = is_hedge
+        self.is_early = False  # one of the first of its size
         self.size = size_class(request.num_bytes)
         self.sent: Sent
 

@@ -1,27 +1,30 @@
 """How often requests are sent again. Pure: the caller brings the clock and the dice.
 
 What fails is tried again, after a pause that is drawn anew each time (full jitter), as long as the budget lasts: a small part
-of all requests, and once everything that can be in flight. So a storage that is in trouble is not drowned in repetitions, and
-one that failed for a moment loses nothing.
+of all requests, and in half a minute once everything that can be in flight. So a storage that is in trouble is not drowned in
+repetitions, and one that failed for a moment loses nothing. It begins with a sixteenth of that, or a short run whose storage is
+in trouble from the start would repeat more than a small part of what it asks for.
 """
 
 _SHARE = 0.15
 _REFILL_S = 30.0
+_FIRST, _MIN_FIRST = 1 / 16, 16.0
 _BASE_S, _MAX_S = 0.1, 5.0
 
 
 class RetryBudget:
     """Tokens: a repetition takes one, a first request brings a part of one, an empty bucket is full again in half a minute."""
 
-    def __init__(self, reserve: int, now: float) -> None:
-        """Full.
+    def __init__(self, reserve: int, now: float, *, is_new: bool = False) -> None:
+        """Full, or of an endpoint that nothing is known of.
 
         Args:
             reserve: how many repetitions it can hold.
             now: the time.
+            is_new: it begins with a small part of them.
         """
         self._reserve = float(reserve)
-        self._tokens = self._reserve
+        self._tokens = min(self._reserve, max(self._reserve * _FIRST, _MIN_FIRST)) if is_new else self._reserve
         self._at = now
 
     def num_left(self, now: float) -> int:

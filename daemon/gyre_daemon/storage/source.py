@@ -13,7 +13,10 @@ class Sent(Protocol):
 
     @property
     def first_byte_at(self) -> float | None:
-        """When its answer began, on the loop's clock: 0 if it has not; None where the client cannot tell."""
+        """When its answer began: 0 if it has not; None where the client cannot tell.
+
+        By `time.monotonic`: a loop's own clock may stand still while it runs callbacks, which may take long.
+        """
 
     def cancel(self) -> None:
         """Nobody waits for the answer any more; its `done` is not called."""

@@ -1,0 +1,85 @@
+"""What `gyre plan --cost` says of each order, against what a daemon then asks of an object server."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.arguments import order
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+from tests.object_server.process import ObjectServerProcess, object_server
+
+SEQUENCE, BATCH, EPOCHS = 128, 32, 2
+SHARD_SAMPLES = (700, 513, 64)
+IO_BLOCK, WINDOW = 8 << 10, 24
+CACHE_BYTES = 1 << 20
+
+
+class Asked(NamedTuple):
+    num_requests: int
+    num_bytes: int
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServerProcess]:
+    with object_server() as process:
+        for number, num_samples in enumerate(SHARD_SAMPLES):
+            process.put(f"/data/{number}.bin", np.random.default_rng(number).bytes(num_samples * SEQUENCE * 2))
+        yield process
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, server: ObjectServerProcess) -> Daemon:
+    about = {"uri": f"{server.url}/data/{{0..2}}.bin", "format": "tokens", "dtype": "uint16", "sequence_length": SEQUENCE}
+    datasets = {"plain": {**about, "cache": False}, "blocks": about, "kept": about}
+    return gyred({"hedge": False, "cache_memory": CACHE_BYTES, "datasets": datasets})
+
+
+def asked(daemon: Daemon) -> Asked:
+    """Up to now, of objects."""
+    with grpc.insecure_channel(daemon.address) as channel:
+        counts = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10).storage
+    ours = [count for count in counts if count.kind == "read"]
+    return Asked(sum(count.num_requests for count in ours), sum(count.num_bytes for count in ours))
+
+
+def estimates(daemon: Daemon, dataset: str) -> dict[str, Asked]:
+    request = pb.PlanCostRequest(
+        dataset=pb.DatasetRef(name=dataset),
+        order=order(BATCH, 1, 5, "wrap", "block", IO_BLOCK, WINDOW),
+        num_epochs=EPOCHS,
+        cache_bytes=CACHE_BYTES,
+    )
+    with grpc.insecure_channel(daemon.address) as channel:
+        answer = pb_grpc.LoaderStub(channel).PlanCost(request, timeout=30)
+    return {each.order: Asked(each.num_requests, each.num_bytes) for each in answer.estimates}
+
+
+def measured(daemon: Daemon, dataset: str, **options: Any) -> Asked:
+    """What reading the epochs asks for."""
+    before = asked(daemon)
+    with Loader(dataset, batch_size=BATCH, seed=5, address=daemon.address, epochs=EPOCHS, tail="drop", **options) as loader:
+        num_samples = sum(len(batch["sample_id"]) for batch in loader)
+    assert num_samples == EPOCHS * (sum(SHARD_SAMPLES) // BATCH) * BATCH
+    after = asked(daemon)
+    return Asked(after.num_requests - before.num_requests, after.num_bytes - before.num_bytes)
+
+
+def test_what_is_foreseen_is_what_is_asked_for(daemon: Daemon) -> None:
+    foreseen = {dataset: estimates(daemon, dataset) for dataset in ("plain", "blocks", "kept")}
+    assert foreseen["plain"] == foreseen["blocks"] == foreseen["kept"], "estimates do not depend on what is configured"
+    left_out = EPOCHS * (sum(SHARD_SAMPLES) % BATCH)  # the tail
+    full = measured(daemon, "plain")
+    assert full.num_requests == foreseen["plain"]["full"].num_requests - left_out
+    assert full.num_bytes == foreseen["plain"]["full"].num_bytes - left_out * SEQUENCE * 2
+    kept = measured(daemon, "kept")
+    assert kept == foreseen["kept"]["full with the cache"], "each block once in all epochs"
+    block = measured(daemon, "blocks", order="block", io_block_bytes=IO_BLOCK, window_blocks=WINDOW)
+    once = foreseen["blocks"]["block"]
+    assert once.num_requests / EPOCHS <= block.num_requests <= once.num_requests, "a cache of all the data keeps what it can"
+    assert once.num_bytes / EPOCHS <= block.num_bytes <= once.num_bytes
