@@ -1,0 +1,108 @@
+"""The orders that are compared, as endless batches: two of Gyre's through the daemon, and plain shuffle buffers.
+
+A buffer is webdataset's own code: it reads the shards one after the other, keeps `buffer_samples`, and hands out one of them at
+random for each that comes in. It gets the benefit of every doubt: it is full before it hands out the first.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_daemon.permutation import Int64Array
+from gyre_daemon.plan import BatchPlan
+from gyre_daemon.quality import ShuffleMeter
+from torch.utils.data import default_collate
+from webdataset.filters import _shuffle as buffered
+
+from benchmarks.loader.processes import daemon
+from benchmarks.training.loaders import BATCH_SIZE, Window, gyre
+from benchmarks.training.samples import Files, Samples, Stored
+from benchmarks.training.trainer import Batches
+
+OrderName = Literal["full", "block", "shuffled shards and a buffer", "a buffer"]
+ORDERS: tuple[OrderName, ...] = ("full", "block", "shuffled shards and a buffer", "a buffer")
+Quality = dict[str, float]
+
+
+class Gyre:
+    """Batches through the daemon."""
+
+    def __init__(self, order: Literal["full", "block"], address: str, window: Window, seed: int) -> None:
+        self._address = address
+        self._loader = gyre(order, address, seed, window)
+        self.batches: Batches = iter(self._loader)
+
+    def quality(self) -> Quality:
+        """As the daemon reports it, of what it sent lately."""
+        with Connection(parse_address(self._address)) as connection:
+            (session,) = connection.status().sessions
+        return {name: getattr(session.quality, name) for name in ("displacement", "spread", "mixing")}
+
+    def close(self) -> None:
+        """End the session."""
+        self._loader.close()
+
+
+class Buffer:
+    """Batches of a plain shuffle buffer, from the files."""
+
+    def __init__(self, stored: Stored, buffer_samples: int, seed: int, *, shuffle_shards: bool) -> None:
+        self._files = Files(stored.folder)
+        self._samples = Samples(stored, self._files)
+        self._shards = stored.places[:, 0]
+        self._random = random.Random(seed)
+        self._buffer_samples, self._shuffle_shards = buffer_samples, shuffle_shards
+        self._meter = ShuffleMeter(len(stored.places))
+        self.batches: Batches = self._batches()
+
+    def quality(self) -> Quality:
+        """Of the last batches, by the daemon's own meter."""
+        assert self._meter.quality
+        return asdict(self._meter.quality)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def _batches(self) -> Batches:
+        for step, (place, ids) in enumerate(self._ids()):
+            self._meter.add(BatchPlan(step, 0, ids, None), place)
+            batch: dict[str, torch.Tensor] = default_collate([self._samples[index] for index in ids])
+            yield batch
+
+    def _ids(self) -> Iterator[tuple[int, Int64Array]]:
+        """The place of each batch in its epoch, and its samples; what fills no batch is left out, as with `drop`."""
+        while True:
+            ids = np.fromiter(buffered(self._stream(), self._buffer_samples, self._buffer_samples, self._random), np.int64)
+            for begin in range(0, len(ids) - BATCH_SIZE + 1, BATCH_SIZE):
+                yield begin, ids[begin : begin + BATCH_SIZE]
+
+    def _stream(self) -> Iterator[int]:
+        """All samples of an epoch, shard by shard."""
+        shards = list(range(int(self._shards[-1]) + 1))
+        if self._shuffle_shards:
+            self._random.shuffle(shards)
+        for shard in shards:
+            begin, end = np.searchsorted(self._shards, (shard, shard + 1)).tolist()
+            yield from range(begin, end)
+
+
+@contextmanager
+def open_order(name: OrderName, stored: Stored, work: Path, window: Window, seed: int) -> Iterator[Gyre | Buffer]:
+    """An order, and while it is read the daemon that it needs."""
+    if name not in ("full", "block"):
+        buffer = Buffer(stored, window.num_samples, seed, shuffle_shards=name == "shuffled shards and a buffer")
+        yield buffer
+        buffer.close()
+        return
+    with daemon(work, {"data": stored.config(str(stored.folder))}) as serving:
+        order = Gyre(name, serving.address, window, seed)
+        yield order
+        order.close()

@@ -1,0 +1,153 @@
+"""Models trained from object storage: `python -m benchmarks.training.throughput --out PREFIX [--work FOLDER --seconds S]`.
+
+The server is a process of its own, whose answers begin late: lognormal, p50 20 ms and p99 200 ms. Every sample is a request,
+but in the order `block`. In each round all loaders take turns with each model, each in a new process and with a new daemon.
+What does not fit into the given seconds is measured by the next call with the same folder; the last one writes PREFIX.md and
+PREFIX.png.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.loader.datasets import RINAS_THREADS
+from benchmarks.loader.objects import FIRST_BYTE
+from benchmarks.loader.processes import daemon, load_average
+from benchmarks.training import pace_report, samples
+from benchmarks.training.ledger import Key, Ledger, Result
+from benchmarks.training.loaders import BATCH_SIZE, BATCHES_AHEAD, Kind, Source, Window
+from benchmarks.training.models import Architecture
+from benchmarks.training.turn import Turn, take
+from tests.object_server.process import ObjectServerProcess, object_server
+from tests.object_server.script import Script
+
+WINDOWS = {"text": Window(256, 256, samples.STRIDE), "glyphs": Window(256, 9, 14 << 10)}
+NUM_LOSSES = 8  # that are kept of a turn
+INTRODUCTION = f"""Every sample is a request of its own to an object server in another process, whose answers begin late:
+lognormal, p50 20 ms, p99 200 ms. All loaders bring the same samples in the same batches of {BATCH_SIZE} to the same model
+with the same weights in the same loop, and data wait is the share of that loop's time spent in `next()`. The clock runs
+from the first batch on; medians of interleaved rounds.
+
+* *Ordered*: torch's DataLoader. A worker reads the samples of its batch one after the other; batches come in their order,
+  and each worker has up to {BATCHES_AHEAD} of them ahead.
+* *RINAS*, as its paper (arXiv 2312.02368) fetches: the same, but in each worker {RINAS_THREADS} threads read the samples of
+  a batch, which are taken as they arrive.
+* *Gyre*: the daemon and `gyre_client.Loader` with their defaults, a new daemon for each turn. `full` without a cache: no
+  sample is read twice, and none comes from anywhere but the server. `block` reads neighbours with one request and mixes a
+  window of blocks.
+
+Server, loader and model (one thread) share the machine's cores. What a loader computes, the model cannot: that is why a
+step takes longer beside some loaders, and why none reaches the model alone. The larger models are there because a gain
+depends on the step: a loader that waits for nothing gains 1 / (1 - w) - 1 over one that waits for the share w. So the
+paper's +59 % and +89 % mean that its ordered loader waited for at least 37 % and 47 % of the time. CPU is that of the
+trainer, its workers and the daemon, not of the server."""
+SMALL: tuple[Kind, ...] = ("memory", "ordered", "rinas", "full", "block")
+LARGE: tuple[Kind, ...] = ("memory", "ordered", "rinas", "full")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        jobs: models, and the loaders that each is trained with.
+        num_rounds: of all of them.
+        duration_s: of a turn, from its first batch on.
+        scale: of the data.
+        first_byte: of the server.
+    """
+
+    jobs: tuple[tuple[Architecture, tuple[Kind, ...]], ...]
+    num_rounds: int
+    duration_s: float
+    scale: samples.Scale
+    first_byte: Script
+
+    @property
+    def turns(self) -> list[tuple[int, str, Kind]]:
+        """Round, model and loader of all of them, in their order."""
+        return [(r, job.label, kind) for r in range(self.num_rounds) for job, kinds in self.jobs for kind in kinds]
+
+
+FULL = Plan(
+    (
+        (Architecture("transformer", "text", 32), SMALL),
+        (Architecture("CNN", "glyphs", 8), SMALL),
+        (Architecture("larger transformer", "text", 96), LARGE),
+        (Architecture("larger CNN", "glyphs", 32), LARGE),
+    ),
+    num_rounds=3,
+    duration_s=8.0,
+    scale=samples.Scale(),
+    first_byte=FIRST_BYTE,
+)
+TOY = Plan(
+    ((Architecture("CNN", "glyphs", 4), ("ordered", "rinas", "full")),),
+    num_rounds=1,
+    duration_s=0.2,
+    scale=samples.Scale(50_000, 20_000, 4, 62, 1),
+    first_byte=Script(),
+)
+
+
+class Stage:
+    """The server with the data, and a daemon for each turn."""
+
+    def __init__(self, plan: Plan, work: Path, server: ObjectServerProcess) -> None:
+        self._plan, self._work, self._server = plan, work, server
+        self._jobs = {job.label: job for job, _ in plan.jobs}
+
+    def measure(self, key: tuple[int, str, Kind]) -> Result:
+        """One turn."""
+        round_, label, kind = key
+        print(f"round {round_ + 1}: {label}, {kind}", file=sys.stderr, flush=True)
+        architecture = self._jobs[label]
+        stored = samples.Stored(architecture.data, self._work / "data" / architecture.data)
+        url = f"{self._server.url}/{architecture.data}"
+        load = load_average()
+        with ExitStack() as stack:
+            source = Source(stored, url, "", round_, WINDOWS[architecture.data])
+            also_pids: tuple[int, ...] = ()
+            if kind in ("full", "block"):
+                serving = stack.enter_context(daemon(self._work, {"data": {**stored.config(url), "cache": kind == "block"}}))
+                source, also_pids = replace(source, address=serving.address), (serving.pid,)
+            result = take(Turn(kind, source, architecture, self._plan.duration_s, also_pids))
+        return {**result, "load": load, "losses": result["losses"][:NUM_LOSSES]}
+
+
+def measure(plan: Plan, work: Path, max_s: float) -> Ledger | None:
+    """Fill the folder's ledger; returns it if it is full."""
+    samples.write(work / "data", plan.scale)
+    ledger = Ledger(work / "throughput.jsonl")
+    with object_server(work / "data") as server:
+        server.follow(plan.first_byte)
+        keys: list[Key] = list(plan.turns)
+        done = ledger.fill(keys, Stage(plan, work, server).measure, max_s)
+    return ledger if done else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="where the report and the picture go, without their suffixes")
+    parser.add_argument("--work", type=Path, help="keeps data and results between calls; without it, nothing is kept")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no turn begins later")
+    parser.add_argument("--toy", action="store_true", help="one tiny model: shows that it runs, and nothing else")
+    args = parser.parse_args(arguments)
+    plan = TOY if args.toy else FULL
+    with tempfile.TemporaryDirectory(prefix="gyre-training-") as folder:
+        work = args.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        ledger = measure(plan, work, args.seconds)
+    if ledger is None:
+        print("not all is measured yet: call again with the same --work", file=sys.stderr)
+        return
+    chapters = [pace_report.Chapter.read(ledger, job.label, job.about(), kinds, plan.num_rounds) for job, kinds in plan.jobs]
+    pace_report.write(chapters, INTRODUCTION, args.out)
+
+
+if __name__ == "__main__":
+    main()
