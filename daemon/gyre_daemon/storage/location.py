@@ -1,7 +1,9 @@
 """What an operator or a client wrote as the place of a dataset, checked before anything connects."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fsspec.registry import available_protocols
 
@@ -74,6 +76,11 @@ def _check_url(scheme: str, rest: str) -> None:
         raise InvalidRequest("a dataset's URI must not leave its root with `..`")
     if scheme in ("http", "https") and any(letter in rest for letter in "?#"):
         raise InvalidRequest("an http dataset's URI must not have a query or a fragment; signed URLs are not served")
+
+
+def endpoints_in(settings: Mapping[str, Any]) -> list[str]:
+    """Where a driver's settings say that the storage is: `endpoint`, by whatever longer name, or `base_url`."""
+    return [str(value) for key, value in settings.items() if "endpoint" in key.lower() or key.lower().endswith("base_url")]
 
 
 def redact(text: str) -> str:

@@ -14,7 +14,7 @@ from obstore.store import ObjectStore
 
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.answer import Answer, failure
-from gyre_daemon.storage.location import redact
+from gyre_daemon.storage.location import endpoints_in, redact
 from gyre_daemon.storage.source import Done, Sent
 
 _NO_LISTING = ("http", "https")
@@ -140,7 +140,7 @@ def open_objects(scheme: str, settings: Mapping[str, Any], path: str, max_retrie
     Raises:
         ConfigError: an unknown setting, or a value that makes no sense.
     """
-    endpoints = [str(value) for key, value in settings.items() if "endpoint" in key.lower()]
+    endpoints = endpoints_in(settings)
     for endpoint in endpoints:
         _check_endpoint(endpoint)
     make: Any = ObjectFileSystem  # the overloads of its constructor leave out what fsspec adds

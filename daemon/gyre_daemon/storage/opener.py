@@ -19,7 +19,7 @@ from gyre_daemon.storage.base import Shard, Storage
 from gyre_daemon.storage.drivers import DriverSource
 from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
-from gyre_daemon.storage.location import Location, relative_names
+from gyre_daemon.storage.location import Location, endpoints_in, relative_names
 from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Source
 
@@ -78,7 +78,7 @@ class StorageOpener:
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """What datasets share that lie in one bucket, or on one web server."""
-        where = next((str(value).rstrip("/") for key, value in settings.items() if "endpoint" in key.lower()), f"{scheme}:/")
+        where = next((endpoint.rstrip("/") for endpoint in endpoints_in(settings)), f"{scheme}:/")
         name = f"{where}/{path.partition('://')[2].partition('/')[0]}"
         if name not in self.endpoints:
             self.endpoints[name] = Endpoint(name, scheme, self._terms, self._metrics)
