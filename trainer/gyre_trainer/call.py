@@ -12,6 +12,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.home import local_of
 from gyre_trainer.joined import Sum
 from gyre_trainer.late import Late, LateGrads
+from gyre_trainer.recomputed import Recipe, autocast_of_now, remembered
 from gyre_trainer.rotation import Rotation
 from gyre_trainer.rule import Part, swapped
 
@@ -26,6 +27,7 @@ class Call:
     Attributes:
         tensors: what the outer graph sees: the home's parts, then the passengers, then the tensors among the arguments.
         recorded: whether a backward may follow.
+        recomputed: whether that computes slices once more; then inputs are kept only where nobody else has them.
         trainable: of the home's parts, whether they take a gradient in it.
         whole: passengers and arguments, cut off the outer graph.
         sums: of their gradients while slices contribute.
@@ -37,30 +39,56 @@ class Call:
         self._leaves, self._spec = tree_flatten((args, kwargs))
         homes = [rotation.home.local(rotation.module.get_parameter(cut.name), cut.name) for cut in rotation.layout.cuts]
         passengers = [local_of(rotation.module.get_parameter(name)) for name in rotation.passengers]
-        self.tensors = [*homes, *passengers, *(leaf for leaf in self._leaves if isinstance(leaf, Tensor))]
+        arguments = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.tensors = [*homes, *passengers, *arguments]
         self.recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+        self.recomputed = self.recorded and rotation.policy.recompute and rotation.rule.recompute_pays
+        self._leaves = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        self._autocast = autocast_of_now(rotation.home.flat.device)
+        self._recipes: list[Recipe | None] = []
+        self._again: list[Recipe | Tensor] = []
         self.whole: list[Tensor] = []
         self._output: tuple[list[Any], Any] | None = None
 
     def take_in(self, tensors: Sequence[Tensor]) -> None:
-        """Cut the inputs off the graph around; passengers and the first input take on the dtype to compute in."""
+        """Cut the inputs off the graph around."""
         num_cuts, first = len(self._rotation.layout.cuts), len(self._rotation.passengers)
         self.tensors.clear()
         self.trainable = [self.recorded and tensor.requires_grad for tensor in tensors[:num_cuts]]
         self.sums = [Sum(tensor.dtype) for tensor in tensors[num_cuts:]]
-        self.whole = [tensor.detach() for tensor in tensors[num_cuts:]]
+        self._take_grads = [self.recorded and tensor.requires_grad for tensor in tensors[num_cuts:]]
+        whole = [tensor.detach() for tensor in tensors[num_cuts:]]
         self.outer_dtype = self._rotation.home.flat.dtype
-        if len(self.whole) > first and self.whole[first].is_floating_point():
-            self.outer_dtype = self.whole[first].dtype
-        for place, tensor in enumerate(self.whole[: first + 1]):
+        if len(whole) > first and whole[first].is_floating_point():
+            self.outer_dtype = whole[first].dtype
+        self._hold(whole)
+
+    def _hold(self, whole: list[Tensor]) -> None:
+        """Passengers and the first argument take on the dtype to compute in."""
+        for place, tensor in enumerate(whole[: len(self._rotation.passengers) + 1]):
             if tensor.is_floating_point():
-                self.whole[place] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
-        if self.recorded:
-            for tensor, source in zip(self.whole, tensors[num_cuts:], strict=True):
-                tensor.requires_grad_(source.requires_grad)
-        arrived = iter(self.whole[first:])
-        self._leaves = [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+                whole[place] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
+        self.whole = [tensor.requires_grad_(takes) for tensor, takes in zip(whole, self._take_grads, strict=True)]
         self.late = Late({id(tensor): total for tensor, total in zip(self.whole, self.sums, strict=True)})
+
+    def remember(self) -> None:
+        """Find out how backward has the arguments once more, before the outer graph takes in the tensors."""
+        num_others = len(self._rotation.layout.cuts) + len(self._rotation.passengers)
+        arguments = [remembered(tensor) for tensor in self.tensors[num_others:]]
+        self.tensors[num_others:] = [tensor for tensor, _ in arguments]
+        self._recipes = [*[None] * len(self._rotation.passengers), *(recipe for _, recipe in arguments)]
+
+    def let_go(self) -> None:
+        """Arguments that backward has once more are not kept; no slice can be computed until `take_back`."""
+        self._again = [recipe or tensor for tensor, recipe in zip(self.whole, self._recipes, strict=True)]
+        self.whole.clear()
+        del self.late
+
+    def take_back(self) -> None:
+        """All arguments are here again."""
+        made: dict[Any, Tensor] = {}
+        self._hold([each.make(made) if isinstance(each, Recipe) else each for each in self._again])
+        self._again.clear()
 
     def compute(self, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """One piece's outputs, and the leaves that its trainable parts of the parameters are in the outputs' graph."""
@@ -73,9 +101,11 @@ class Call:
             start, stop = bounds[cut.name] = pieces.bounds(cut, index)
             weights[cut.name] = F.pad(leaf, (start, cut.shape[0] - stop)) if cut.padded else leaf
         whole = dict(zip(rotation.passengers, self.whole, strict=False))
-        args, kwargs = tree_unflatten(self._leaves, self._spec)
+        arrived = iter(self.whole[len(rotation.passengers) :])
+        leaves = [next(arrived) if leaf is _Missing else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._spec)
         self.late.places = {id(leaf): place for place, leaf in enumerate(trained)}
-        with swapped(rotation.module, {**weights, **whole}), LateGrads(self.late):
+        with swapped(rotation.module, {**weights, **whole}), LateGrads(self.late), self._autocast():
             output = rotation.rule.run(rotation.forward, Part(weights, bounds, self.late), args, kwargs)
         return self._take_apart(output), trained
 

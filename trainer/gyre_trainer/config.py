@@ -95,7 +95,8 @@ class MemoryConfig:
     """What a rank may do without.
 
     Attributes:
-        recompute: attention and MLP keep only their inputs, and each slice is computed once more in backward.
+        recompute: of attention or MLP and the norm before it only the norm's input is kept, and backward computes each slice
+            once more.
     """
 
     recompute: bool = False

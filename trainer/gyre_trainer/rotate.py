@@ -10,8 +10,10 @@ from torch.nn.parameter import is_lazy
 
 from gyre_trainer.agreement import require_agreement
 from gyre_trainer.errors import RotationError
+from gyre_trainer.fused import take_dtensors
 from gyre_trainer.known import turn_known
 from gyre_trainer.layers.dropout import share_masks
+from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
 from gyre_trainer.mesh import require_ring
 from gyre_trainer.rotated import RotatedModule
@@ -54,6 +56,7 @@ def rotate(
     """
     require_ring(mesh)
     _require_new(module)
+    take_dtensors()
     where = Where(mesh, policy)
     if rule is not None:
         wrap(module, rule, where)
@@ -87,6 +90,7 @@ def rotate_all(
     """
     require_ring(mesh)
     _require_new(model)
+    take_dtensors()
     where = Where(mesh, policy)
     walk = _Walk(rules or {}, where)
     walk.visit("", model)
@@ -144,6 +148,8 @@ def _keep_whole(module: nn.Module, where: Where) -> None:
     """All that does not rotate inside of the module stays on every rank."""
     require_agreement(module, where.mesh)
     replicate(module, where.mesh)
+    if where.policy.recompute:
+        recompute_norms(module)
     if where.policy.dropout == "equal":
         share_masks(module, where.mesh)
 

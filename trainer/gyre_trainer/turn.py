@@ -30,6 +30,8 @@ _Grads = Sequence[Tensor | None]
 def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The module's output; a backward through it leaves averaged gradients on the home's parameters."""
     call = Call(rotation, args, kwargs)
+    if call.recomputed:
+        call.remember()
     return call.put_together(_Rotate.apply(Turn(rotation, call), *call.tensors))  # type: ignore[no-untyped-call]
 
 
@@ -102,7 +104,7 @@ class Turn:
         self._ring = rotation.home.ring
         self._call = call
         self._spent = False
-        self._keeps_graphs = call.recorded and not (rotation.policy.recompute and rotation.rule.recompute_pays)
+        self._keeps_graphs = call.recorded and not call.recomputed
         self._graphs: dict[int, _Graph] = {}
         self._joins: list[Join] = []
         self._version = rotation.home.version
@@ -115,6 +117,8 @@ class Turn:
                 for hop, (index, flat) in enumerate(chain([departure.own], departure.visitors)):
                     with slice_span(self._rotation.module, "forward", index, hop):
                         self._join(index, self._run(index, flat))
+        if self._call.recomputed:
+            self._call.let_go()
         return tuple(join.result() for join in self._joins)
 
     def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
@@ -125,6 +129,8 @@ class Turn:
         """
         self._require_fresh()
         home, call = self._rotation.home, self._call
+        if call.recomputed:
+            call.take_back()
         layout = self._layout.only(call.trainable)
         relay = Relay(self._ring, layout, self._rotation.policy.grad_dtype or home.flat.dtype, home.flat.device)
         for step, (index, flat) in enumerate(self._visits(), 1):

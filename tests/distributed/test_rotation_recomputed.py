@@ -1,0 +1,229 @@
+"""What recomputation keeps between forward and backward, and that it changes no gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.live_bytes import LiveBytes
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.model import Block, GPTConfig
+from gyre_trainer.ring import ring_of
+from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.comparing import apart
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import whole
+
+BATCH, TIME, DIM = 6, 5, 24
+STREAM_BYTES = BATCH * TIME * DIM * 4
+CONFIG = GPTConfig(8, 1, DIM, 6, 6, 36, TIME, norm="layer")
+
+
+class OwnNorm(nn.Module):
+    """RMSNorm as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.gain
+
+
+class Noisy(OwnNorm):
+    """Never the same twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * torch.rand_like(x)
+
+
+class Bypass(OwnNorm):
+    """Its output is its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Residual(nn.Module):
+    """x + mlp(norm(x)); tokens in one dim inside if that is asked for."""
+
+    def __init__(self, norm: nn.Module, *, flat: bool = False) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.flat = norm, MLP(DIM, 36), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        output: Tensor = self.mlp(h.view(-1, DIM) if self.flat else h)
+        return x + output.view_as(x)
+
+
+class TwoOnOneNorm(nn.Module):
+    """Of which one takes its input by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other = nn.LayerNorm(DIM, elementwise_affine=False), MLP(DIM, 36), MLP(DIM, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        output: Tensor = x + self.one(h) + self.other(x=h)
+        return output
+
+
+class NormAfter(nn.Module):
+    """norm(x + mlp(x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = MLP(DIM, 36), nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.norm(x + self.mlp(x))
+        return output
+
+
+class InOneBlock(nn.Module):
+    """Attention and an MLP, under torch's own checkpoint if that is asked for."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.block, self.checkpointed = Block(CONFIG), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.block, x, None, use_reentrant=False) if self.checkpointed else self.block(x, None)
+        return output
+
+
+def frozen_norm() -> nn.Module:
+    module = Residual(nn.LayerNorm(DIM))
+    module.norm.requires_grad_(False)
+    return module
+
+
+def tied() -> nn.Module:
+    one, other = Residual(nn.LayerNorm(DIM)), Residual(nn.LayerNorm(DIM))
+    other.mlp.up.weight, other.mlp.down.weight = one.mlp.up.weight, one.mlp.down.weight
+    return nn.Sequential(one, other)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(DIM, 4, 36, dropout=0.2, norm_first=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two of these, one after the other.
+
+    Attributes:
+        num_streams: tensors of the size of the residual stream that are alive before backward, the output among them.
+        exact: whether gradients have the very bits that they have without recomputation. Where a norm reads its input more
+            than once, the parts of that one's gradient add up in another order.
+    """
+
+    build: Callable[[], nn.Module]
+    num_streams: int
+    exact: bool = True
+
+
+CASES = {
+    "block": Case(InOneBlock, 5),
+    "block, checkpointed": Case(lambda: InOneBlock(checkpointed=True), 3),
+    "frozen norm": Case(frozen_norm, 3),
+    "tied": Case(tied, 5),
+    "flat": Case(lambda: Residual(nn.LayerNorm(DIM), flat=True), 3),
+    "two on one norm": Case(TwoOnOneNorm, 3),
+    "norm after": Case(NormAfter, 4),  # the input, which no norm keeps, and each norm's
+    "own norm": Case(lambda: Residual(OwnNorm()), 3, exact=False),
+    "noisy norm": Case(lambda: Residual(Noisy()), 7),  # as many as without recomputation
+    "bypass": Case(lambda: Residual(Bypass()), 3),
+    "encoder layer": Case(encoder_layer, 23),  # one projection of all heads, their outputs, masks of dropout
+}
+
+
+def trained(case: Case, policy: RotationPolicy) -> tuple[dict[str, Tensor], int, int]:
+    """Gradients of everything after two backwards that add up; what is alive before the second; bytes that it sends."""
+    mesh = make_mesh("cpu")
+    torch.manual_seed(1)
+    model = nn.Sequential(case.build(), case.build())
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    rotate_all(model, mesh=mesh, policy=policy)
+    torch.manual_seed(2 + dist.get_rank())
+    x = torch.randn(BATCH, TIME, DIM, requires_grad=True)
+    with no_sync(model):
+        model(x).square().mean().backward()
+    before = ring_of(mesh).bytes_sent
+    with LiveBytes() as live:
+        loss = model(x).square().mean()
+        num_streams = sum(storage.nbytes == STREAM_BYTES for storage in live._known.values())
+        loss.backward()
+    found = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert x.grad is not None
+    return found | {"x": x.grad}, num_streams, ring_of(mesh).bytes_sent - before
+
+
+def compared() -> dict[str, tuple[float, bool, int, int, int]]:
+    """Of each case: how far gradients are from those without recomputation, whether bits are; streams alive; bytes sent."""
+    found = {}
+    for name, case in CASES.items():
+        expected, _, num_bytes = trained(case, RotationPolicy())
+        grads, num_streams, num_bytes_again = trained(case, RotationPolicy(recompute=True))
+        assert grads.keys() == expected.keys()
+        far = max(apart(grads[key], expected[key]) for key in expected)
+        same = all(torch.equal(grads[key], expected[key]) for key in expected)
+        found[name] = far, same, num_streams, num_bytes, num_bytes_again
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_of_each_norm_and_what_rotates_after_it_one_tensor_is_kept(ranks: StartRanks, num_ranks: int) -> None:
+    for found in ranks(num_ranks).run(compared):
+        for name, (far, same, num_streams, num_bytes, num_bytes_again) in found.items():
+            assert far <= 1e-6, name
+            assert same or not CASES[name].exact, name
+            assert num_streams == CASES[name].num_streams, name
+            assert num_bytes_again == num_bytes, name
+
+
+def under_autocast(policy: RotationPolicy) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model = InOneBlock()
+    rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
+    x = torch.randn(BATCH, TIME, DIM, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_slices_are_computed_again_under_the_autocast_of_forward(ranks: StartRanks) -> None:
+    kept, again = (ranks(2).run(under_autocast, RotationPolicy(recompute=recompute)) for recompute in (False, True))
+    for expected, found in zip(kept, again, strict=True):
+        assert {name: torch.equal(found[name], expected[name]) for name in expected} == dict.fromkeys(expected, True)
+
+
+def errors_of_inputs_that_changed() -> list[str]:
+    """Of the backward through a module whose input, or whose norm's input, was written to after its forward."""
+    found = []
+    for norm in (nn.LayerNorm(DIM), nn.Identity()):
+        model = Residual(norm)
+        rotate_all(model, mesh=make_mesh("cpu"), policy=RotationPolicy(recompute=True))
+        x = torch.randn(BATCH, TIME, DIM, requires_grad=True) * 1
+        loss = model(x).square().mean()
+        x.add_(1)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_input_that_changed_since_forward_is_an_error(ranks: StartRanks) -> None:
+    for found in ranks(2).run(errors_of_inputs_that_changed):
+        assert ["modified by an inplace operation" in error for error in found] == [True, True]

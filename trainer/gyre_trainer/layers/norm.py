@@ -1,0 +1,91 @@
+"""Norms under recomputation: they keep their input alone, and what rotates after them keeps nothing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gyre_trainer.home import local_of
+from gyre_trainer.recomputed import recomputed
+from gyre_trainer.rotated import RotatedModule, mix_in, own_class
+from gyre_trainer.rule import swapped
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_FORWARDS = [norm.forward for norm in _NORMS]
+
+
+class RecomputedNorm:
+    """Mixed in before a norm's class, or that of another module of vectors: backward computes its output once more.
+
+    That has the same bits, for torch's norms by what they are. Any other module is put to the proof at its first call; where
+    it draws random numbers, gives other bits when it is called again, or gives anything but a new tensor, its output is kept.
+    """
+
+    _repeats: bool | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As without recomputation."""
+        assert isinstance(self, nn.Module)
+        weights = [local_of(parameter) for parameter in self._parameters.values() if parameter is not None]
+        if kwargs or len(args) != 1 or not _is_recorded([*args, *weights]) or not self._repeated(args[0], weights):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return recomputed(self._compute, *args, *weights)
+
+    def _compute(self, x: Tensor, *weights: Tensor) -> Tensor:
+        assert isinstance(self, nn.Module)
+        names = [name for name, parameter in self._parameters.items() if parameter is not None]
+        with swapped(self, dict(zip(names, weights, strict=True))):
+            output: Tensor = super().forward(x)  # type: ignore[misc]
+        return output
+
+    def _repeated(self, x: Tensor, weights: list[Tensor]) -> bool:
+        if self._repeats is None:
+            known = own_class(self).forward in _FORWARDS  # type: ignore[arg-type,attr-defined]
+            self._repeats = known or self._proved(x, weights)
+        return self._repeats
+
+    @torch.no_grad()
+    def _proved(self, x: Tensor, weights: list[Tensor]) -> bool:
+        """Whether two calls do the same, and nothing else."""
+        devices = [] if x.device.type == "cpu" else [x.device]
+        with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda"):
+            before = _random_states(devices)
+            one, other = (self._compute(x, *weights) for _ in range(2))
+            drew = any(not torch.equal(*states) for states in zip(before, _random_states(devices), strict=True))
+        if drew or not isinstance(one, Tensor) or one.shape != other.shape:
+            return False
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in (x, *weights)}
+        return one.is_floating_point() and one.untyped_storage().data_ptr() not in addresses and torch.equal(one, other)
+
+
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+
+
+def _is_recorded(tensors: list[Any]) -> bool:
+    """Whether a backward may follow through all of these."""
+    are_tensors = all(isinstance(tensor, Tensor) for tensor in tensors)
+    return torch.is_grad_enabled() and are_tensors and any(tensor.requires_grad for tensor in tensors)
+
+
+def recompute_norms(model: nn.Module) -> None:
+    """From now on norms in a rotated model, those inside of what rotates excepted, keep their inputs alone for backward."""
+    inside = {id(module) for module in _passengers(model)}
+    for module in model.modules():
+        if id(module) not in inside and not isinstance(module, RecomputedNorm | RotatedModule) and _keeps_its_input(module):
+            mix_in(module, RecomputedNorm, "Recomputed")
+
+
+def _passengers(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that run slice by slice, and whose parameters every rank has whole."""
+    for module in model.modules():
+        if isinstance(module, RotatedModule):
+            yield from (module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.passengers)
+
+
+def _keeps_its_input(module: nn.Module) -> bool:
+    """Whether a module is a norm, or has like one vectors and nothing else inside, whose gradients need its input."""
+    vectors = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
+    others = [*module.children(), *module.buffers(), *(parameter for parameter in module.parameters() if parameter.ndim > 1)]
+    return not others and (bool(vectors) or isinstance(module, _NORMS))
