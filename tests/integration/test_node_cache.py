@@ -210,6 +210,12 @@ class TestOnDisk:
         before = objects.num_gets
         read(filled, seed=7)
         assert objects.num_gets == before
+        with path.open("r+b") as file:  # while the daemon has it open, and has used that block before
+            file.seek(3 * (256 << 10) + 1000)
+            file.write(b"\xff\x00" * 8)
+        read(filled, seed=8)
+        assert cache_of(filled).num_corrupt == 3
+        assert objects.num_gets > before
 
     def test_a_changed_object_is_another_dataset(self, filled: Daemon, objects: Objects) -> None:
         replaced = WANTED.copy()

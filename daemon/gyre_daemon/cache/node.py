@@ -122,15 +122,20 @@ class NodeCache:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _arriving(self, volume: Volume, block: int, reads: Reads, num_reads: int) -> asyncio.Task[None] | None:
-        """What brings a block that is absent: begun now, if there is room for it or the job wants it whole in any case."""
+        """What brings a block that is absent: if there is room for it, now or soon, or the job wants it whole in any case."""
         arriving = self._fetching.get((volume, block))
         if arriving:
             self._counts.num_joined += num_reads
             return arriving
         self._counts.num_misses += num_reads
-        if not reads.block_bytes and not self._reserve(volume, block, Need.BY_ITS_FUTURE):
+        waits = reads.block_bytes or self._reserve(volume, block, Need.BY_ITS_FUTURE) or self._holds_all(volume)
+        if not waits:
             return None
         return self._begin(volume, block, reads.flow, reads.urgency, reads.delays)
+
+    def _holds_all(self, volume: Volume) -> bool:
+        """Whether there is room for all that is absent: then nothing need be asked for by the sample and again by the block."""
+        return self._tiers.in_memory.fits(volume.absent_bytes)
 
     def _begin(self, volume: Volume, block: int, flow: Flow, urgency: int, delays: Delays | None) -> asyncio.Task[None]:
         arriving = asyncio.create_task(self._fetch(volume, block, flow, urgency, delays), name="fetch block")

@@ -35,6 +35,7 @@ class Volume:
         mirror: those on disk; None without a disk cache.
         place: uint8 [M], where each is read from: the best place that has it; changed by `move`.
         num_there: how many are in memory or on disk.
+        absent_bytes: of all that are neither there nor on their way.
         on_disk: bool [M], whether the mirror has it.
         num_pins: int32 [M], who reads each now.
         used_bytes: int64 [M], what was copied out of each since it was last looked at.
@@ -49,6 +50,7 @@ class Volume:
         self.mirror = mirror
         self.place = np.full(blocks.num_blocks, Place.ABSENT, np.uint8)
         self.num_there = 0
+        self.absent_bytes = int(self.sizes.sum())
         self.on_disk = np.zeros(blocks.num_blocks, np.bool_)
         self.num_pins = np.zeros(blocks.num_blocks, np.int32)
         self.used_bytes = np.zeros(blocks.num_blocks, np.int64)
@@ -85,7 +87,9 @@ class Volume:
 
     def move(self, block: int, place: Place) -> None:
         """From now on a block is read from there."""
-        self.num_there += int(place >= Place.MEMORY) - int(self.place[block] >= Place.MEMORY)
+        before = self.place[block]
+        self.num_there += int(place >= Place.MEMORY) - int(before >= Place.MEMORY)
+        self.absent_bytes += int(self.sizes[block]) * (int(place == Place.ABSENT) - int(before == Place.ABSENT))
         self.place[block] = place
 
     def allocate(self, block: int) -> npt.NDArray[np.uint8]:
