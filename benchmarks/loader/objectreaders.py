@@ -1,4 +1,4 @@
-"""Readers of T on an object server, in the process that is measured."""
+"""Readers of a dataset on an object server, in the process that is measured."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +8,6 @@ from gyre_client import Loader
 from torch.utils.data import DataLoader
 
 from benchmarks.loader.datasets import EndlessShuffle, Rinas
-from benchmarks.loader.objects import BATCH_SIZE, OBJECT_BYTES, SAMPLE_BYTES
 from benchmarks.loader.webtokens import WebTokens
 
 RINAS_WORKERS = 8
@@ -22,14 +21,14 @@ def prepare(task: dict[str, Any]) -> Callable[[], Batches]:
     torch.set_num_threads(1)
     if task["kind"] == "rinas":
         return lambda: _rinas(task)
-    loader = Loader("T", batch_size=BATCH_SIZE, seed=task["seed"], address=task["address"])
+    loader = Loader("set", batch_size=task["batch_size"], seed=task["seed"], address=task["address"])
     return lambda: (batch["tokens"] for batch in loader)
 
 
 def _rinas(task: dict[str, Any]) -> Batches:
-    samples: Any = WebTokens(task["url"], task["num_samples"], SAMPLE_BYTES, OBJECT_BYTES // SAMPLE_BYTES)
+    samples: Any = WebTokens(task["url"], task["num_samples"], task["sample_bytes"], task["object_samples"])
     dataset: Any = Rinas(samples)
-    sampler: Any = EndlessShuffle(task["num_samples"], BATCH_SIZE, task["seed"])
+    sampler: Any = EndlessShuffle(task["num_samples"], task["batch_size"], task["seed"])
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -1,14 +1,13 @@
-"""Global shuffle from object storage: `python -m benchmarks.loader.objects [--full] [--save PATH]`.
+"""Object storage: `python -m benchmarks.loader.objects [--full] [--only PART ...] [--keep FOLDER] [--out STEM]`.
 
-T, samples of 2 KiB in objects of 8 MiB, lies on a server in a process of its own, whose answers begin late: lognormal, p50 20
-ms and p99 200 ms. Every sample is a request of its own, as a full shuffle of what does not fit a cache has it. In each round
-all readers take turns, each in a new process, from nothing but imported modules.
+Objects of about 8 MiB lie on a server in a process of its own, whose answers begin late: lognormal, p50 20 ms, p99 200 ms. In
+each round all readers take turns, each in a new process, from nothing but imported modules. There are four parts, each of some
+minutes; what is found is kept in a folder, so that they can be run one by one, and the report is made of all that is there.
 """
 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,91 +18,114 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.loader import clients
+from benchmarks.loader import clients, objectorders, objectreport
 from benchmarks.loader.data import write_tokens
-from benchmarks.loader.markdown import table
+from benchmarks.loader.objectreport import Findings, Result
 from benchmarks.loader.processes import cpu_s, daemon, family, load_average
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Script
 
-SAMPLE_BYTES, OBJECT_BYTES = 2048, 8 << 20
-BATCH_SIZE = 256
 FIRST_BYTE = Script(first_byte_p50_s=0.02, first_byte_p99_s=0.2)
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One way to read T.
+    """One way to read.
 
     Attributes:
         label: for the table.
         kind: `gyre` or `rinas`.
         prefetch_batches: the window; 0 for the default.
         hedge: late requests are sent twice.
+        share: of the batches that others take: what is slow need not take all.
     """
 
     label: str
     kind: str = "gyre"
     prefetch_batches: int = 0
     hedge: bool = True
+    share: float = 1.0
 
 
 READERS = [
     Reader("paper-style RINAS, 8 workers", "rinas"),
     Reader("Gyre"),
     Reader("Gyre, no second requests", hedge=False),
-    Reader("Gyre, a barrier per batch", prefetch_batches=1),
-    Reader("Gyre, a barrier per batch, no second requests", prefetch_batches=1, hedge=False),
+    Reader("Gyre, a barrier per batch", prefetch_batches=1, share=0.2),
+    Reader("Gyre, a barrier per batch, no second requests", prefetch_batches=1, hedge=False, share=0.2),
 ]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is read.
+    """What is read, and how much of it.
 
     Attributes:
         num_samples: in the dataset.
+        sample_bytes: of each.
+        object_samples: in an object.
+        batch_size: samples.
         num_batches: that a reader takes.
         num_rounds: of all readers.
     """
 
     num_samples: int
+    sample_bytes: int
+    object_samples: int
+    batch_size: int
     num_batches: int
     num_rounds: int
 
+    @property
+    def options(self) -> dict[str, object]:
+        """Of the dataset's configuration."""
+        return {"format": "tokens", "dtype": "int32", "sequence_length": self.sample_bytes // 4}
 
-SMALL = Scale(20_480, 40, 1)
-FULL = Scale(200_000, 80, 3)
+    @property
+    def num_objects(self) -> int:
+        """In all."""
+        return -(-self.num_samples // self.object_samples)
 
-Result = dict[str, float]
+
+SCALES = {
+    "T": (Scale(20_480, 2048, 4096, 256, 40, 1), Scale(200_000, 2048, 4096, 256, 160, 3)),
+    "S": (Scale(800, 100 << 10, 80, 64, 8, 1), Scale(2_000, 100 << 10, 80, 64, 40, 3)),
+}
+PARTS = ("T", "S", "orders", "clients")
 
 
-def write_objects(root: Path, num_samples: int) -> None:
-    """The tokens in objects of 8 MiB below `root/data`."""
+def write_objects(root: Path, scale: Scale) -> None:
+    """The tokens in objects below `root/data`."""
     whole = root / "tokens"
     root.mkdir()
-    write_tokens(whole, num_samples * SAMPLE_BYTES // 4)
+    write_tokens(whole, scale.num_samples * scale.sample_bytes // 4)
     (root / "data").mkdir()
     content = np.memmap(whole, np.uint8, "r")
-    for number, begin in enumerate(range(0, len(content), OBJECT_BYTES)):
-        content[begin : begin + OBJECT_BYTES].tofile(root / "data" / f"{number:04}.bin")
+    length = scale.object_samples * scale.sample_bytes
+    for number, begin in enumerate(range(0, len(content), length)):
+        content[begin : begin + length].tofile(root / "data" / f"{number:04}.bin")
     whole.unlink()
 
 
 def read(reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale, seed: int) -> Result:
     """One reader's turn, with a daemon that is new and has the dataset open."""
-    num_objects = -(-scale.num_samples * SAMPLE_BYTES // OBJECT_BYTES)
-    config: dict[str, object] = {"uri": f"{server.url}/data/{{0000..{num_objects - 1:04}}}.bin", "format": "tokens"}
-    config |= {"dtype": "int32", "sequence_length": SAMPLE_BYTES // 4, "cache": False}
+    config: dict[str, object] = {"uri": f"{server.url}/data/{{0000..{scale.num_objects - 1:04}}}.bin", "cache": False}
     more = [f"hedge = {json.dumps(reader.hedge)}", f"prefetch_batches = {reader.prefetch_batches}"]
-    with daemon(folder, {"T": config}, more=more) as serving:
+    num_batches = round(scale.num_batches * reader.share)
+    num_samples = num_batches * scale.batch_size
+    with daemon(folder, {"set": {**config, **scale.options}}, more=more) as serving:
         task = {**asdict(reader), **asdict(scale), "address": serving.address, "url": server.url, "seed": seed}
+        task["num_batches"] = num_batches
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.objects", "--task", json.dumps(task)]
-        before_s = cpu_s([serving.pid])
+        server.forget()
+        before_s, server_before_s = cpu_s([serving.pid]), cpu_s([server.pid])
         answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, stdin=subprocess.DEVNULL).stdout
-        daemon_s = cpu_s([serving.pid]) - before_s
+        daemon_s, server_s = cpu_s([serving.pid]) - before_s, cpu_s([server.pid]) - server_before_s
     result: Result = json.loads(answer)
-    result["cpu_us_per_sample"] += daemon_s / (scale.num_batches * BATCH_SIZE) * 1e6
+    num_requests = server.counts()["reads"]
+    result["cpu_us_per_sample"] += daemon_s / num_samples * 1e6
+    result["requests_per_sample"] = num_requests / num_samples
+    result["server_us_per_request"] = server_s / num_requests * 1e6
     return result
 
 
@@ -116,7 +138,7 @@ def perform(task: dict[str, object]) -> Result:
     batches = open_batches()
     waits_s: list[float] = []
     first_batch_s = 0.0
-    num_batches = int(str(task["num_batches"]))
+    num_batches, batch_size = int(str(task["num_batches"])), int(str(task["batch_size"]))
     for _ in range(num_batches):
         asked = time.perf_counter()
         next(batches).sum()
@@ -127,8 +149,8 @@ def perform(task: dict[str, object]) -> Result:
     later = sorted(waits_s[len(waits_s) // 5 :])
     return {
         "first_batch_s": first_batch_s,
-        "samples_per_s": num_batches * BATCH_SIZE / elapsed_s,
-        "cpu_us_per_sample": used_s / (num_batches * BATCH_SIZE) * 1e6,
+        "samples_per_s": num_batches * batch_size / elapsed_s,
+        "cpu_us_per_sample": used_s / (num_batches * batch_size) * 1e6,
         "p50_wait_s": later[len(later) // 2],
         "p99_wait_s": later[int(len(later) * 0.99)],
     }
@@ -139,86 +161,58 @@ def _own_cpu_s() -> float:
     return cpu_s(family(os.getpid()))
 
 
-def measure(scale: Scale, folder: Path) -> dict[Reader, list[Result]]:
-    """All rounds."""
-    results: dict[Reader, list[Result]] = {reader: [] for reader in READERS}
-    write_objects(folder / "objects", scale.num_samples)
-    with object_server(folder / "objects") as server:
-        server.follow(FIRST_BYTE)
-        for round_ in range(scale.num_rounds):
-            for reader in READERS:
-                print(f"round {round_ + 1}: {reader.label}", file=sys.stderr, flush=True)
-                server.forget()
-                result = read(reader, server, folder, scale, seed=round_)
-                result["requests_per_sample"] = server.counts()["reads"] / (scale.num_batches * BATCH_SIZE)
-                results[reader].append(result)
+def take_turns(scale: Scale, server: ObjectServerProcess, folder: Path) -> dict[str, list[Result]]:
+    """All rounds of all readers."""
+    results: dict[str, list[Result]] = {reader.label: [] for reader in READERS}
+    for round_ in range(scale.num_rounds):
+        for reader in READERS:
+            print(f"round {round_ + 1}: {reader.label}", file=sys.stderr, flush=True)
+            results[reader.label].append(read(reader, server, folder, scale, seed=round_))
     return results
 
 
-def report(results: dict[Reader, list[Result]], scale: Scale, load_before: float) -> list[str]:
-    """Medians of the rounds, and ratios within them."""
-    rinas = results[READERS[0]]
-    rows = []
-    for reader, rounds in results.items():
-        middle = {name: statistics.median(result[name] for result in rounds) for name in rounds[0]}
-        ratio = statistics.median(mine["samples_per_s"] / its["samples_per_s"] for mine, its in zip(rounds, rinas, strict=True))
-        rows.append(
-            (
-                reader.label,
-                f"{middle['samples_per_s']:,.0f}",
-                f"{ratio:.2f}",
-                f"{middle['first_batch_s']:.2f}",
-                f"{middle['p50_wait_s'] * 1000:.0f}",
-                f"{middle['p99_wait_s'] * 1000:.0f}",
-                f"{middle['requests_per_sample']:.3f}",
-                f"{middle['cpu_us_per_sample']:,.0f}",
-            )
+def measure(part: str, folder: Path, *, is_full: bool) -> Findings:
+    """One part."""
+    load_before = load_average()
+    scale = SCALES["S" if part == "S" else "T"][is_full]
+    if part == "clients":
+        return Findings(part, load_before, {}, clients.report(scale.num_rounds, 4000))
+    write_objects(folder / "objects", scale)
+    with object_server(folder / "objects") as server:
+        server.follow(FIRST_BYTE)
+        if part == "orders":
+            data, latency = folder / "objects" / "data", FIRST_BYTE
+            place = objectorders.Place(server, data, scale.options, scale.num_samples, scale.sample_bytes, latency)
+            return Findings(part, load_before, objectorders.measure(place, scale.num_rounds))
+        about = (
+            f"{part}: {scale.num_samples:,} samples of {scale.sample_bytes:,} bytes in {scale.num_objects} objects, batch "
+            f"{scale.batch_size}, {scale.num_batches} batches per turn (a fifth with a barrier), medians of {scale.num_rounds} "
+            "interleaved rounds."
         )
-    about = (
-        f"{scale.num_samples:,} samples of {SAMPLE_BYTES} bytes in objects of {OBJECT_BYTES >> 20} MiB, batch {BATCH_SIZE}, "
-        f"{scale.num_batches} batches per turn, medians of {scale.num_rounds} interleaved rounds. Requests per sample count "
-        "what was prefetched and not taken; CPU is that of reader, workers and daemon, not of the server. "
-        f"Load average at the start: {load_before:.1f}."
-    )
-    header = (
-        "reader",
-        "samples/s",
-        "to RINAS",
-        "first batch, s",
-        "p50 wait, ms",
-        "p99 wait, ms",
-        "requests per sample",
-        "CPU us per sample",
-    )
-    return [about, "", *table(header, rows)]
+        return Findings(part, load_before, take_turns(scale, server, folder), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="all of T, three rounds; otherwise a tenth, once")
-    parser.add_argument("--save", type=Path, help="write the report here as well")
+    """Measure the parts that are asked for, and report all that were."""
+    parser = argparse.ArgumentParser(description="What object storage promises, measured.")
+    parser.add_argument("--full", action="store_true", help="all of the data, three rounds; otherwise a tenth, once")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where findings of parts are kept, and found again")
+    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.md and STEM-rates.png; else print the report")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.task:
         print(json.dumps(perform(json.loads(args.task))))
         return
-    scale, load_before = FULL if args.full else SMALL, load_average()
-    with tempfile.TemporaryDirectory(prefix="gyre-objects-") as folder:
-        results = measure(scale, Path(folder))
-    command = "python -m benchmarks.loader.objects" + (" --full" if args.full else "")
-    lines = [
-        f"`{command}`, {os.cpu_count()} cores.",
-        "",
-        "## Full shuffle, every sample a request",
-        "",
-        *report(results, scale, load_before),
-        "",
-    ]
-    lines += ["## What a request costs the daemon, by client", "", clients.report(scale.num_rounds, 4000)]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.save:
-        args.save.write_text("# Object storage\n\n" + text)
+    with tempfile.TemporaryDirectory(prefix="gyre-objects-") as name:
+        keep: Path = args.keep or Path(name)
+        keep.mkdir(parents=True, exist_ok=True)
+        for part in args.only:
+            (Path(name) / part).mkdir()
+            findings = measure(part, Path(name) / part, is_full=args.full)
+            (keep / f"{part}.json").write_text(json.dumps(asdict(findings)))
+        kept = [keep / f"{part}.json" for part in PARTS]
+        objectreport.write([Findings(**json.loads(path.read_text())) for path in kept if path.exists()], args.out)
 
 
 if __name__ == "__main__":

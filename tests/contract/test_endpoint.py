@@ -157,6 +157,25 @@ def test_the_head_of_the_window_goes_first() -> None:
     play(scene)
 
 
+def test_what_cannot_be_sent_soon_is_not_begun_and_the_most_urgent_of_it_begins_first() -> None:
+    async def scene() -> None:
+        engine = Engine(max_requests=8)
+        first = engine.read(*range(0, 1600, 16))
+        others = [engine.read(start, urgency=urgency) for start, urgency in ((1600, 1), (2000, 3), (3000, 2))]
+        await until(lambda: len(engine.source.asked) == 8)
+        assert engine.endpoint.queue.num_waiting == 92
+        while len(engine.source.asked) < 36:  # 64 wait
+            engine.source.asked[len(engine.source.asked) - 8].answer()
+        await until(lambda: engine.endpoint.queue.num_waiting == 65)
+        engine.source.at_once = Asked.answer
+        for asked in engine.source.asked[28:36]:
+            asked.answer()
+        await asyncio.gather(first, *others)
+        assert [asked.start for asked in engine.source.asked[-3:]] == [1600, 3000, 2000]
+
+    play(scene)
+
+
 def test_a_late_request_is_sent_twice_and_the_first_answer_counts() -> None:
     async def scene() -> None:
         engine = Engine()

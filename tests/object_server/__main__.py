@@ -68,7 +68,7 @@ async def _serve(sockets: list[socket.socket], root: Path | None, seed: int) -> 
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    servers = [await loop.create_server(lambda: Connection(objects, director), sock=one) for one in sockets]
+    servers = [await loop.create_server(lambda: Connection(objects, director), sock=one, backlog=_BACKLOG) for one in sockets]
     await stopping.wait()
     for server in servers:
         server.close()

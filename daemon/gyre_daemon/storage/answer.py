@@ -95,6 +95,24 @@ def final_error(wanted: Range, answer: Answer) -> GyreError:
     return StorageUnavailable(f"the storage failed for {name}: {told(answer)}", facts)
 
 
+def too_late(endpoint: str, wanted: Range, deadline_s: float, num_tries: int, last: Answer | None) -> StorageUnavailable:
+    """The error where no good answer came in time.
+
+    Args:
+        endpoint: that was asked.
+        wanted: what was asked for.
+        deadline_s: the time that there was.
+        num_tries: requests sent for it.
+        last: the answer to one that failed, if any did.
+    """
+    name = wanted.shard.name
+    return StorageUnavailable(
+        f"the storage at {endpoint} did not answer for {name} within {deadline_s:g} s: "
+        f"requests sent for it: {num_tries}; the last one that failed said: {told(last) if last else 'nothing'}",
+        {"shard": name, "endpoint": endpoint, "num_tries": num_tries},
+    )
+
+
 def told(answer: Answer) -> str:
     """What an answer that was not good said, in one line without secrets."""
     if answer.status in (200, 206):

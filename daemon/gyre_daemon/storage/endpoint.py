@@ -15,18 +15,19 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.fair import FairQueue
+from gyre_daemon.errors import GyreError
+from gyre_daemon.fair import FairQueue, Flow
 from gyre_daemon.metrics import Metrics, Outcome, RequestCount, RequestKind, RequestLabels
-from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, told
+from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, too_late
 from gyre_daemon.storage.hedges import Hedges, most_needed_first
 from gyre_daemon.storage.limit import AdaptiveLimit
 from gyre_daemon.storage.request import Request, Try
 from gyre_daemon.storage.retries import RetryBudget, pause_s
-from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.source import NotSent, Source
 
 _TICK_S = 0.005
 _TICKS_PER_LOOK = 20  # at deadlines
+_MIN_WAITING = 64  # for their turn, before others are kept from waiting, too
 _NO_TOKEN_S = 0.05  # until the budget is asked again
 _SILENCE = 1 / 3  # of the deadline: a try without a first byte for as long is given up
 _BASE_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
@@ -62,6 +63,8 @@ class Endpoint:
         self._counts: dict[tuple[RequestKind, Outcome], RequestCount] = {}
         self._hedges = Hedges()
         self._live: dict[Request, None] = {}
+        self._entrance = FairQueue(1)
+        self._has_room = asyncio.Event()
         self._under_way: dict[int, OrderedDict[Try, None]] = {}  # by size class, the oldest first
         self._to_retry: list[tuple[float, int, Request]] = []
         self._numbers = itertools.count()
@@ -73,9 +76,24 @@ class Endpoint:
         self._refreshed_at: weakref.WeakKeyDictionary[Source, float] = weakref.WeakKeyDictionary()
         self.queue.resize(self.limit.limit)
 
+    async def enter(self, flow: Flow, urgency: int) -> None:
+        """Wait until few requests wait for their turn: more of them than can soon be sent only take time from those that are.
+
+        Args:
+            flow: the job that has more to submit; the jobs come in fairly.
+            urgency: among the job's the lowest comes first.
+        """
+        async with self._entrance.turn(flow, 1, urgency):
+            while not self._is_roomy:
+                self._has_room.clear()
+                await self._has_room.wait()
+
+    @property
+    def _is_roomy(self) -> bool:
+        return self.queue.num_waiting <= max(self.limit.limit // 2, _MIN_WAITING)
+
     def submit(self, request: Request) -> None:
         """Have a range brought; `request.finish` is told."""
-        request.asked_at = time.monotonic()
         self.budget.earn()
         self._live[request] = None
         if self._timer is None:
@@ -117,7 +135,7 @@ class Endpoint:
         try:
             try_.sent = request.source.get(request.path, wanted.start, wanted.stop, done)
         except Exception as error:  # a client that cannot even begin
-            try_.sent = _NotSent(self._loop.call_soon(done, failure(error)))
+            try_.sent = NotSent(self._loop.call_soon(done, failure(error)))
 
     def _watch(self, try_: Try) -> None:
         """See when it is late; what is sent a second time is not sent a third time."""
@@ -228,21 +246,15 @@ class Endpoint:
         for request in list(self._live):
             since = request.begun_at or max(request.asked_at, self._good_at)
             if now - since > deadline_s:
-                self._fail(request, self._too_late(request), "error")
+                last = request.last or self._last_failure
+                error = too_late(self.name, request.wanted, deadline_s, request.num_tries, last)
+                self._fail(request, error, "error")
                 continue
             for try_ in list(request.tries):
                 if try_.first_byte_at == 0 and now - try_.sent_at > deadline_s * _SILENCE:
                     try_.sent.cancel()
                     silence = f"no answer within {deadline_s * _SILENCE:g} s"
                     self._done(try_, Answer(0, detail=silence, unreachable=True))
-
-    def _too_late(self, request: Request) -> GyreError:
-        name, last = request.wanted.shard.name, request.last or self._last_failure
-        return StorageUnavailable(
-            f"the storage at {self.name} did not answer for {name} within {self._terms.deadline_s:g} s: "
-            f"requests sent for it: {request.num_tries}; the last one that failed said: {told(last) if last else 'nothing'}",
-            {"shard": name, "endpoint": self.name, "num_tries": request.num_tries},
-        )
 
     def _fail(self, request: Request, error: GyreError, under_way: Outcome) -> None:
         self._end(request, under_way)
@@ -268,6 +280,8 @@ class Endpoint:
         if try_.is_early:
             self._hedges.end_early(try_.size)
         self.queue.release()
+        if self._is_roomy:
+            self._has_room.set()
 
     def _count(self, outcome: Outcome, request: Request, num_bytes: int) -> RequestCount:
         count = self._counts.get((request.kind, outcome))
@@ -277,15 +291,3 @@ class Endpoint:
         count.num_requests += 1
         count.num_bytes += num_bytes
         return count
-
-
-class _NotSent:
-    """A request that its client refused to send."""
-
-    first_byte_at = None
-
-    def __init__(self, answering: asyncio.Handle) -> None:
-        self._answering = answering
-
-    def cancel(self) -> None:
-        self._answering.cancel()

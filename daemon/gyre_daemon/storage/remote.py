@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import functools
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -37,10 +38,13 @@ class RemoteStorage:
     async def read(self, reads: Reads) -> None:
         """See `Storage.read`; each request brings the fields of one sample that lie close together."""
         self._bounds.check(reads)
-        wanted = list(_pieces(reads.nonempty()))
-        if not wanted:
+        reads = reads.nonempty()
+        if not len(reads):
             return
-        arrival = _Arrival(reads, len(wanted))
+        asked_at = time.monotonic()
+        await self._endpoint.enter(reads.flow, reads.urgency)
+        wanted = list(_pieces(reads))
+        arrival = _Arrival(reads, len(wanted), asked_at)
         try:
             for key, places in wanted:
                 self._join(key, arrival, places)
@@ -83,6 +87,7 @@ class RemoteStorage:
                 arrived.set_result(data)
 
         request = self._request((shard, start, stop), "stream", NO_JOB, 0)
+        request.asked_at = time.monotonic()
         request.finish = finish
         self._endpoint.submit(request)
         try:
@@ -102,6 +107,7 @@ class RemoteStorage:
             arrival.note_joined()
             return
         request = self._request(key, "read", arrival.reads.flow, arrival.reads.urgency)
+        request.asked_at = arrival.asked_at
         joint = self._in_flight[key] = _Joint(key, request, [(arrival, places)])
         arrival.joints[joint] = None
         request.finish = functools.partial(self._finish, joint)
@@ -135,8 +141,9 @@ class _Joint:
 class _Arrival:
     """One call of `read` that waits until all is there."""
 
-    def __init__(self, reads: Reads, num_missing: int) -> None:
+    def __init__(self, reads: Reads, num_missing: int, asked_at: float) -> None:
         self.reads = reads  # keeps the memory
+        self.asked_at = asked_at
         self.joints: dict[_Joint, None] = {}
         self.is_over = False
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,5 +1,6 @@
 """The seam between the engine and the clients that carry its requests."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -36,3 +37,16 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Hang up."""
+
+
+class NotSent:
+    """A request that its client refused to send, as something that is under way until that is told; see `Sent`."""
+
+    first_byte_at = None
+
+    def __init__(self, telling: asyncio.Handle) -> None:
+        self._telling = telling
+
+    def cancel(self) -> None:
+        """See `Sent.cancel`."""
+        self._telling.cancel()
