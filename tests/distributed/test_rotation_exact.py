@@ -28,9 +28,9 @@ def test_fifty_steps_equal_one_process(ranks: StartRanks, num_ranks: int) -> Non
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-13, abs=0)
 
 
-def test_eight_ranks_equal_one_process(ranks: StartRanks) -> None:
-    alone = train_alone(Variant(SMALL), 10)
-    for outcome in ranks(8).run(train_rotated, Variant(SMALL), 10):
+def test_fifty_steps_on_eight_ranks_equal_one_process(ranks: StartRanks) -> None:
+    alone = train_alone(Variant(SMALL), 50)
+    for outcome in ranks(8).run(train_rotated, Variant(SMALL), 50):
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-13, abs=0)
 
 

@@ -63,8 +63,10 @@ def _told(mlp: torch.nn.Module, x: torch.Tensor) -> str | None:
 @pytest.mark.parametrize(
     ("fails_by", "num_ranks", "symptom"),
     [
+        ("dies", 2, "no sign of life within 5 s"),
         ("dies", 3, "no sign of life within 5 s"),
         ("is stopped", 3, "no sign of life within 5 s"),
+        ("stands still", 2, "alive, but it stands still"),
         ("stands still", 4, "alive, but it stands still"),
     ],
 )

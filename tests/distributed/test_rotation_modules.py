@@ -1,5 +1,7 @@
 """Modules of somebody else's making and odd sizes: output and all gradients of one call equal those without rotation."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,24 @@ class CrossAttention(nn.Module):
         return output
 
 
+class TwoReadings(nn.Module):
+    """Two inputs, of which one may be missing, a buffer, and a tuple and a dict of outputs, one of them no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 10), nn.Linear(4, 10, bias=False), nn.Linear(10, 3)
+        self.register_buffer("offset", torch.tensor(0.3))
+
+    def forward(self, x: Tensor, y: Tensor, *, z: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        inner = (self.up(x) + self.offset).sin() * self.gate(y).tanh()
+        return self.down(inner), {"twice": 2 * self.down(inner.cos()), "z": z}
+
+
+def several_inputs_and_outputs() -> Case:
+    inputs = torch.randn(BATCH, 5, 6), torch.randn(BATCH, 5, 4)
+    return Case(TwoReadings(), inputs, rule=MLPRule(ups=("up", "gate")), num_examined=2)
+
+
 def foreign_mlp() -> Case:
     return Case(FeedForward(), (torch.randn(BATCH, 6),), rule=MLPRule(ups=("fc1",), down="fc2"))
 
@@ -66,6 +86,7 @@ CASES = {
     "foreign MLP": foreign_mlp,
     "foreign attention": foreign_attention,
     "slices without a row": slices_without_a_row,
+    "several inputs and outputs": several_inputs_and_outputs,
 }
 
 

@@ -1,6 +1,11 @@
 """What went wrong in a public implementation of rotation, once each, so that it cannot come back.
 
-Compared are gradients, since an optimizer that normalises them may hide that they are wrong.
+Compared are gradients, since an optimizer that normalises them may hide that they are wrong. Here are gradients that were wrong
+from the second step on, slices that were overwritten, norms that drifted apart, second forwards, accumulation. Elsewhere:
+attention that lost heads and its last bias (test_rotation_layers), sizes that do not divide, mixed precision, clipping, tied
+weights (test_rotation_parity), groups other than the world (test_rotation_uses), the whole model built first
+(test_rotation_construction), a copy in every hop (test_rotation_schedule), checkpoints for other numbers of ranks
+(test_rotation_checkpoint).
 """
 
 from dataclasses import replace
@@ -140,7 +145,7 @@ def gradients_around_other_forwards(case: str) -> float:
         backward(alone.loss(*data))
     else:
         for block in model.blocks:
-            block.forward = checkpointed(block)
+            block.forward = checkpointed(block, reentrant=case.endswith("reentrant"))
         for _ in range(2):
             backward(model.loss(*mine(data)))
         backward(2 * alone.loss(*data))
@@ -150,16 +155,24 @@ def gradients_around_other_forwards(case: str) -> float:
 class checkpointed:  # noqa: N801  # stands for a function
     """A block whose activations torch computes again in backward."""
 
-    def __init__(self, block: torch.nn.Module) -> None:
+    def __init__(self, block: torch.nn.Module, *, reentrant: bool) -> None:
         self.forward = block.forward
+        self.reentrant = reentrant
 
     def __call__(self, *args: Tensor) -> object:
-        return checkpoint(self.forward, *args, use_reentrant=False)
+        return checkpoint(self.forward, *args, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize(
     "case",
-    ["evaluation", "two losses, first to last", "two losses at once", "a loss without a backward", "activation checkpointing"],
+    [
+        "evaluation",
+        "two losses, first to last",
+        "two losses at once",
+        "a loss without a backward",
+        "activation checkpointing",
+        "activation checkpointing, reentrant",
+    ],
 )
 def test_forwards_between_a_forward_and_its_backward_change_nothing(ranks: StartRanks, case: str) -> None:
     assert max(ranks(NUM_RANKS).run(gradients_around_other_forwards, case)) <= 1e-12

@@ -11,7 +11,7 @@ from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import RotationPolicy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.test_rotation_regressions import VARIANT, backward, mine, reference
@@ -21,11 +21,16 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW, fused": partial(AdamW, lr=1e-2, fused=True),
     "AdamW, foreach": partial(AdamW, lr=1e-2, foreach=True, amsgrad=True),
     "AdamW, one by one": partial(AdamW, lr=1e-2, foreach=False),
+    "Adam, fused": partial(Adam, lr=1e-2, weight_decay=0.1, fused=True),
     "Adam, maximizing": partial(Adam, lr=1e-2, weight_decay=0.1, maximize=True),
     "SGD, one by one": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
     "SGD, foreach": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
+    "SGD, fused": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
+    "SGD, fused, without momentum": partial(SGD, lr=0.1, fused=True),
+    "ASGD": partial(ASGD, lr=1e-2),
     "Adadelta": partial(Adadelta, lr=10.0),
     "Adagrad": partial(Adagrad, lr=1e-2),
+    "Adagrad, fused": partial(Adagrad, lr=1e-2, fused=True),
     "Adamax": partial(Adamax, lr=1e-2),
     "RMSprop": partial(RMSprop, lr=1e-3, momentum=0.9, centered=True),
     "NAdam": partial(NAdam, lr=1e-2),
