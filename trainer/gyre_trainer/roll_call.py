@@ -53,9 +53,9 @@ class RollCall:
             self._store = PrefixStore(f"gyre roll call of {group.group_name}", _get_default_store().clone())  # type: ignore[attr-defined]
             self._store.delete_key(str(self._here))  # of a group before that had this store and this name
             stop = threading.Event()
-            weakref.finalize(self, stop.set)
             answers = threading.Thread(target=_answer, args=(self._store, self._here, self._standing, stop), daemon=True)
             answers.start()
+            weakref.finalize(self, _end, answers, stop)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -118,6 +118,12 @@ def _answer(store: Store, rank: int, standing: Standing, stop: threading.Event) 
                 _note(store, rank, standing)
     except RuntimeError:
         return  # the store is gone, and with it whoever might call
+
+
+def _end(answers: threading.Thread, stop: threading.Event) -> None:
+    """Stop the thread and see it end: one that an interpreter's end finds inside of torch may take the process down."""
+    stop.set()
+    answers.join(_LOOK_S)
 
 
 def _note(store: Store, rank: int, standing: Standing) -> None:
