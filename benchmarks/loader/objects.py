@@ -25,6 +25,7 @@ from benchmarks.loader.processes import cpu_s, daemon, family, load_average
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Script
 
+SAMPLE_BYTES, OBJECT_SAMPLES, BATCH_SIZE = 2048, 4096, 256  # of T
 FIRST_BYTE = Script(first_byte_p50_s=0.02, first_byte_p99_s=0.2)
 
 
@@ -88,20 +89,23 @@ class Scale:
 
 
 SCALES = {
-    "T": (Scale(20_480, 2048, 4096, 256, 40, 1), Scale(200_000, 2048, 4096, 256, 160, 3)),
+    "T": (
+        Scale(20_480, SAMPLE_BYTES, OBJECT_SAMPLES, BATCH_SIZE, 40, 1),
+        Scale(200_000, SAMPLE_BYTES, OBJECT_SAMPLES, BATCH_SIZE, 160, 3),
+    ),
     "S": (Scale(800, 100 << 10, 80, 64, 8, 1), Scale(2_000, 100 << 10, 80, 64, 40, 3)),
 }
 PARTS = ("T", "S", "orders", "clients")
 
 
-def write_objects(root: Path, scale: Scale) -> None:
+def write_objects(root: Path, num_samples: int, sample_bytes: int = SAMPLE_BYTES, object_samples: int = OBJECT_SAMPLES) -> None:
     """The tokens in objects below `root/data`."""
     whole = root / "tokens"
     root.mkdir()
-    write_tokens(whole, scale.num_samples * scale.sample_bytes // 4)
+    write_tokens(whole, num_samples * sample_bytes // 4)
     (root / "data").mkdir()
     content = np.memmap(whole, np.uint8, "r")
-    length = scale.object_samples * scale.sample_bytes
+    length = object_samples * sample_bytes
     for number, begin in enumerate(range(0, len(content), length)):
         content[begin : begin + length].tofile(root / "data" / f"{number:04}.bin")
     whole.unlink()
@@ -177,7 +181,7 @@ def measure(part: str, folder: Path, *, is_full: bool) -> Findings:
     scale = SCALES["S" if part == "S" else "T"][is_full]
     if part == "clients":
         return Findings(part, load_before, {}, clients.report(scale.num_rounds, 4000))
-    write_objects(folder / "objects", scale)
+    write_objects(folder / "objects", scale.num_samples, scale.sample_bytes, scale.object_samples)
     with object_server(folder / "objects") as server:
         server.follow(FIRST_BYTE)
         if part == "orders":
