@@ -4,17 +4,18 @@ Dropping the pages of a batch makes the next one in its place pay a fault for ea
 """
 
 import ctypes
-import fcntl
 import mmap
 import os
-import struct
 import weakref
 
 import numpy as np
 
 _SCAN = 0xC0606610  # PAGEMAP_SCAN, of linux/fs.h, since Linux 6.7
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
-_ARGUMENT = struct.Struct("12Q")
+_Argument = ctypes.c_uint64 * 12
+
+_ioctl = ctypes.PyDLL(None).ioctl  # a look takes microseconds; to get the interpreter's lock back may take longer
+_ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
 
 
 class PrivatePages:
@@ -43,9 +44,7 @@ class PrivatePages:
         found = ctypes.addressof(self._found)
         one_region, one_page = 1, 1
         wanted = (_IS_FILE, _IS_FILE, _IS_PRESENT | _IS_SWAPPED, 0)  # inverted, all, any, told: there, and not the file's
-        argument = _ARGUMENT.pack(_ARGUMENT.size, 0, begin, begin + num_bytes, 0, found, one_region, one_page, *wanted)
-        try:
-            num_regions: int = fcntl.ioctl(self._pagemap, _SCAN, bytearray(argument))
-        except OSError:  # an older kernel, or a sandbox
-            return True
-        return num_regions > 0
+        size = ctypes.sizeof(_Argument)
+        argument = _Argument(size, 0, begin, begin + num_bytes, 0, found, one_region, one_page, *wanted)
+        num_regions: int = _ioctl(self._pagemap, _SCAN, ctypes.addressof(argument))
+        return num_regions != 0  # an older kernel, or a sandbox, says -1
