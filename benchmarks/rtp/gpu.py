@@ -2,7 +2,8 @@
 
 python -m benchmarks.rtp.gpu [--device cuda]
 
-A rank of N is simulated: the ring's neighbours are this process, and a hop copies a buffer on a stream of its own.
+A rank of N is simulated: the ring's neighbours are this process, and a hop copies a buffer on a stream of its own. Such a copy
+is faster than any link between GPUs, but it takes memory bandwidth, and kernels wait for it as they would for NCCL's.
 """
 
 import argparse
@@ -10,21 +11,26 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
-from gyre_trainer.layers.mlp import GatedMLP
 from gyre_trainer.mesh import make_mesh
+from gyre_trainer.model import Block, GPTConfig
 from gyre_trainer.ring import Direction, Hop, Ring, Stream
 from gyre_trainer.roll_call import RollCall
-from gyre_trainer.rotate import rotate
+from gyre_trainer.rotate import rotate, rotate_all
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _NUM_ROUNDS = 10
+# Sixteen key/value heads, not eight: as many as the largest number of ranks, so that every slice is of heads.
+_LLAMA_BLOCK = GPTConfig(128_256, 1, 4096, 32, 16, 14_336, 4096, norm="layer")
+_TOY_BLOCK = GPTConfig(64, 1, 64, 4, 4, 128, 32, norm="layer")
 
 
 class CopyHop(Hop):
@@ -80,34 +86,59 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def mlp_milliseconds(dims: tuple[int, int], num_tokens: int, num_ranks: int, device: torch.device, *, hops: bool) -> float:
-    """Forward and backward of one gated MLP, in as many slices as there are ranks; unsliced where there is one."""
-    x = torch.randn(num_tokens, dims[0], dtype=torch.bfloat16, device=device, requires_grad=True)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        mlp: nn.Module = GatedMLP(*dims).to(device)
-    finally:
-        torch.set_default_dtype(before)
+@dataclass(frozen=True)
+class Cost:
+    """Of one step: time, and the most bytes that CUDA's allocator had; None on a CPU."""
+
+    ms: float
+    peak_bytes: int | None
+
+    @property
+    def peak(self) -> str:
+        return "-" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:,.0f}"
+
+
+def cost(step: Callable[[], object], device: torch.device) -> Cost:
+    """Of a step that was taken before."""
+    ms = milliseconds(step, device)
+    if device.type != "cuda":
+        return Cost(ms, None)
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return Cost(ms, torch.cuda.max_memory_allocated())
+
+
+def block_cost(config: GPTConfig, num_tokens: int, num_ranks: int, device: torch.device, *, hops: bool) -> Cost:
+    """Forward and backward of one block in as many slices as there are ranks, its norms whole; unsliced where there is one."""
+    num_positions = min(num_tokens, config.max_seq_len)
+    rope = rope_table(num_positions, config.dim // config.num_heads, config.rope_theta, device)
+    x, grad = torch.randn(2, num_tokens // num_positions, num_positions, config.dim, dtype=torch.bfloat16, device=device)
+    x.requires_grad_()
+    block: nn.Module = Block(config).to(device, torch.bfloat16)
+
+    def step() -> None:
+        block(x, rope).backward(grad)
+        block.zero_grad()
+        x.grad = None
+
     if num_ranks == 1:
-        return milliseconds(lambda: _step(mlp, x), device)
+        return cost(step, device)
     with simulated_ring(num_ranks, device, hops=hops):
-        rotate(mlp, mesh=make_mesh(device.type))
-        return milliseconds(lambda: _step(mlp, x), device)
+        rotate_all(block, mesh=make_mesh(device.type))
+        return cost(step, device)
 
 
-def _step(module: nn.Module, x: Tensor) -> None:
-    module(x).sum().backward()
-    module.zero_grad()
-
-
-def slices_table(dims: tuple[int, int], tokens: Sequence[int], ranks: Sequence[int], device: torch.device) -> list[str]:
-    lines = ["| tokens | ranks | unsliced, ms | sliced | hops exposed |", "|---:|---:|---:|---:|---:|"]
+def slices_table(config: GPTConfig, tokens: Sequence[int], ranks: Sequence[int], device: torch.device) -> list[str]:
+    """Each number of slices beside the unsliced block; what hops add is beside the same slices when nothing moves."""
+    lines = ["| tokens | ranks | unsliced, ms | sliced | hops exposed | peak unsliced, MiB | peak sliced, MiB |"]
+    lines.append("|---:|---:|---:|---:|---:|---:|---:|")
     for num_tokens in tokens:
-        whole = mlp_milliseconds(dims, num_tokens, 1, device, hops=False)
+        whole = block_cost(config, num_tokens, 1, device, hops=False)
         for num_ranks in ranks:
-            still, moving = (mlp_milliseconds(dims, num_tokens, num_ranks, device, hops=hops) for hops in (False, True))
-            lines.append(f"| {num_tokens} | {num_ranks} | {whole:.2f} | {still / whole:.3f} | {moving / still - 1:+.1%} |")
+            still, moving = (block_cost(config, num_tokens, num_ranks, device, hops=hops) for hops in (False, True))
+            times = f"{whole.ms:.2f} | {still.ms / whole.ms:.3f} | {moving.ms / still.ms - 1:+.1%}"
+            lines.append(f"| {num_tokens} | {num_ranks} | {times} | {whole.peak} | {moving.peak} |")
     return lines
 
 
@@ -116,27 +147,24 @@ def cross_entropy_table(dim: int, vocab_size: int, num_tokens: int, num_ranks: i
     targets = torch.randint(0, vocab_size, (num_tokens,), device=device)
     x = torch.randn(num_tokens, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     head = nn.Linear(dim, vocab_size, bias=False, dtype=torch.bfloat16, device=device)
-    lines = ["| head and loss | ms | allocator's peak, MiB |", "|---|---:|---:|"]
-    eager = lambda: F.cross_entropy(head(x).float(), targets).backward()  # type: ignore[no-untyped-call]  # noqa: E731
-    chunked = lambda: linear_cross_entropy(head, x, targets).backward()  # type: ignore[no-untyped-call]  # noqa: E731
-    for label, step in (("all logits", eager), ("chunked", chunked)):
-        lines.append(f"| {label} | {milliseconds(step, device):.1f} | {_allocator_peak(step, device)} |")
+
+    def chunked() -> None:
+        linear_cross_entropy(head, x, targets).backward()  # type: ignore[no-untyped-call]
         head.zero_grad()
+        x.grad = None
+
+    def eager() -> None:
+        F.cross_entropy(head(x).float(), targets).backward()  # type: ignore[no-untyped-call]
+        head.zero_grad()
+        x.grad = None
+
+    costs = {"all logits": cost(eager, device), "chunked": cost(chunked, device)}
     with simulated_ring(num_ranks, device, hops=True):
         rotate(head, mesh=make_mesh(device.type))
-        lines.append(
-            f"| rotated, {num_ranks} ranks | {milliseconds(chunked, device):.1f} | {_allocator_peak(chunked, device)} |"
-        )
-    return lines
-
-
-def _allocator_peak(step: Callable[[], object], device: torch.device) -> str:
-    if device.type != "cuda":
-        return "-"
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f}"
+        costs[f"rotated, {num_ranks} ranks"] = cost(chunked, device)
+    lines = ["| head and loss | ms | to chunked | allocator's peak, MiB |", "|---|---:|---:|---:|"]
+    base = costs["chunked"].ms
+    return lines + [f"| {name} | {each.ms:.1f} | {each.ms / base:.2f} | {each.peak} |" for name, each in costs.items()]
 
 
 def main() -> None:
@@ -146,12 +174,12 @@ def main() -> None:
     if device.type == "cuda":
         print(torch.cuda.get_device_name(), "\n")
         tokens = [2**power for power in range(10, 16)]
-        print("\n".join(slices_table((4096, 14_336), tokens, (2, 4, 8, 16), device)), "\n")
+        print("\n".join(slices_table(_LLAMA_BLOCK, tokens, (2, 4, 8, 16), device)), "\n")
         print("\n".join(cross_entropy_table(4096, 128_256, 8192, 8, device)))
         return
     torch.set_num_threads(1)
     print("a CPU: toy sizes, to show that it runs\n")
-    print("\n".join(slices_table((64, 256), [32, 64], (2, 4), device)), "\n")
+    print("\n".join(slices_table(_TOY_BLOCK, [32, 64], (2, 4), device)), "\n")
     print("\n".join(cross_entropy_table(32, 512, 64, 4, device)))
 
 

@@ -1,0 +1,71 @@
+"""What a hop on gloo costs: CPU time per MiB that a rank sends and receives, by the size of messages, beside an all-reduce.
+
+python -m benchmarks.rtp.hops
+"""
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.rtp.ranks import run_on_ranks
+
+_MIB = 2**20
+_TOTAL_MIB = 54
+_SIZES_MIB = (0.25, 1, 2, 4, 9, 18)
+_NUM_ROUNDS = 8
+
+Cost = tuple[float, float, float]  # seconds: on the clock, of the process, of these in the kernel
+
+
+def costs() -> dict[str, Cost]:
+    """Medians, of moving all of it once."""
+    here, there = torch.randn(2, _TOTAL_MIB * _MIB // 4).unbind()
+    found = {"a copy in memory": _cost(lambda: there.copy_(here))}
+    for size in _SIZES_MIB:
+        found[f"hops of {size:g} MiB"] = _cost(partial(_hops, here, there, int(size * _MIB) // 4))
+    found["all-reduces of 27 MiB"] = _cost(lambda: [dist.all_reduce(part) for part in there.chunk(2)])
+    return found
+
+
+def _hops(here: Tensor, there: Tensor, numel: int) -> None:
+    """Each to the next rank and from the one before, one after the other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for outgoing, incoming in zip(torch.split(here, numel), torch.split(there, numel), strict=True):
+        ops = dist.P2POp(dist.irecv, incoming, (rank - 1) % size), dist.P2POp(dist.isend, outgoing, (rank + 1) % size)
+        for work in dist.batch_isend_irecv(list(ops)):
+            work.wait()
+
+
+def _cost(act: Callable[[], object]) -> Cost:
+    rounds = []
+    for _ in range(_NUM_ROUNDS):
+        dist.barrier()
+        before = _clocks()
+        act()
+        rounds.append([after - then for after, then in zip(_clocks(), before, strict=True)])
+    wall, cpu, kernel = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return wall, cpu, kernel
+
+
+def _clocks() -> Cost:
+    return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_stime
+
+
+def main() -> None:
+    ranks = run_on_ranks(2, costs)
+    print(f"2 ranks, load average {os.getloadavg()[0]:.1f}; ms per MiB that a rank sends, mean of the ranks\n")
+    print("| | on the clock | CPU | of it in the kernel |\n|---|---:|---:|---:|")
+    for name in ranks[0]:
+        cells = [1e3 * statistics.mean(column) / _TOTAL_MIB for column in zip(*(rank[name] for rank in ranks), strict=True)]
+        print(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
+
+
+if __name__ == "__main__":
+    main()
