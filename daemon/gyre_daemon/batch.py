@@ -5,6 +5,7 @@ ragged field is two tensors: the samples' elements back to back, and `NAME.offse
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Of the tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def _make_layout(plan: BatchPlan, fields: Sequence[FieldSpec], sizes: npt.NDArra
 
 
 def _sample_bytes(spec: FieldSpec) -> int:
-    return int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize
+    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _aligned(num_bytes: int) -> int:

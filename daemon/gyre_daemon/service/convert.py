@@ -1,8 +1,10 @@
 """Between the messages of the contract and the daemon's own values. Requests are checked here, once."""
 
 import dataclasses
+import functools
 import tomllib
 
+import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.batch import BatchLayout
@@ -193,9 +195,15 @@ def from_batches(batches: list[Batch], session: Session) -> pb.StreamResponse:
 
 def _from_layout(layout: BatchLayout) -> list[pb.Tensor]:
     return [
-        pb.Tensor(name=spec.name, dtype=spec.dtype.name, shape=spec.shape, offset_bytes=spec.offset_bytes)
+        pb.Tensor(name=spec.name, dtype=_name_of(spec.dtype), shape=spec.shape, offset_bytes=spec.offset_bytes)
         for spec in layout.tensors
     ]
+
+
+@functools.cache
+def _name_of(dtype: np.dtype[np.generic]) -> str:
+    """Numpy puts the name together each time it is asked for."""
+    return dtype.name
 
 
 def from_session(session: Session) -> pb.SessionState:
