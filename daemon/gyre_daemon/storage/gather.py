@@ -3,8 +3,8 @@
 A plain copy out of a mapping takes one Python call per sample, holds the lock through every page fault, and dies of SIGBUS
 where the file was truncated underneath. `process_vm_readv(2)` and `process_vm_writev(2)` on one's own process take 1024 ranges
 per call and report a page that is no longer there as a short count. The one looks up and pins every page it reads, the other
-every page it writes. Pages written lie in a row, pages read do not: small ranges are cheaper to write. Large ones are read, since
-the kernel copies faster out of pinned pages.
+every page it writes. Pages written lie in a row, pages read do not: small ranges are cheaper to write. Large ones are read:
+out of pinned pages the kernel copies faster.
 """
 
 import ctypes
