@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ _PAGE_BYTES = 4096
 _BEYOND = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockMap:
     """The M blocks of a dataset: ranges of shards, in their order. What begins in a block before the next begins lies in it.
 
@@ -53,17 +54,18 @@ class BlockMap:
 
     def blocks_of(self, reads: Reads) -> Integers:
         """int64 [n], the block of each read, -1 where none has all of it."""
-        blocks = np.full(len(reads), -1, np.int64)
-        order = np.argsort(reads.shard, kind="stable")
-        touched, begins = np.unique(reads.shard[order], return_index=True)
-        for shard, its in zip(touched, np.split(order, begins[1:]), strict=True):
-            low, high = np.searchsorted(self.shard, (shard, shard + 1))
-            blocks[its] = low - 1 + np.searchsorted(self.start[low:high], reads.start[its], side="right")
-            blocks[its[blocks[its] < low]] = -1
-        found = blocks >= 0
-        beyond = reads.start[found] + reads.size[found] > self.stop[blocks[found]]
-        blocks[np.flatnonzero(found)[beyond]] = -1
-        return blocks
+        if not self.num_blocks:
+            return np.full(len(reads), -1, np.int64)
+        begins, length = self._line
+        blocks = np.searchsorted(begins, reads.shard * length + np.minimum(reads.start, length - 2), side="right") - 1
+        stops = reads.start + reads.size
+        return np.where((self.shard[blocks] == reads.shard) & (stops <= self.stop[blocks]) & (blocks >= 0), blocks, -1)
+
+    @cached_property
+    def _line(self) -> tuple[Integers, int]:
+        """Where blocks begin if all shards lie in a line, each in a stretch of one length that ends beyond its bytes."""
+        length = int(self.stop[self.stop < _BEYOND].max(initial=0)) + 2
+        return self.shard * length + np.minimum(self.start, length - 1), length
 
     def digest(self) -> bytes:
         """Changes whenever a block would have another place."""

@@ -46,7 +46,6 @@ class _Stored:
     """A block that was written: another one when it is written anew."""
 
     digest: bytes
-    is_verified: bool
 
 
 class Mirror:
@@ -66,6 +65,7 @@ class Mirror:
         self._sizes, self._offsets = sizes, offsets
         self._lock = threading.Lock()
         self._stored: dict[int, _Stored] = {}
+        self._is_verified = np.zeros(len(sizes), np.bool_)  # of those that are there
         self._file = os.open(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(self._file, int(offsets[-1]))
@@ -108,7 +108,8 @@ class Mirror:
             except OSError:
                 self._punch(block, block + 1)
                 raise
-            self._stored[block] = _Stored(digest, is_verified=True)
+            self._stored[block] = _Stored(digest)
+            self._is_verified[block] = True
 
     def drop(self, blocks: Iterable[int]) -> None:
         """Give the space of some blocks back.
@@ -130,23 +131,24 @@ class Mirror:
         Returns:
             The blocks that are damaged; they are dropped, and nothing of their ranges counts as copied.
         """
-        stored = {block: self._stored.get(block) for block in np.unique(blocks).tolist()}
-        damaged: set[int] = set()
+        touched = np.unique(blocks)
+        damaged: dict[int, _Stored | None] = {}
         for _ in range(_MAX_LOOKS):
             self._look()
-            damaged |= {block for block, its in stored.items() if block not in damaged and not self._is_sound(block, its)}
-            sound = ~np.isin(blocks, list(damaged))
+            damaged |= self._unsound(touched[~self._is_verified[touched]])
+            sound = ~np.isin(blocks, list(damaged)) if damaged else slice(None)
             failed = self._copy(self._offsets[blocks[sound]] + starts[sound], reads.size[sound], reads.target[sound])
             if failed is not None:
-                damaged.add(int(blocks[sound][failed]))
-            elif self._look():
+                block = int(blocks[sound][failed])
+                damaged[block] = self._stored.get(block)
+            elif self._look() and (damaged or self._is_verified[touched].all()):
                 break
         else:
-            damaged = set(stored)
+            damaged = {block: self._stored.get(block) for block in touched.tolist()}
         if damaged:
             with contextlib.suppress(OSError), self._own_change():  # another thread may have written a block anew meanwhile
-                self._drop([block for block in damaged if stored[block] and self._stored.get(block) is stored[block]])
-        return damaged
+                self._drop([block for block, its in damaged.items() if its and self._stored.get(block) is its])
+        return set(damaged)
 
     def _copy(self, places: Integers, sizes: Integers, targets: npt.NDArray[np.uint64]) -> int | None:
         """The index of the first range that cannot be read, if any."""
@@ -160,16 +162,23 @@ class Mirror:
                 return index
         return None
 
-    def _is_sound(self, block: int, stored: "_Stored | None") -> bool:
-        """Whether a block is what was written."""
-        if stored is None or stored.is_verified:
-            return stored is not None
+    def _unsound(self, blocks: Integers) -> "dict[int, _Stored | None]":
+        """Of blocks that must be verified, those that are not what was written, or not there."""
+        unsound: dict[int, _Stored | None] = {}
+        for block in blocks.tolist():
+            stored = self._stored.get(block)
+            if not stored or not self._matches(block, stored.digest):
+                unsound[block] = stored
+                continue
+            with self._lock:
+                self._is_verified[block] = self._stored.get(block) is stored  # another thread may have dropped it meanwhile
+        return unsound
+
+    def _matches(self, block: int, digest: bytes) -> bool:
         try:
-            data = os.pread(self._file, int(self._sizes[block]), int(self._offsets[block]))
+            return digest == _digest(os.pread(self._file, int(self._sizes[block]), int(self._offsets[block])))
         except OSError:
             return False
-        stored.is_verified = stored.digest == _digest(data)
-        return stored.is_verified
 
     def _look(self) -> bool:
         """Whether nobody else has written to the file since the last look; otherwise every block must be verified anew.
@@ -182,8 +191,7 @@ class Mirror:
             written_at = os.fstat(self._file).st_mtime_ns
             if written_at == self._written_at:
                 return True
-            for stored in self._stored.values():
-                stored.is_verified = False
+            self._is_verified[:] = False
             self._written_at = written_at
             return False
         finally:
@@ -199,6 +207,7 @@ class Mirror:
                 self._written_at = os.fstat(self._file).st_mtime_ns
 
     def _drop(self, blocks: Sequence[int]) -> None:
+        self._is_verified[list(blocks)] = False
         for block in blocks:
             del self._stored[block]
         for block in blocks:
@@ -223,7 +232,7 @@ class Mirror:
                 block, digest = _RECORD.unpack(record)
                 self._stored.pop(block, None)
                 if digest != _NO_DIGEST and block < len(self._sizes):
-                    self._stored[block] = _Stored(digest, is_verified=False)
+                    self._stored[block] = _Stored(digest)
         unfinished = path.with_name(path.name + ".tmp")
         unfinished.write_bytes(b"".join(_encode_record(block, its.digest) for block, its in self._stored.items()))
         unfinished.replace(path)
