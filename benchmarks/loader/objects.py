@@ -52,8 +52,8 @@ READERS = [
     Reader("paper-style RINAS, 8 workers", "rinas"),
     Reader("Gyre"),
     Reader("Gyre, no second requests", hedge=False),
-    Reader("Gyre, a barrier per batch", prefetch_batches=1, share=0.2),
-    Reader("Gyre, a barrier per batch, no second requests", prefetch_batches=1, hedge=False, share=0.2),
+    Reader("Gyre, a barrier per batch", prefetch_batches=1, share=0.1),
+    Reader("Gyre, a barrier per batch, no second requests", prefetch_batches=1, hedge=False, share=0.1),
 ]
 
 
@@ -91,9 +91,9 @@ class Scale:
 SCALES = {
     "T": (
         Scale(20_480, SAMPLE_BYTES, OBJECT_SAMPLES, BATCH_SIZE, 40, 1),
-        Scale(200_000, SAMPLE_BYTES, OBJECT_SAMPLES, BATCH_SIZE, 160, 3),
+        Scale(200_000, SAMPLE_BYTES, OBJECT_SAMPLES, BATCH_SIZE, 100, 3),
     ),
-    "S": (Scale(800, 100 << 10, 80, 64, 8, 1), Scale(2_000, 100 << 10, 80, 64, 40, 3)),
+    "S": (Scale(800, 100 << 10, 80, 64, 8, 1), Scale(2_000, 100 << 10, 80, 64, 24, 2)),
 }
 PARTS = ("T", "S", "orders", "clients")
 
@@ -190,7 +190,7 @@ def measure(part: str, folder: Path, *, is_full: bool) -> Findings:
             return Findings(part, load_before, objectorders.measure(place, scale.num_rounds))
         about = (
             f"{part}: {scale.num_samples:,} samples of {scale.sample_bytes:,} bytes in {scale.num_objects} objects, batch "
-            f"{scale.batch_size}, {scale.num_batches} batches per turn (a fifth with a barrier), medians of {scale.num_rounds} "
+            f"{scale.batch_size}, {scale.num_batches} batches per turn (a tenth with a barrier), medians of {scale.num_rounds} "
             "interleaved rounds."
         )
         return Findings(part, load_before, take_turns(scale, server, folder), about)
