@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import torch
 
 from benchmarks.loader.markdown import table
 from benchmarks.training.ledger import Ledger, Result
@@ -41,9 +42,19 @@ class Chapter:
 
 def write(chapters: Sequence[Chapter], introduction: str, out: Path) -> None:
     """Both the page and its picture."""
-    lines = ["# What an order is worth", "", introduction, "", f"![Held-out loss of every order]({out.name}.png)", ""]
+    command = f"`python -m benchmarks.training.quality --out {out}`, torch {torch.__version__}, one thread."
+    lines = [
+        "# What an order is worth",
+        "",
+        command,
+        "",
+        introduction,
+        "",
+        f"![Held-out loss of every order]({out.name}.png)",
+        "",
+    ]
     for chapter in chapters:
-        lines += [f"## {chapter.label}", "", chapter.about, "", *_losses(chapter), ""]
+        lines += [f"## {chapter.label}", "", chapter.about, "", *_losses(chapter), "", _verdict(chapter), ""]
     out.with_suffix(".md").write_text("\n".join(lines))
     _draw(chapters, out.with_suffix(".png"))
 
@@ -70,13 +81,22 @@ def _losses(chapter: Chapter) -> list[str]:
     return table(header, rows)
 
 
+def _verdict(chapter: Chapter) -> str:
+    finals = {order: [run["losses"][-1] for run in runs] for order, runs in chapter.runs.items()}
+    full = statistics.mean(finals["full"])
+    others = [f"{order} {statistics.mean(losses) - full:+.3f}" for order, losses in finals.items() if order != "full"]
+    return f"Beside `full`, whose own seeds lie {max(finals['full']) - min(finals['full']):.3f} apart: {', '.join(others)}."
+
+
 def _draw(chapters: Sequence[Chapter], path: Path) -> None:
     mpl.use("Agg")
     figure, axes = plt.subplots(1, len(chapters), figsize=(6.5 * len(chapters), 4.5), layout="constrained", squeeze=False)
     for axis, chapter in zip(axes[0], chapters, strict=True):
         for (order, runs), colour in zip(chapter.runs.items(), COLOURS, strict=True):
             _draw_order(axis, order, runs, colour)
-        axis.set(title=chapter.label, xlabel="steps", ylabel=f"held-out loss, {chapter.unit}")
+        axis.set(title=chapter.label, xlabel="steps", ylabel=f"held-out loss, {chapter.unit}", yscale="log")
+        axis.yaxis.set_major_formatter("{x:.1f}")
+        axis.yaxis.set_minor_formatter("{x:.1f}")
         axis.legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)

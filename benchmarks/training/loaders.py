@@ -86,7 +86,8 @@ def opener(kind: Kind, source: Source) -> Callable[[], Batches]:
     if kind == "memory":
         return lambda: data_loader(Samples(source.stored, Files(source.stored.folder)), source.seed, num_workers=0)
     if kind in ("full", "block"):
-        return lambda: gyre(kind, source.address, source.seed, source.window)
+        loader = gyre(kind, source.address, source.seed, source.window)  # the daemon has read the index then
+        return lambda: loader
     samples: Any = Samples(source.stored, Web(source.url))
     return lambda: data_loader(Rinas(samples) if kind == "rinas" else samples, source.seed, NUM_WORKERS)
 

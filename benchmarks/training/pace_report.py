@@ -15,14 +15,14 @@ from benchmarks.training.ledger import Ledger, Result
 from benchmarks.training.loaders import BATCH_SIZE, NUM_WORKERS, Kind
 
 LABELS: dict[Kind, str] = {
-    "memory": "none: the model alone, samples in local files",
+    "memory": "none: local files, read in the trainer",
     "ordered": f"ordered DataLoader, {NUM_WORKERS} workers",
     "rinas": f"paper-style RINAS, {NUM_WORKERS} workers",
     "full": "Gyre, `full`",
     "block": "Gyre, `block`",
 }
 _SHORT: dict[Kind, str] = {
-    "memory": "model alone",
+    "memory": "local files",
     "ordered": "ordered",
     "rinas": "RINAS",
     "full": "Gyre, full",
@@ -84,7 +84,8 @@ def write(chapters: Sequence[Chapter], introduction: str, out: Path) -> None:
     """Both the page and its picture."""
     loads = [result["load"] for chapter in chapters for results in chapter.rounds.values() for result in results]
     busy = f"load average before a turn {min(loads):.1f} to {max(loads):.1f}"
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}; {busy}."
+    command = f"`python -m benchmarks.training.throughput --out {out}`"
+    machine = f"{command}, {os.cpu_count()} cores, Python {platform.python_version()}; {busy}."
     lines = [
         "# Training from object storage",
         "",

@@ -28,14 +28,14 @@ EVALUATION_BATCH = 496
 GLYPH_BYTES = 14 << 10  # in a shard, with headers and padding
 TEXT_STRIDE = 256
 ABOUT = {
-    "glyphs": "images of letters and digits sorted by class, in 32 tar shards",
-    "text": "pieces of the standard library's sources sorted by file, in 21 shards",
+    "glyphs": "images of letters and digits sorted by class",
+    "text": "pieces of the standard library's sources sorted by file",
 }
 UNIT = {"glyphs": "nats per image", "text": "nats per byte"}
-INTRODUCTION = """A model learns what it sees last. A shuffle buffer that is smaller than what lies together in a sorted
-dataset hands out one class, or one topic, after the other; an order that mixes the whole dataset does not. Four orders,
-everything else the same: the loop, the initial weights of a seed, AdamW at 3e-3 with half a cosine to 0, the number of
-samples. The loss is that of samples that no model was trained on: all classes, and files that were set aside.
+INTRODUCTION = """A model learns what it sees last. A shuffle buffer that is smaller than what lies together in a sorted dataset
+hands out one class, or one topic, after the other; an order that mixes the whole dataset does not. Four orders, everything
+else the same: the loop, the initial weights of a seed, AdamW at 3e-3 with half a cosine to 0, the number of samples. The
+loss is that of samples that no model was trained on: all classes, and files that were set aside.
 
 * `full` and `block` come through the daemon, with `gyre_client.Loader`.
 * A *buffer* is webdataset's own shuffle over shards in their order, full before it hands out the first sample; *shuffled
@@ -45,7 +45,8 @@ samples. The loss is that of samples that no model was trained on: all classes, 
   `gyre status --json` shows them at the end of the run, for buffers by the same meter. Means of the seeds, as is the
   difference to `full`.
 
-In the picture, lines are means of the seeds, and areas reach from the lowest to the highest."""
+Lines are means of the seeds, and areas reach from the lowest to the highest. Where a model has batch normalisation, as the
+CNN, its statistics are those of what came last, too, and that is part of what a buffer costs it."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _chapter(plan: Plan, task: Task, ledger: Ledger, work: Path) -> learning_report.Chapter:
     architecture, window = task.architecture, task.window
-    num_samples = len(samples.Stored(architecture.data, work / "data" / architecture.data, task.stride).places)
+    stored = samples.Stored(architecture.data, work / "data" / architecture.data, task.stride)
+    num_samples = len(stored.places)
     about = (
         f"{architecture.about()}, batches of {BATCH_SIZE}, epochs: {task.num_epochs}, each of {num_samples:,} samples, "
-        f"{ABOUT[architecture.data]}. The window of `block` has {window.num_blocks} blocks of {window.block_samples} samples; "
-        f"the buffers hold as many samples, {window.num_samples:,}, {window.num_samples / num_samples:.0%} of the data."
+        f"{ABOUT[architecture.data]}, in {len(stored.objects)} shards. The window of `block` has {window.num_blocks} blocks of "
+        f"{window.block_samples} samples; the buffers hold as many samples, {window.num_samples:,}, "
+        f"{window.num_samples / num_samples:.0%} of the data."
     )
     return learning_report.Chapter.read(ledger, architecture.label, ORDERS, plan.num_seeds, about, UNIT[architecture.data])
 

@@ -30,7 +30,7 @@ NUM_LOSSES = 8  # that are kept of a turn
 INTRODUCTION = f"""Every sample is a request of its own to an object server in another process, whose answers begin late:
 lognormal, p50 20 ms, p99 200 ms. All loaders bring the same samples in the same batches of {BATCH_SIZE} to the same model
 with the same weights in the same loop, and data wait is the share of that loop's time spent in `next()`. The clock runs
-from the first batch on; medians of interleaved rounds.
+from the first batch on, and rounds are interleaved.
 
 * *Ordered*: torch's DataLoader. A worker reads the samples of its batch one after the other; batches come in their order,
   and each worker has up to {BATCHES_AHEAD} of them ahead.
@@ -40,13 +40,29 @@ from the first batch on; medians of interleaved rounds.
   sample is read twice, and none comes from anywhere but the server. `block` reads neighbours with one request and mixes a
   window of blocks.
 
-Server, loader and model (one thread) share the machine's cores. What a loader computes, the model cannot: that is why a
-step takes longer beside some loaders, and why none reaches the model alone. The larger models are there because a gain
-depends on the step: a loader that waits for nothing gains 1 / (1 - w) - 1 over one that waits for the share w. So the
-paper's +59 % and +89 % mean that its ordered loader waited for at least 37 % and 47 % of the time. CPU is that of the
-trainer, its workers and the daemon, not of the server."""
+Server, loader and model (one thread) share the machine's cores, so a step takes longer beside a loader that computes much:
+see *step without it*. With a GPU it would not, and the model would ask for more samples than here. The first row of each
+table reads the same samples from files in the page cache, one by one in the training process; that takes time as well, and
+is waiting too. The larger models are there because a gain depends on the step: a loader that waits for nothing gains
+1 / (1 - w) - 1 over one that waits for the share w. So the paper's +59 % and +89 % mean that its ordered loader waited for
+at least 37 % and 47 % of the time. CPU is that of the trainer, its workers and the daemon, not of the server."""
 SMALL: tuple[Kind, ...] = ("memory", "ordered", "rinas", "full", "block")
 LARGE: tuple[Kind, ...] = ("memory", "ordered", "rinas", "full")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, and how it is trained.
+
+    Attributes:
+        architecture: the model.
+        kinds: the loaders, in their turn.
+        num_rounds: of all of them.
+    """
+
+    architecture: Architecture
+    kinds: tuple[Kind, ...]
+    num_rounds: int
 
 
 @dataclass(frozen=True)
@@ -54,15 +70,13 @@ class Plan:
     """What is measured.
 
     Attributes:
-        jobs: models, and the loaders that each is trained with.
-        num_rounds: of all of them.
+        jobs: in their turn.
         duration_s: of a turn, from its first batch on.
         scale: of the data.
         first_byte: of the server.
     """
 
-    jobs: tuple[tuple[Architecture, tuple[Kind, ...]], ...]
-    num_rounds: int
+    jobs: tuple[Job, ...]
     duration_s: float
     scale: samples.Scale
     first_byte: Script
@@ -70,24 +84,25 @@ class Plan:
     @property
     def turns(self) -> list[tuple[int, str, Kind]]:
         """Round, model and loader of all of them, in their order."""
-        return [(r, job.label, kind) for r in range(self.num_rounds) for job, kinds in self.jobs for kind in kinds]
+        rounds = range(max(job.num_rounds for job in self.jobs))
+        return [
+            (r, job.architecture.label, kind) for r in rounds for job in self.jobs if r < job.num_rounds for kind in job.kinds
+        ]
 
 
 FULL = Plan(
     (
-        (Architecture("transformer", "text", 32), SMALL),
-        (Architecture("CNN", "glyphs", 8), SMALL),
-        (Architecture("larger transformer", "text", 96), LARGE),
-        (Architecture("larger CNN", "glyphs", 32), LARGE),
+        Job(Architecture("transformer", "text", 32), SMALL, 3),
+        Job(Architecture("CNN", "glyphs", 8), SMALL, 3),
+        Job(Architecture("larger transformer", "text", 96), LARGE, 2),
+        Job(Architecture("larger CNN", "glyphs", 32), LARGE, 2),
     ),
-    num_rounds=3,
-    duration_s=8.0,
+    duration_s=6.0,
     scale=samples.Scale(),
     first_byte=FIRST_BYTE,
 )
 TOY = Plan(
-    ((Architecture("CNN", "glyphs", 4), ("ordered", "rinas", "full")),),
-    num_rounds=1,
+    (Job(Architecture("CNN", "glyphs", 4), ("ordered", "rinas", "full"), 1),),
     duration_s=0.2,
     scale=samples.Scale(50_000, 20_000, 4, 62, 1),
     first_byte=Script(),
@@ -99,13 +114,13 @@ class Stage:
 
     def __init__(self, plan: Plan, work: Path, server: ObjectServerProcess) -> None:
         self._plan, self._work, self._server = plan, work, server
-        self._jobs = {job.label: job for job, _ in plan.jobs}
+        self._architectures = {job.architecture.label: job.architecture for job in plan.jobs}
 
     def measure(self, key: tuple[int, str, Kind]) -> Result:
         """One turn."""
         round_, label, kind = key
         print(f"round {round_ + 1}: {label}, {kind}", file=sys.stderr, flush=True)
-        architecture = self._jobs[label]
+        architecture = self._architectures[label]
         stored = samples.Stored(architecture.data, self._work / "data" / architecture.data)
         url = f"{self._server.url}/{architecture.data}"
         load = load_average()
@@ -130,6 +145,12 @@ def measure(plan: Plan, work: Path, max_s: float) -> Ledger | None:
     return ledger if done else None
 
 
+def _chapter(ledger: Ledger, job: Job) -> pace_report.Chapter:
+    architecture = job.architecture
+    about = f"{architecture.about()}; medians of {job.num_rounds} rounds."
+    return pace_report.Chapter.read(ledger, architecture.label, about, job.kinds, job.num_rounds)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="where the report and the picture go, without their suffixes")
@@ -145,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if ledger is None:
         print("not all is measured yet: call again with the same --work", file=sys.stderr)
         return
-    chapters = [pace_report.Chapter.read(ledger, job.label, job.about(), kinds, plan.num_rounds) for job, kinds in plan.jobs]
+    chapters = [_chapter(ledger, job) for job in plan.jobs]
     pace_report.write(chapters, INTRODUCTION, args.out)
 
 

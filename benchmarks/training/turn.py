@@ -61,8 +61,9 @@ def _perform(answer: Connection, turn: Turn) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they wait, most of the time
     trainer = Trainer(turn.architecture.build(turn.source.seed), turn.architecture.lr)
+    open_batches = opener(turn.kind, turn.source)
     before_s = _cpu_s(turn)
-    pace = train_for(trainer, opener(turn.kind, turn.source), turn.duration_s)
+    pace = train_for(trainer, open_batches, turn.duration_s)
     answer.send({**asdict(pace), "cpu_s": _cpu_s(turn) - before_s})
     for child in psutil.Process().children(recursive=True):
         child.kill()  # workers would first finish what nobody wants
