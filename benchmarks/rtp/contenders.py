@@ -32,17 +32,20 @@ class Contender:
     """One way to train.
 
     Attributes:
-        recompute: attention and MLP keep only their inputs; Gyre then rebuilds one slice at a time.
+        recompute: each norm, with the attention or MLP after it, keeps its input alone; Gyre rebuilds one slice at a time.
         eager_loss: all logits at once in float32; else cross-entropy is taken in chunks.
+        per_block: recompute whole blocks, of which nothing but the input is kept; Gyre by torch's checkpoint around them.
     """
 
     how: How
     recompute: bool = False
     eager_loss: bool = False
+    per_block: bool = False
 
     @property
     def label(self) -> str:
-        extra = [", recomputation"] * self.recompute + [", eager loss"] * self.eager_loss
+        recomputation = ", recomputation per block" if self.per_block else ", recomputation"
+        extra = [recomputation] * self.recompute + [", eager loss"] * self.eager_loss
         return f"{self.how}{''.join(extra)}"
 
 
@@ -61,8 +64,7 @@ def build(contender: Contender, workload: Workload, mesh: DeviceMesh | None, dev
     if contender.recompute:
         for block in model.blocks:
             assert isinstance(block, Block)
-            recomputed(block.attention)
-            recomputed(block.mlp)
+            recomputed(block, whole=contender.per_block)
     if contender.how is How.DDP:
         assert mesh is not None
         return data_parallel(cast("GPT", model), mesh) if fake else DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -83,6 +85,10 @@ def _rotated(contender: Contender, workload: Workload, mesh: DeviceMesh, *, fake
         rotate(block.attention, mesh=mesh, policy=policy)
         rotate(block.mlp, mesh=mesh, policy=policy)
     rotate(model, mesh=mesh, policy=policy)
+    if contender.per_block:
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            recomputed(block, whole=True)
     if not fake:
         materialize(model, seed=0)
     return model

@@ -1,49 +1,58 @@
-"""The deepest model of Llama-3-8B's width that trains on 8 ranks of 80 GB under DDP, FSDP2 and Gyre.
+"""The deepest model of a width that trains on 8 ranks of 80 GB under DDP, FSDP2 and Gyre.
 
-python -m benchmarks.rtp.largest [--ranks 8] [--budget 80e9] [--depths 2 4 8]
+python -m benchmarks.rtp.largest [--shape llama-70b] [--ranks 8] [--budget 80e9] [--json FILE]
 
-A peak is counted at three depths, on fake tensors. Where it grows by as many bytes per block from the first to the second
-as from the second to the third, which is checked, the depth that fits is found by bisection on that line.
+Peaks are counted on fake tensors. Layers are alike, so a peak is the largest of several that grow evenly with the depth: a
+convex function of it. So the line through two depths is nowhere above the peaks of deeper models, and bounds what fits; the
+depth that is given was counted itself. A call that is cut short goes on where it was with the same --json FILE.
 """
 
 import argparse
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 
 from benchmarks.rtp.contenders import Contender, How
-from benchmarks.rtp.live import peaks_of_fake_steps
-from benchmarks.rtp.workloads import LLAMA_8B, Workload
+from benchmarks.rtp.live import fake_step
+from benchmarks.rtp.workloads import LLAMA_8B, LLAMA_70B, TOY, Workload
 
+SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "toy": TOY}
 _HOWS = (How.DDP, How.FSDP2_LAYER, How.FSDP2_SUB_BLOCK, How.GYRE)
+_FIRST = (1, 2)
 _DEEPEST = 100_000
 
-
-@dataclass(frozen=True)
-class Line:
-    """Bytes at the peak, for every depth: ``at_zero`` + ``per_layer`` * depth."""
-
-    at_zero: int
-    per_layer: int
-
-    def peak(self, num_layers: int) -> int:
-        return self.at_zero + self.per_layer * num_layers
-
-    def deepest(self, budget: float) -> int:
-        """Layers whose peak is within the budget; 0 where not even one is."""
-        return bisect_right(range(1, _DEEPEST), budget, key=self.peak)
+Row = dict[str, int | str]
 
 
-def line_through(depths: Sequence[int], peaks: Sequence[int]) -> Line:
-    """Raises ValueError where the points are not on one line."""
-    (one, *_, other), (low, *_, high) = depths, peaks
-    line = Line(0, (high - low) // (other - one))
-    line = Line(low - line.peak(one), line.per_layer)
-    if any(line.peak(depth) != peak for depth, peak in zip(depths, peaks, strict=True)):
-        raise ValueError(f"peaks {list(peaks)} at depths {list(depths)} are not on one line")
-    return line
+def deepest(peak_of: Callable[[int], int], budget: int) -> tuple[int, int]:
+    """The most layers whose peak is within the budget, and that peak; (0, 0) where two layers are too many.
+
+    Args:
+        peak_of: convex.
+        budget: bytes.
+    """
+    found = {depth: peak_of(depth) for depth in _FIRST}
+    if max(found.values()) > budget:
+        return 0, 0
+    while True:
+        *_, low, high = sorted(depth for depth, peak in found.items() if peak <= budget)
+        too_deep = min((depth for depth, peak in found.items() if peak > budget), default=_DEEPEST)
+        bound = high + (budget - found[high]) * (high - low) // (found[high] - found[low])
+        if bound >= too_deep:
+            bound = (high + too_deep) // 2
+        if bound <= high:
+            return high, found[high]
+        found[bound] = peak_of(bound)
+
+
+def row_of(contender: Contender, workload: Workload, num_ranks: int, budget: int) -> Row:
+    depth, peak = deepest(lambda depth: fake_step(contender, workload.with_layers(depth), num_ranks).peak_bytes, budget)
+    return {"contender": contender.label, "ranks": num_ranks, "budget": budget, "layers": depth, "peak": peak}
 
 
 def num_parameters(workload: Workload, num_layers: int) -> int:
@@ -53,23 +62,50 @@ def num_parameters(workload: Workload, num_layers: int) -> int:
     return int(num_layers * (attention + mlp) + 2 * model.vocab_size * model.dim)
 
 
+def contenders() -> Iterator[Contender]:
+    for recompute, per_block in ((False, False), (True, False), (True, True)):
+        yield from (Contender(how, recompute, per_block=per_block) for how in _HOWS)
+
+
+def rows(
+    workload: Workload, num_ranks: int, budget: int, known: Sequence[Row], wanted: Sequence[Contender]
+) -> Iterator[list[Row]]:
+    """All that were found so far, each time that there is one more; as many at a time as there are cores."""
+    there = {row["contender"] for row in known if (row["ranks"], row["budget"]) == (num_ranks, budget)}
+    found = list(known)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
+        missing = [contender for contender in wanted if contender.label not in there]
+        for row in pool.map(row_of, missing, *zip(*[(workload, num_ranks, budget)] * len(missing), strict=True)):
+            found.append(row)
+            yield found
+    yield found
+
+
+def table(workload: Workload, found: Sequence[Row]) -> str:
+    lines = ["| | blocks | parameters, 10^9 | its peak, GB |", "|---|---:|---:|---:|"]
+    for row in found:
+        depth = int(row["layers"])
+        size = f"{num_parameters(workload, depth) / 1e9:.1f}" if depth else "-"
+        lines.append(f"| {row['contender']} | {depth} | {size} | {int(row['peak']) / 1e9:.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-70b", help="of which the width is taken")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--budget", type=float, default=80e9, help="bytes of a rank")
-    parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--only", type=How, nargs="+", default=list(_HOWS), help="these contenders")
+    parser.add_argument("--json", type=Path, help="rows: those that it has are not counted again, others are added")
     options = parser.parse_args()
-    contenders = [Contender(how, recompute) for recompute in (False, True) for how in _HOWS]
-    cases = [(each, LLAMA_8B.with_layers(depth), options.ranks) for each in contenders for depth in options.depths]
-    peaks = iter([sum(peak.values()) for peak in peaks_of_fake_steps(cases)])
-    print(f"torch {torch.__version__}, {options.ranks} ranks of {options.budget / 1e9:g} GB, depths {options.depths}\n")
-    print("| | blocks | parameters, 10^9 | its peak, GB | MiB per block | MiB beside blocks |\n|---|---:|---:|---:|---:|---:|")
-    for contender in contenders:
-        line = line_through(options.depths, [next(peaks) for _ in options.depths])
-        deepest = line.deepest(options.budget)
-        size, peak = num_parameters(LLAMA_8B, deepest) / 1e9, line.peak(deepest) / 1e9
-        beside = f"{line.per_layer / 2**20:,.1f} | {line.at_zero / 2**20:,.1f}"
-        print(f"| {contender.label} | {deepest} | {size:.1f} | {peak:.2f} | {beside} |")
+    workload = SHAPES[options.shape]
+    known: list[Row] = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    wanted = [each for each in contenders() if each.how in options.only]
+    for found in rows(workload, options.ranks, int(options.budget), known, wanted):
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+    print(f"torch {torch.__version__}, {options.shape}'s width, {options.ranks} ranks of {options.budget / 1e9:g} GB\n")
+    print(table(workload, found))
 
 
 if __name__ == "__main__":

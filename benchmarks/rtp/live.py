@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from gyre_trainer.layers import cross_entropy
 from gyre_trainer.live_bytes import Category, LiveBytes
 from gyre_trainer.mesh import make_mesh
+from gyre_trainer.wire import WireBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,8 +24,25 @@ from benchmarks.rtp.workloads import Workload, make_batch, make_optimizer
 _CPU = torch.device("cpu")
 
 
-def peak_of_fake_step(contender: Contender, workload: Workload, num_ranks: int) -> dict[str, int]:
-    """Bytes by category at the peak of a rank's second step; of one process, of the batch of all ranks, divided by them."""
+@dataclass(frozen=True)
+class Step:
+    """One step of a rank.
+
+    Attributes:
+        peak: bytes by category when they are most.
+        sent: bytes.
+    """
+
+    peak: dict[str, int]
+    sent: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+
+def fake_step(contender: Contender, workload: Workload, num_ranks: int) -> Step:
+    """A rank's second step; of one process, that with the batch of all ranks, its bytes divided by them."""
     alone = contender.how is How.ALONE
     chunk = cross_entropy._MAX_LOGITS * (num_ranks if alone else 1)  # one process takes as many chunks, each N times as large
     with (
@@ -31,33 +50,34 @@ def peak_of_fake_step(contender: Contender, workload: Workload, num_ranks: int) 
         nullcontext(None) if alone else _fake_ring(num_ranks) as mesh,
         FakeTensorMode(),
     ):
-        peak = peak_of_step(contender, workload, mesh, num_ranks if alone else 1, fake=True)
-    return {category: num_bytes // (num_ranks if alone else 1) for category, num_bytes in peak.items()}
+        step = measured_step(contender, workload, mesh, num_ranks if alone else 1, fake=True)
+    return Step({category: num_bytes // num_ranks for category, num_bytes in step.peak.items()}, 0) if alone else step
 
 
-def peaks_of_fake_steps(cases: Sequence[tuple[Contender, Workload, int]]) -> Iterator[dict[str, int]]:
+def fake_steps(cases: Sequence[tuple[Contender, Workload, int]]) -> Iterator[Step]:
     """That of each case, in their order; each takes a core to itself."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(peak_of_fake_step, *zip(*cases, strict=True))
+        yield from pool.map(fake_step, *zip(*cases, strict=True))
 
 
-def peak_of_step(
-    contender: Contender, workload: Workload, mesh: DeviceMesh | None, num_batches: int, *, fake: bool
-) -> dict[str, int]:
-    """By category; the first step makes the optimizer's states, the second one counts."""
-    with LiveBytes() as live:
+def measured_step(contender: Contender, workload: Workload, mesh: DeviceMesh | None, num_batches: int, *, fake: bool) -> Step:
+    """The first step makes the optimizer's states, the second one counts."""
+    wire = WireBytes(1 if mesh is None else mesh.size())
+    with wire if fake else nullcontext(), LiveBytes() as live:  # of real ranks, DDP's own C++ would not be seen
         model = build(contender, workload, mesh, _CPU, fake=fake)
         live.label(Category.PARAMETERS, model.parameters())
         optimizer = make_optimizer(workload, model)
         batch = make_batch(workload, num_batches, _CPU)
         for _ in range(2):
             live.mark("step")
+            sent_before = wire.sent
             model(*batch).backward()
             live.label(Category.GRADIENTS, (parameter.grad for parameter in model.parameters()))
             with live.during(Category.OPTIMIZER):
                 optimizer.step()
             optimizer.zero_grad()
-        return {str(category): num_bytes for category, num_bytes in live.timeline().since("step").peak().items()}
+        peak = live.timeline().since("step").peak()
+        return Step({str(category): num_bytes for category, num_bytes in peak.items()}, wire.sent - sent_before)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 python -m benchmarks.rtp.memory [--shape llama-8b] [--ranks 2 4 8] [--json FILE] [--plot PNG]   fake tensors, any size
 python -m benchmarks.rtp.memory --shape deep --ranks 2 4 --real                                 gloo ranks, with resident memory
+
+A call that is cut short goes on where it was with the same --json FILE.
 """
 
 import argparse
@@ -14,71 +16,88 @@ from gyre_trainer.mesh import make_mesh
 
 from benchmarks.rtp.bars import draw
 from benchmarks.rtp.contenders import Contender, How
-from benchmarks.rtp.live import peak_of_fake_step, peak_of_step, peaks_of_fake_steps
+from benchmarks.rtp.live import Step, fake_step, fake_steps, measured_step
 from benchmarks.rtp.ranks import run_on_ranks
 from benchmarks.rtp.resident import resident_peak_of_step
 from benchmarks.rtp.workloads import DEEP, LLAMA_8B, LLAMA_70B, SMALL, TOY, Workload
 
 SHAPES = {"small": SMALL, "deep": DEEP, "llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "toy": TOY}
+KEEPS = ("all", "sub-blocks", "blocks")
+RECOMPUTATIONS = (", recomputation per block", ", recomputation")
 Row = dict[str, int | str]
+Case = tuple[Contender, Workload, int]
 
 
-def contenders(workload: Workload, *, recompute: bool) -> list[Contender]:
-    found = [Contender(How.ALONE, recompute), Contender(How.GYRE, recompute), Contender(How.FSDP2_SUB_BLOCK, recompute)]
-    return [*found, Contender(How.FSDP2_LAYER, recompute, eager_loss=workload.vocabulary), Contender(How.DDP, recompute)]
+def contenders(workload: Workload, keeps: str) -> list[Contender]:
+    """All that keep as much: "all" activations, those of "sub-blocks", or those of "blocks"."""
+    recompute, per_block = keeps != "all", keeps == "blocks"
+    hows = (How.ALONE, How.GYRE, How.FSDP2_SUB_BLOCK, How.FSDP2_LAYER, How.DDP)
+    found = [Contender(how, recompute, per_block=per_block) for how in hows]
+    eager = Contender(How.FSDP2_LAYER, recompute, eager_loss=True, per_block=per_block)
+    return [*found, eager] if workload.vocabulary else found
 
 
-def fake_rows(workload: Workload, nums_ranks: Sequence[int], recomputes: Sequence[bool]) -> Iterator[Row]:
+def fake_rows(cases: Sequence[Case]) -> Iterator[Row]:
     """Each in a process of its own, as many at a time as there are cores."""
-    cases = [
-        (contender, workload, num_ranks)
-        for num_ranks in nums_ranks
-        for recompute in recomputes
-        for contender in contenders(workload, recompute=recompute)
-    ]
-    for (contender, _, num_ranks), peak in zip(cases, peaks_of_fake_steps(cases), strict=True):
-        yield {"ranks": num_ranks, "contender": contender.label, "peak": sum(peak.values()), **peak}
+    for case, step in zip(cases, fake_steps(cases), strict=True):
+        yield row_of(case, step)
 
 
-def real_rows(workload: Workload, nums_ranks: Sequence[int], recomputes: Sequence[bool]) -> Iterator[Row]:
-    for num_ranks in nums_ranks:
-        yield from _real_rows(workload, num_ranks, recomputes)
+def real_rows(cases: Sequence[Case]) -> Iterator[Row]:
+    """Live bytes of rank 0 and the largest resident memory of all ranks; one process has all ranks' batch, divided by them."""
+    for contender, workload, num_ranks in cases:
+        if contender.how is How.ALONE:
+            resident = run_on_ranks(1, resident_peak_of_step, contender, workload, num_ranks)[0] // num_ranks
+            yield {**row_of((contender, workload, num_ranks), fake_step(contender, workload, num_ranks)), "resident": resident}
+            continue
+        step = run_on_ranks(num_ranks, _real_step, contender, workload)[0]
+        resident = max(run_on_ranks(num_ranks, resident_peak_of_step, contender, workload, 1))
+        yield {**row_of((contender, workload, num_ranks), step), "resident": resident}
 
 
-def _real_rows(workload: Workload, num_ranks: int, recomputes: Sequence[bool]) -> Iterator[Row]:
-    """Live bytes of rank 0 and the largest resident memory of all ranks; one process is accounted for on fake tensors."""
-    for recompute in recomputes:
-        alone, *others = contenders(workload, recompute=recompute)
-        peak = peak_of_fake_step(alone, workload, num_ranks)
-        yield {"ranks": num_ranks, "contender": alone.label, "peak": sum(peak.values()), **peak}
-        for contender in others:
-            peak = run_on_ranks(num_ranks, _real_peak, contender, workload)[0]
-            resident = max(run_on_ranks(num_ranks, resident_peak_of_step, contender, workload))
-            yield {"ranks": num_ranks, "contender": contender.label, "peak": sum(peak.values()), **peak, "resident": resident}
+def row_of(case: Case, step: Step) -> Row:
+    contender, workload, num_ranks = case
+    model = workload.model
+    key: Row = {
+        "layers": model.num_layers,
+        "tokens": workload.tokens_per_rank,
+        "ranks": num_ranks,
+        "contender": contender.label,
+    }
+    return {**key, "peak": step.peak_bytes, "sent": step.sent, **step.peak}
 
 
-def _real_peak(contender: Contender, workload: Workload) -> dict[str, int]:
-    return peak_of_step(contender, workload, make_mesh("cpu"), 1, fake=False)
+def is_of(row: Row, case: Case) -> bool:
+    contender, workload, num_ranks = case
+    found = row["layers"], row["tokens"], row["ranks"], row["contender"]
+    return found == (workload.model.num_layers, workload.tokens_per_rank, num_ranks, contender.label)
+
+
+def _real_step(contender: Contender, workload: Workload) -> Step:
+    return measured_step(contender, workload, make_mesh("cpu"), 1, fake=False)
 
 
 def table(rows: list[Row]) -> str:
-    """MiB, and Gyre's peak as a multiple of each other's."""
+    """MiB, and Gyre's peak as a multiple of each other's that recomputes as much."""
     resident = any("resident" in row for row in rows)
-    lines = ["| ranks | | live at the peak, MiB | Gyre's to it |" + " resident, MiB |" * resident]
-    lines.append("|---:|---|---:|---:|" + "---:|" * resident)
+    lines = ["| tokens | ranks | | live at the peak, MiB | Gyre's to it | sent, MiB |" + " resident, MiB |" * resident]
+    lines.append("|---:|---:|---|---:|---:|---:|" + "---:|" * resident)
     for row in rows:
-        recompute = "recomputation" in str(row["contender"])
-        gyre = next(
-            other
-            for other in rows
-            if other["ranks"] == row["ranks"]
-            and str(other["contender"]).startswith(How.GYRE)
-            and ("recomputation" in str(other["contender"])) == recompute
-        )
-        ratio = int(gyre["peak"]) / int(row["peak"])
-        end = f" {int(row['resident']) / 2**20:,.0f} |" if "resident" in row else " - |" * resident
-        lines.append(f"| {row['ranks']} | {row['contender']} | {int(row['peak']) / 2**20:,.1f} | {ratio:.3f} |{end}")
+        gyre = next((other for other in rows if _is_gyres_beside(other, row)), None)
+        ratio = f"{int(gyre['peak']) / int(row['peak']):.3f}" if gyre else "-"
+        end = f" {int(row['resident']) / 2**20:,.0f} |" if "resident" in row else ""
+        start = f"| {row['tokens']} | {row['ranks']} | {row['contender']} | {int(row['peak']) / 2**20:,.1f} | {ratio} |"
+        lines.append(f"{start} {int(row['sent']) / 2**20:,.0f} |{end}")
     return "\n".join(lines)
+
+
+def _is_gyres_beside(other: Row, row: Row) -> bool:
+    alike = all(other[key] == row[key] for key in ("layers", "tokens", "ranks"))
+    return alike and other["contender"] == str(How.GYRE) + _recomputation(row)
+
+
+def _recomputation(row: Row) -> str:
+    return next((words for words in RECOMPUTATIONS if words in str(row["contender"])), "")
 
 
 def main() -> None:
@@ -86,27 +105,34 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int, help="other than the shape's")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--only", choices=["kept", "recomputed"], help="activations; else both")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a rank's one sequence, other than the shape's")
+    parser.add_argument("--keep", choices=KEEPS, nargs="+", default=KEEPS, help="activations of what is not computed once more")
+    parser.add_argument("--only", type=How, nargs="+", default=list(How), help="these contenders")
     parser.add_argument("--real", action="store_true", help="gloo ranks on this machine")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    parser.add_argument("--plot", type=Path, help="also draw them here")
+    parser.add_argument("--json", type=Path, help="rows: those that it has are not counted again, others are added")
+    parser.add_argument("--plot", type=Path, help="also draw those with recomputation, with the last number of tokens")
     options = parser.parse_args()
-    workload = SHAPES[options.shape]
-    if options.layers:
-        workload = workload.with_layers(options.layers)
-    rows: list[Row] = []
-    recomputes = [recompute for recompute, name in ((False, "kept"), (True, "recomputed")) if options.only in (None, name)]
-    for row in (real_rows if options.real else fake_rows)(workload, options.ranks, recomputes):
+    shape = SHAPES[options.shape].with_layers(options.layers or SHAPES[options.shape].model.num_layers)
+    cases = [
+        (contender, workload, num_ranks)
+        for workload in map(shape.with_tokens, options.tokens or [shape.model.max_seq_len])
+        for num_ranks in options.ranks
+        for keeps in options.keep
+        for contender in contenders(workload, keeps)
+        if contender.how in options.only
+    ]
+    rows: list[Row] = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    missing = [case for case in cases if not any(is_of(row, case) for row in rows)]
+    for row in (real_rows if options.real else fake_rows)(missing):
         rows.append(row)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
+    rows = [row for case in cases for row in rows if is_of(row, case)]
     if options.plot:
-        draw(
-            rows,
-            f"{options.shape}, {workload.model.num_layers} layers: live bytes of a rank at the peak of a step",
-            options.plot,
-        )
-    print(f"torch {torch.__version__}, {options.shape}, {workload.model.num_layers} layers\n\n{table(rows)}")
+        shown = [row for row in rows if row["tokens"] == rows[-1]["tokens"] and _recomputation(row)]
+        title = f"{options.shape}, {shape.model.num_layers} layers, {rows[-1]['tokens']} tokens per rank: peak of a step"
+        draw(shown, title, options.plot)
+    print(f"torch {torch.__version__}, {options.shape}, {shape.model.num_layers} layers\n\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ from benchmarks.rtp.contenders import Contender, build
 from benchmarks.rtp.workloads import Workload, make_batch, make_optimizer
 
 
-def resident_peak_of_step(contender: Contender, workload: Workload) -> int:
+def resident_peak_of_step(contender: Contender, workload: Workload, num_batches: int) -> int:
     """Most bytes resident in the second step, less what was resident before the model was built."""
     device = torch.device("cpu")
-    make_batch(workload, 1, device)
+    make_batch(workload, num_batches, device)
     dist.barrier()
     before = _status("VmRSS")
     model = build(contender, workload, make_mesh("cpu"), device, fake=False)
     optimizer = make_optimizer(workload, model)
-    batch = make_batch(workload, 1, device)
+    batch = make_batch(workload, num_batches, device)
     for _ in range(2):
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         model(*batch).backward()

@@ -1,5 +1,6 @@
 """What is trained: a stack of transformer blocks, with or without vocabulary."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,9 @@ class Workload:
     @property
     def tokens_per_rank(self) -> int:
         return self.model.max_seq_len * self.num_sequences
+
+    def with_tokens(self, num_tokens: int) -> "Workload":
+        return replace(self, model=replace(self.model, max_seq_len=num_tokens))
 
     def with_layers(self, num_layers: int) -> "Workload":
         return replace(self, model=replace(self.model, num_layers=num_layers))
@@ -102,13 +106,23 @@ def make_batch(workload: Workload, num_ranks: int, device: torch.device) -> tupl
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
     if workload.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-3)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # else temporaries of the largest parameter's size
 
 
-def recomputed(module: nn.Module) -> None:
-    """The module keeps only its inputs, and computes all else once more in backward."""
-    module.forward = partial(_checkpointed, module.forward)
+def recomputed(block: Block, *, whole: bool) -> None:
+    """The block keeps its input alone, and computes all else once more in backward; or the inputs of both its norms."""
+    block.forward = partial(_again if whole else _halves_again, block)  # type: ignore[method-assign]
 
 
-def _checkpointed(forward: Any, *args: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+def _again(block: Block, x: Tensor, rope: Tensor) -> Tensor:
+    return _checkpointed(partial(Block.forward, block), x, rope)
+
+
+def _halves_again(block: Block, x: Tensor, rope: Tensor) -> Tensor:
+    x = x + _checkpointed(lambda x: block.attention(block.attention_norm(x), rope), x)
+    return x + _checkpointed(lambda x: block.mlp(block.mlp_norm(x)), x)
+
+
+def _checkpointed(forward: Callable[..., Tensor], *args: Any) -> Tensor:
+    output: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+    return output
