@@ -45,8 +45,7 @@ loss is that of samples that no model was trained on: all classes, and files tha
   `gyre status --json` shows them at the end of the run, for buffers by the same meter. Means of the seeds, as is the
   difference to `full`.
 
-Lines are means of the seeds, and areas reach from the lowest to the highest. Where a model has batch normalisation, as the
-CNN, its statistics are those of what came last, too, and that is part of what a buffer costs it."""
+Lines are means of the seeds, and areas reach from the lowest to the highest."""
 
 
 @dataclass(frozen=True)
