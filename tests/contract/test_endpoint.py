@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.errors import GyreError, NotAllowed
+from gyre_daemon.errors import GyreError, NotAllowed, StorageUnavailable
 from gyre_daemon.fair import Flow
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import Delays, Reads, Shard
@@ -65,9 +65,9 @@ class ScriptedSource:
 
 
 class Engine:
-    def __init__(self, max_requests: int = 8) -> None:
+    def __init__(self, max_requests: int = 8, deadline_s: float = 10.0) -> None:
         self.source, self.metrics = ScriptedSource(), Metrics()
-        self.endpoint = Endpoint("there", "test", Terms(max_requests, 10.0), self.metrics)
+        self.endpoint = Endpoint("there", "test", Terms(max_requests, deadline_s), self.metrics)
         self.storage = RemoteStorage(self.source, self.endpoint, ["there/0.bin"], [SHARD])
 
     def read(self, *starts: int, urgency: int = 0, delays: Delays | None = None) -> "asyncio.Task[list[bytes]]":
@@ -278,5 +278,39 @@ def test_repetitions_end_with_the_budget() -> None:
         assert 0 < num_extra <= 16 + 15 + refilled  # the reserve, the share of 100, and what time brings
         reading.cancel()
         assert isinstance((await asyncio.gather(reading, return_exceptions=True))[0], asyncio.CancelledError | GyreError)
+
+    play(scene)
+
+
+def test_a_storage_that_is_back_is_asked_at_once_for_all_that_failed() -> None:
+    """The budget is for repetitions that are in vain: it would last for 25 of these, and then for one in two seconds."""
+
+    async def scene() -> None:
+        engine, failed = Engine(max_requests=16), set[int]()
+
+        def fail_once(asked: Asked) -> None:
+            asked.answer(None if asked.start in failed else Answer(500))
+            failed.add(asked.start)
+
+        engine.source.at_once = fail_once
+        assert len(await engine.read(*range(0, 960, 16))) == 60
+        assert engine.outcomes() == {"retried": 60, "ok": 60}
+
+    play(scene)
+
+
+def test_who_waits_at_the_entrance_of_a_dead_endpoint_is_told_and_later_readers_get_in() -> None:
+    async def scene() -> None:
+        engine = Engine(deadline_s=0.3)
+        engine.source.at_once = lambda asked: asked.answer(Answer(0, unreachable=True))
+        readings = [engine.read(*range(0, 3200, 16), urgency=number) for number in range(3)]
+        outcomes = await asyncio.gather(*readings, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [StorageUnavailable] * 3
+        engine.source.at_once = Asked.answer
+        (outcome,) = await asyncio.gather(engine.read(0), return_exceptions=True)
+        while isinstance(outcome, StorageUnavailable):  # the pause after so many failures is longer than the deadline
+            (outcome,) = await asyncio.gather(engine.read(0), return_exceptions=True)
+        assert outcome == [DATA[:16]]
+        assert (engine.endpoint.queue.num_taken, engine.endpoint.queue.num_waiting) == (0, 0)
 
     play(scene)

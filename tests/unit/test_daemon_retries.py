@@ -25,6 +25,15 @@ def test_what_is_not_used_is_not_saved_up() -> None:
     assert sum(budget.take(0.0) for _ in range(1000)) == 10
 
 
+def test_repetitions_that_succeed_are_not_counted() -> None:
+    budget = RetryBudget(3, 0.0)
+    for _ in range(100):
+        assert budget.take(0.0)
+        budget.give_back()
+    budget.give_back()
+    assert sum(budget.take(0.0) for _ in range(100)) == 3
+
+
 def test_time_fills_it_again_so_that_nothing_waits_for_ever() -> None:
     budget = RetryBudget(60, 0.0)
     while budget.take(0.0):

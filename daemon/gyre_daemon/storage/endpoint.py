@@ -90,7 +90,8 @@ class Endpoint:
 
     @property
     def _is_roomy(self) -> bool:
-        return self.queue.num_waiting <= max(self.limit.limit // 2, _MIN_WAITING)
+        num_waiting = min(self.queue.num_waiting, len(self._live))  # the queue counts some who gave up
+        return num_waiting <= max(self.limit.limit // 2, _MIN_WAITING)
 
     def submit(self, request: Request) -> None:
         """Have a range brought; `request.finish` is told."""
@@ -104,6 +105,7 @@ class Endpoint:
         """Nobody needs it any more."""
         if not request.is_over:
             self._end(request, "abandoned")
+            del request.finish
 
     def _ask(self, request: Request, *, is_hedge: bool) -> None:
         turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge, functools.partial(self._granted, request, is_hedge))
@@ -151,19 +153,21 @@ class Endpoint:
     def _done(self, try_: Try, answer: Answer) -> None:
         request = try_.request
         now = time.monotonic()
+        first_byte_at = try_.first_byte_at or now
         means = meaning(request.wanted, answer, request.num_tries)
         if means in (Meaning.GOOD, Meaning.REFUSED):
-            self._learn(try_, now, is_good=means is Meaning.GOOD)
+            self._learn(try_, now, first_byte_at - try_.sent_at if means is Meaning.GOOD else None)
         self._give_back(try_)
         if means is Meaning.GOOD:
             self._good_at = now
-            first_byte_at = try_.first_byte_at or now
+            if request.num_retries:
+                self.budget.give_back()
             request.succeed(try_, first_byte_at, now)
             self._end(request, "hedged")
             count = self._count("ok", request, request.num_bytes)
             count.first_byte_s += first_byte_at - try_.sent_at
             count.body_s += now - first_byte_at
-            request.finish(answer.data, None)
+            self._tell(request, answer.data, None)
         elif means is Meaning.FINAL or (means is Meaning.REFRESH and request.was_refreshed):
             self._count("error", request, len(answer.data))
             self._fail(request, final_error(request.wanted, answer), "abandoned")
@@ -172,12 +176,9 @@ class Endpoint:
             self._count("refused" if means is Meaning.REFUSED else "retried", request, len(answer.data))
             self._try_again(request, try_, answer, now, at_once=means is Meaning.REFRESH)
 
-    def _learn(self, try_: Try, now: float, *, is_good: bool) -> None:
-        first_byte_s = None
-        if is_good:
-            if not try_.is_hedge:
-                self._hedges.note(try_.request.num_bytes, now - try_.sent_at)
-            first_byte_s = (try_.first_byte_at or now) - try_.sent_at
+    def _learn(self, try_: Try, now: float, first_byte_s: float | None) -> None:
+        if first_byte_s is not None and not try_.is_hedge:
+            self._hedges.note(try_.request.num_bytes, now - try_.sent_at)
         if self.limit.done(try_.of_round, self.queue.num_taken, first_byte_s):
             self._resize()
 
@@ -258,7 +259,12 @@ class Endpoint:
 
     def _fail(self, request: Request, error: GyreError, under_way: Outcome) -> None:
         self._end(request, under_way)
-        request.finish(b"", error)
+        self._tell(request, b"", error)
+
+    def _tell(self, request: Request, data: bytes, error: GyreError | None) -> None:
+        finish = request.finish
+        del request.finish  # whoever is told holds the request: cycles would wait for the collector
+        finish(data, error)
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         """It is over; what is still under way for it has this outcome."""
@@ -272,16 +278,22 @@ class Endpoint:
             if outcome == "hedged" and not try_.is_hedge:
                 self._hedges.note(request.num_bytes, time.monotonic() - try_.sent_at)
             self._give_back(try_)
+        self._tell_room()
+
+    def _tell_room(self) -> None:
+        """Those who wait at the entrance, if they need not."""
+        if self._is_roomy:
+            self._has_room.set()
 
     def _give_back(self, try_: Try) -> None:
         try_.request.tries.remove(try_)
+        del try_.sent  # which has a callback that has the try
         if tries := self._under_way.get(try_.size):
             tries.pop(try_, None)
         if try_.is_early:
             self._hedges.end_early(try_.size)
         self.queue.release()
-        if self._is_roomy:
-            self._has_room.set()
+        self._tell_room()
 
     def _count(self, outcome: Outcome, request: Request, num_bytes: int) -> RequestCount:
         count = self._counts.get((request.kind, outcome))

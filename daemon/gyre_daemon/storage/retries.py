@@ -44,6 +44,10 @@ class RetryBudget:
         self._tokens -= 1
         return True
 
+    def give_back(self) -> None:
+        """A repetition succeeded: only those in vain count, or a storage that is back would be asked again slowly."""
+        self._tokens = min(self._reserve, self._tokens + 1)
+
 
 def pause_s(num_tries: int, dice: float) -> float:
     """How long to wait before the next try.
