@@ -6,11 +6,12 @@ it without a copy, and can neither write into it nor change its size; it vanishe
 """
 
 import bisect
+import contextlib
 import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy as np
 from gyre_daemon.errors import Overloaded
 
 _PAGE_BYTES = 4096
-_F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1; not named in the standard library
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
+_F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
 
 
@@ -76,10 +78,10 @@ class Slot:
 
 
 class Arena:
-    """Slots for batches; nothing is allocated after it is made."""
+    """Slots for batches."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Allocate, touch and seal the memory; takes some ms per 10 MiB.
+        """Map an empty file; `allocate` gives it its memory, `seal` ends that.
 
         Raises:
             Overloaded: the machine has no such memory.
@@ -87,17 +89,28 @@ class Arena:
         self.num_bytes = _whole_pages(num_bytes)
         self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.descriptor)
-        try:
-            os.posix_fallocate(self.descriptor, 0, self.num_bytes)
-            self._mapping = mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            self._close()
-            raise Overloaded(f"this machine has no {self.num_bytes} bytes of memory for a session: {error.strerror}") from error
+        with self._refusal():
+            os.ftruncate(self.descriptor, self.num_bytes)
+            self._mapping = mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED)
         self._memory = memoryview(self._mapping)
         self._address = np.frombuffer(self._mapping, np.uint8).ctypes.data
         self._free = [(0, self.num_bytes)]  # (offset, length) of every free range, sorted, none touching the next
         self.held_bytes = 0
+
+    def allocate(self, begin: int, end: int) -> None:
+        """Allocate and touch a part, of whole pages; takes some ms per 10 MiB. Different parts in any threads at once.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+        """
+        with self._refusal():
+            os.posix_fallocate(self.descriptor, begin, end - begin)
+        with contextlib.suppress(OSError):  # an older kernel touches a page when it is first written to
+            self._mapping.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+
+    def seal(self) -> None:
+        """From now on nobody else can write, and nobody at all change the size; all memory is there and slots can be taken."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def take(self, num_bytes: int) -> Slot | None:
         """The first free slot of at least so many bytes, or None until enough is given back."""
@@ -124,6 +137,14 @@ class Arena:
     def when_unmapped(self, act: Callable[[], object]) -> None:
         """Do something, in any thread, once this process has the memory no longer: after `close` and the last read or write."""
         weakref.finalize(self._mapping, act).atexit = False
+
+    @contextlib.contextmanager
+    def _refusal(self) -> Iterator[None]:
+        """What an operating system without memory says inside."""
+        try:
+            yield
+        except OSError as error:
+            raise Overloaded(f"this machine has no {self.num_bytes} bytes of memory for a session: {error.strerror}") from error
 
     def close(self) -> None:
         """Let go of the memory; it lives on while anybody still reads or writes a slot, and is never used for another batch."""

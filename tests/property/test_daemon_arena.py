@@ -23,6 +23,8 @@ class ArenaModel(RuleBasedStateMachine):
     @initialize(num_bytes=st.integers(1, 40 * PAGE))
     def start(self, num_bytes: int) -> None:
         self.arena = Arena(num_bytes)
+        self.arena.allocate(0, self.arena.num_bytes)
+        self.arena.seal()
         self.held: list[tuple[Slot, int]] = []
         self.stamp = 0
 
