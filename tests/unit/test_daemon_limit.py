@@ -86,6 +86,13 @@ def test_late_first_bytes_lower_it_slowly_and_never_far() -> None:
     assert limit.limit == 512
 
 
+def test_what_a_busy_processor_adds_is_not_taken_for_a_slow_storage() -> None:
+    limit = AdaptiveLimit(1024)
+    play(limit, 2, first_byte_s=0.02)
+    play(limit, 100, first_byte_s=0.09)
+    assert limit.limit == 1024
+
+
 def test_a_storage_that_is_slower_for_good_is_the_new_normal() -> None:
     limit = AdaptiveLimit(512)
     play(limit, 2, first_byte_s=0.02)

@@ -11,7 +11,7 @@ _START = 256
 _FLOOR = 4
 _SLOW_FLOOR = 64  # slowness alone takes the limit no lower: long tails and busy processors are slow, too
 _STEP = 8
-_SLOWER, _SLACK_S, _SHRINK = 2.0, 0.005, 0.9
+_SLOWER, _SLACK_S, _SHRINK = 2.0, 0.06, 0.9  # answers that wait for a busy loop of ours come tens of milliseconds later
 _MAX_SAMPLES = 64
 _MEMORY_ROUNDS = 500  # for so many the best round is remembered
 
