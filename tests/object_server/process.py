@@ -87,15 +87,19 @@ class ObjectServerProcess:
 
 
 @contextmanager
-def object_server(root: Path | None = None, num_processes: int = 1, seed: int = 0) -> Iterator[ObjectServerProcess]:
+def object_server(
+    root: Path | None = None, num_processes: int = 1, seed: int = 0, port: int = 0
+) -> Iterator[ObjectServerProcess]:
     """A server for as long as the block lasts.
 
     Args:
         root: its folders are buckets; None to begin with no object.
         num_processes: that share the port.
         seed: of what is drawn at random.
+        port: where it listens; 0 for any that is free.
     """
     command = [sys.executable, "-m", "tests.object_server", "--processes", str(num_processes), "--seed", str(seed)]
+    command += ["--port", str(port)]
     command += ["--root", str(root)] if root else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY) as process:
         try:
