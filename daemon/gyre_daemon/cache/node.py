@@ -28,7 +28,7 @@ from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 
 _MAX_FETCHING_BYTES = 32 << 20
 _INLINE_BYTES = 128 << 10  # copied at once: another thread would take longer
-_DISK_PAUSE_S = 30.0
+_DISK_PAUSE_S = 10.0
 
 
 class NodeCache:
