@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 START_DEADLINE_S = 60.0
+SERVE = ("-m", "gyre_daemon", "serve", "--config")
 
 # The same examples on every run, none kept, and no deadline: a slow machine is no counterexample.
 settings.register_profile("gyre", derandomize=True, database=None, deadline=None)
@@ -26,7 +27,7 @@ settings.load_profile("gyre")
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
     """A nested table of texts, numbers, booleans and lists as TOML."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
     for key, value in table.items():
         if isinstance(value, Mapping):
             name = f"{prefix}{json.dumps(key)}"
@@ -41,12 +42,14 @@ class Daemon:
     Attributes:
         address: of its Unix socket, as clients write it.
         log_path: where its log goes.
+        command: of the interpreter; the configuration's path follows.
     """
 
     config_path: Path
     address: str
     log_path: Path
     environment: Mapping[str, str]
+    command: Sequence[str] = SERVE
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> "Daemon":
@@ -54,7 +57,7 @@ class Daemon:
         self.log_path.touch()
         begin = self.log_path.stat().st_size
         with self.log_path.open("ab") as log:
-            command = [sys.executable, "-m", "gyre_daemon", "serve", "--config", str(self.config_path)]
+            command = [sys.executable, *self.command, str(self.config_path)]
             self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **self.environment})
         deadline = time.monotonic() + START_DEADLINE_S
         while not any(event["event"] == "ready" for event in self.events(begin)):
@@ -81,6 +84,20 @@ class Daemon:
         self.process.kill()
         self.process.wait(10)
 
+    def reconfigure(self, text: str) -> dict[str, Any]:
+        """Write a new configuration, have it read by SIGHUP, and give what the log says of it."""
+        assert self.process
+        begin = self.log_path.stat().st_size
+        self.config_path.write_text(text)
+        self.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + START_DEADLINE_S
+        while True:
+            for event in self.events(begin):
+                if event["event"].startswith("reload"):
+                    return event
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def restart(self) -> "Daemon":
         """Start again on the same address after `stop` or `kill`."""
         return self.start()
@@ -93,11 +110,13 @@ StartDaemon = Callable[..., Daemon]
 def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
     """`gyred({"datasets": {...}})` starts a daemon on a socket of its own; all are stopped after the test.
 
-    Its indexes go to a folder of the test. `environment` adds variables.
+    Its indexes go to a folder of the test. `environment` adds variables; `command` is what the interpreter runs.
     """
     daemons: list[Daemon] = []
 
-    def start(config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Daemon:
+    def start(
+        config: Mapping[str, Any], environment: Mapping[str, str] | None = None, command: Sequence[str] = SERVE
+    ) -> Daemon:
         folder = tmp_path / f"daemon-{len(daemons)}"
         folder.mkdir()
         address = f"unix:{folder}/run/gyre.sock"
@@ -105,7 +124,7 @@ def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
         config_path.write_text(
             to_toml({"listen": [address], "index_dir": str(folder / "index"), "drain_timeout_s": 3.0, **config})
         )
-        daemon = Daemon(config_path, address, folder / "log", environment or {})
+        daemon = Daemon(config_path, address, folder / "log", environment or {}, command)
         daemons.append(daemon)
         return daemon.start()
 

@@ -31,7 +31,7 @@ from gyre_daemon.limits import raise_descriptor_limit
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
-from gyre_daemon.reload import Reread, reload_datasets
+from gyre_daemon.reload import Reread, reload
 from gyre_daemon.scrape import ScrapeServer
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
 from gyre_daemon.session import SessionEnvironment
@@ -130,7 +130,7 @@ class _Daemon:
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     def reload(self, reread: Reread) -> None:
-        self._config = reload_datasets(self._config, reread, self._catalog)
+        self._config = reload(self._config, reread, self._catalog, self._sessions)
 
     async def run(
         self, addresses: Sequence[UnixAddress | TcpAddress], claims: Sequence[SocketClaim], stopping: asyncio.Event

@@ -93,6 +93,12 @@ class SessionTable:
             default=0,
         )
 
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """From now on these weights count, for jobs that read already too."""
+        self._weights = weights
+        for job, flow in list(self._flows.items()):
+            flow.weight = self._weight(job)
+
     def by_job(self) -> Iterator[tuple[str, Session]]:
         """Over all that are open, with the name that each one's job has in the metrics."""
         for session in self:

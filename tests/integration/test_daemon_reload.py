@@ -1,7 +1,6 @@
 """SIGHUP on a real daemon: datasets come, go and change under running jobs, and a bad file harms nothing."""
 
 import contextlib
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -26,21 +25,6 @@ def tokens(folder: Path, first: int) -> dict[str, Any]:
     if not path.exists():
         np.arange(first, first + 1000, dtype=np.uint16).tofile(path)
     return {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
-
-
-def rewrite(daemon: Daemon, text: str) -> Mapping[str, Any]:
-    """Write a new configuration, have it read, and give what the log says of it."""
-    assert daemon.process
-    begin = daemon.log_path.stat().st_size
-    daemon.config_path.write_text(text)
-    daemon.process.send_signal(signal.SIGHUP)
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        for event in daemon.events(begin):
-            if event["event"].startswith("reload"):
-                return event
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def config(daemon: Daemon, datasets: Mapping[str, Any], **keys: Any) -> str:
@@ -68,7 +52,7 @@ def test_datasets_come_and_go_and_change_while_jobs_read(gyred: StartDaemon, tmp
         for name, reader in readers.items():
             assert int(next(reader)["tokens"].long().min()) == first_of[name]
         datasets = {"stays": tokens(tmp_path, 0), "changes": tokens(tmp_path, 5000), "comes": tokens(tmp_path, 6000)}
-        event = rewrite(daemon, config(daemon, datasets, lease_s=7.0, index_dir=str(tmp_path / "elsewhere")))
+        event = daemon.reconfigure(config(daemon, datasets, lease_s=7.0, index_dir=str(tmp_path / "elsewhere")))
         assert event["event"] == "reloaded"
         assert (event["added"], event["removed"], event["changed"]) == (["comes"], ["goes"], ["changes"])
         assert event["need_restart"] == ["lease_s", "index_dir"]
@@ -93,12 +77,12 @@ def test_datasets_come_and_go_and_change_while_jobs_read(gyred: StartDaemon, tmp
 def test_a_bad_file_changes_nothing(gyred: StartDaemon, tmp_path: Path, spoil: Callable[[str], str], complaint: str) -> None:
     daemon = gyred({"datasets": {"stays": tokens(tmp_path, 0)}})
     good = config(daemon, {"stays": tokens(tmp_path, 0), "comes": tokens(tmp_path, 1000)})
-    event = rewrite(daemon, spoil(good))
+    event = daemon.reconfigure(spoil(good))
     assert event["event"] == "reload refused"
     assert complaint in event["reason"]
     assert served(daemon) == ["stays"]
     assert smallest(daemon, "stays") == 0
-    assert rewrite(daemon, good)["added"] == ["comes"]
+    assert daemon.reconfigure(good)["added"] == ["comes"]
     assert served(daemon) == ["comes", "stays"]
 
 
@@ -110,7 +94,7 @@ def test_the_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None
         assert manager.recv(100) == b"READY=1"
         for text in (config(daemon, {}), "nonsense"):
             began_us = time.monotonic_ns() // 1000
-            rewrite(daemon, text)
+            daemon.reconfigure(text)
             state, _, moment = manager.recv(100).partition(b"\nMONOTONIC_USEC=")
             assert state == b"RELOADING=1"
             assert int(moment) >= began_us
