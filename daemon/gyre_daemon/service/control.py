@@ -57,7 +57,9 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
             if batch is None:
                 yield pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=session.num_steps or 0))
                 break
-            yield _batches(session, batch)
+            message = _batches(session, batch)
+            del batch  # the call of a client that is frozen keeps this frame, which must not keep an arena
+            yield message
     except Draining as reason:
         yield pb.StreamResponse(goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S))
     except GyreError:
