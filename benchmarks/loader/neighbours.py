@@ -1,6 +1,9 @@
 """What a fast job loses beside a slow or a stopped one: `python -m benchmarks.loader.neighbours [--out STEM]`.
 
-The neighbour reads the same order, and so the same memory, or another one. Turns alternate: alone, then beside each neighbour.
+The neighbour reads the same order, and so the same memory, or another one. Each turn opens the fast job anew, a little behind
+its neighbour, and stands between two turns in which it is alone: what counts is the median of the ratios to these. Turns are
+short and many, so that a turn and its neighbours have the same machine. In the beginning of a turn one that shares memory is
+waited for until patience runs out: of that the longest wait is told, and the rate is what follows.
 """
 
 import argparse
@@ -9,8 +12,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,6 +30,7 @@ from benchmarks.loader.processes import Daemon, daemon
 BATCH_SIZE, NUM_SAMPLES = 64, 100_000
 SEED = 5
 NUM_FIRST = 5  # batches that a neighbour that stops has read
+BEGINNING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -50,65 +56,109 @@ NEIGHBOURS = (
 )
 
 
-def live_beside(neighbour: Neighbour, address: str, pipe: Connection) -> None:
-    """Read as the neighbour does until the other end of the pipe says something."""
+@dataclass(frozen=True)
+class Turn:
+    """What the fast job did: its longest wait in the beginning, and samples/s after that."""
+
+    longest_wait_s: float
+    rate: float
+
+
+def live_beside(address: str, pipe: Connection) -> None:
+    """Read as one neighbour after the other, each until the other end of the pipe says something; None ends it."""
     torch.set_num_threads(1)
-    with Loader("tokens", batch_size=BATCH_SIZE, seed=neighbour.seed, address=address, job="neighbour") as loader:
-        for _ in range(NUM_FIRST):
-            next(iter(loader))
-        pipe.send("reading")
-        while not pipe.poll(neighbour.pause_s):
-            if neighbour.pause_s is not None:
-                next(iter(loader))
+    for seed, pause_s in iter(pipe.recv, None):
+        with Loader("tokens", batch_size=BATCH_SIZE, seed=seed, address=address, job="neighbour") as loader:
+            for _ in range(NUM_FIRST):
+                next(loader)
+            pipe.send("reading")
+            while not pipe.poll(pause_s):
+                if pause_s is not None:
+                    next(loader)
+            pipe.recv()
+        pipe.send("gone")
 
 
-def read_fast(address: str, duration_s: float) -> float:
-    """Samples/s of a job that reads as fast as it can, and touches every cache line."""
+def read_fast(address: str, duration_s: float) -> Turn:
+    """A job that reads as fast as it can, and touches every cache line."""
     with Loader("tokens", batch_size=BATCH_SIZE, seed=SEED, address=address, job="fast") as loader:
         for _ in range(NUM_FIRST):
-            next(iter(loader))
-        num_batches, began = 0, time.perf_counter()
-        while time.perf_counter() - began < duration_s:
-            for _ in range(16):
-                next(iter(loader))["tokens"].view(-1)[::16].sum()
-            num_batches += 16
-        return num_batches * BATCH_SIZE / (time.perf_counter() - began)
+            next(loader)
+        beginning, rest = _arrivals(loader, BEGINNING_S), _arrivals(loader, duration_s - BEGINNING_S)
+    waits = (after - before for before, after in pairwise(beginning))
+    return Turn(max(waits), (len(rest) - 1) * BATCH_SIZE / (rest[-1] - rest[0]))
 
 
-def measure(server: Daemon, num_rounds: int, duration_s: float) -> dict[str, list[float]]:
-    """Rates of the fast job, by what is beside it."""
+def _arrivals(loader: Loader, duration_s: float) -> list[float]:
+    """When each batch was read, and first of all when that began."""
+    times = [time.perf_counter()]
+    while times[-1] - times[0] < duration_s:
+        next(loader)["tokens"].view(-1)[::16].sum()
+        times.append(time.perf_counter())
+    return times
+
+
+@contextmanager
+def neighbour_process(address: str) -> Iterator[Connection]:
+    """See `live_beside`."""
     context = multiprocessing.get_context("spawn")
-    rates: dict[str, list[float]] = {"nobody": [], **{neighbour.about: [] for neighbour in NEIGHBOURS}}
-    for round_ in range(num_rounds):
-        rates["nobody"].append(read_fast(server.address, duration_s))
-        for neighbour in NEIGHBOURS:
-            mine, theirs = context.Pipe()
-            process = context.Process(target=live_beside, args=(neighbour, server.address, theirs))
-            process.start()
-            mine.recv()
-            rates[neighbour.about].append(read_fast(server.address, duration_s))
-            mine.send("enough")
-            process.join()
-        print(f"round {round_ + 1} of {num_rounds}", file=sys.stderr, flush=True)
-    return rates
+    mine, theirs = context.Pipe()
+    process = context.Process(target=live_beside, args=(address, theirs))
+    process.start()
+    yield mine
+    mine.send(None)
+    process.join()
 
 
-def report(rates: dict[str, list[float]], server: Daemon) -> list[str]:
+def measure(server: Daemon, num_rounds: int, duration_s: float) -> tuple[list[Turn], dict[Neighbour, list[Turn]]]:
+    """The turns alone, and those beside each neighbour: each one followed by one alone."""
+    turns: dict[Neighbour, list[Turn]] = {neighbour: [] for neighbour in NEIGHBOURS}
+    with neighbour_process(server.address) as pipe:
+        alone = [read_fast(server.address, duration_s)]
+        for round_ in range(num_rounds):
+            for neighbour in NEIGHBOURS:
+                pipe.send((neighbour.seed, neighbour.pause_s))
+                pipe.recv()
+                turns[neighbour].append(read_fast(server.address, duration_s))
+                pipe.send("enough")
+                pipe.recv()
+                alone.append(read_fast(server.address, duration_s))
+            print(f"round {round_ + 1} of {num_rounds}", file=sys.stderr, flush=True)
+    return alone, turns
+
+
+def report(alone: Sequence[Turn], turns: dict[Neighbour, list[Turn]], server: Daemon) -> list[str]:
     """A table, as Markdown."""
-    rows = []
-    for about, found in rates.items():
-        ratios = [rate / alone for rate, alone in zip(found, rates["nobody"], strict=True)]
-        rows.append((about, f"{statistics.median(found):,.0f}", f"{statistics.median(ratios):.2f}"))
-    memory = f"The daemon's memory was at most {server.peak_bytes >> 20} MiB, of a budget of {server.budget_bytes >> 20} MiB."
-    return [*table(("beside", "fast job, samples/s", "to alone"), rows), "", memory, ""]
+    head = ("beside", "rate to alone", "half of the turns", "longest wait in the beginning, ms")
+    rows = [_row("nobody", [after.rate / before.rate for before, after in pairwise(alone)], alone)]
+    pairs = list(pairwise(alone))
+    for index, neighbour in enumerate(NEIGHBOURS):
+        around = pairs[index :: len(NEIGHBOURS)]
+        ratios = [
+            2 * turn.rate / (before.rate + after.rate) for turn, (before, after) in zip(turns[neighbour], around, strict=True)
+        ]
+        rows.append(_row(neighbour.about, ratios, turns[neighbour]))
+    return [
+        *table(head, rows),
+        "",
+        f"Alone it read {statistics.median(turn.rate for turn in alone):,.0f} samples/s; `nobody` is a turn to the one before.",
+        f"The daemon's memory was at most {server.peak_bytes >> 20} MiB, of a budget of {server.budget_bytes >> 20} MiB.",
+        "",
+    ]
+
+
+def _row(about: str, ratios: Sequence[float], turns: Sequence[Turn]) -> tuple[str, ...]:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    wait_ms = statistics.median(turn.longest_wait_s for turn in turns) * 1e3
+    return about, f"{middle:.2f}", f"{low:.2f} to {high:.2f}", f"{wait_ms:.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the table or write it where `--out` says."""
     parser = argparse.ArgumentParser(description="What a fast job loses beside a slow or a stopped one.")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.md")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1.3, help="of each turn")
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
@@ -116,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_tokens(path, NUM_SAMPLES * SEQUENCE_LENGTH)
         config = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": SEQUENCE_LENGTH}
         with daemon(Path(name), {"tokens": config}) as server:
-            rates = measure(server, parsed.rounds, parsed.seconds)
-        lines = report(rates, server)
+            found = measure(server, parsed.rounds, parsed.seconds)
+        lines = report(*found, server)
     if parsed.out:
         command = f"python -m benchmarks.loader.neighbours {' '.join(sys.argv[1:])}"
         Path(f"{parsed.out}.md").write_text("\n".join(["# Slow neighbours", "", *circumstances(command), "", *lines]))
