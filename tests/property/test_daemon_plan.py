@@ -113,6 +113,20 @@ def test_a_plan_answers_in_any_order() -> None:
     assert len(plan._epochs) <= 3, "memory does not grow with the epochs"
 
 
+def test_each_epoch_s_order_is_made_once_by_a_job_that_plans_an_epoch_ahead() -> None:
+    """It needs three at a time: that of the samples that are read now, that of their next use, and that of what is planned."""
+    plan, made = Plan(Order("full", "wrap", 8, 16), 100), list[int]()
+    make = plan._epochs._make
+    plan._epochs._make = lambda epoch: (made.append(epoch), make(epoch))[1]
+    num_planned = 0
+    for step in range(120):
+        while num_planned <= step + 6:
+            plan.batches(num_planned, 2, 0, 1)
+            num_planned += 2
+        plan.next_use(np.arange(0, 100, 7), step * 16)
+    assert made == list(range(21))
+
+
 @given(tails, sizes, sizes, st.integers(0, 2**40), st.integers(1, 12), st.data())
 def test_many_steps_at_once_are_the_same_steps(
     tail: Tail, num_samples: int, size: int, first: int, num_steps: int, data: st.DataObject

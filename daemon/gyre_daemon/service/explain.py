@@ -1,5 +1,7 @@
 """How storages and what batches took look to clients."""
 
+from dataclasses import asdict
+
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.account import BatchAccount
@@ -9,15 +11,7 @@ from gyre_daemon.storage import Endpoint, RequestDelays
 
 def from_count(labels: RequestLabels, count: RequestCount) -> pb.StorageCount:
     """Requests of one kind and outcome."""
-    return pb.StorageCount(
-        scheme=labels.scheme,
-        kind=labels.kind,
-        outcome=labels.outcome,
-        num_requests=count.num_requests,
-        num_bytes=count.num_bytes,
-        first_byte_s=count.first_byte_s,
-        body_s=count.body_s,
-    )
+    return pb.StorageCount(**labels._asdict(), **asdict(count))
 
 
 def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
@@ -57,13 +51,4 @@ def from_account(account: BatchAccount, now: float) -> pb.BatchAccount:
 
 
 def _from_request(request: RequestDelays) -> pb.RequestAccount:
-    return pb.RequestAccount(
-        shard=request.shard,
-        start=request.start,
-        stop=request.stop,
-        queue_s=request.queue_s,
-        tried_s=request.tried_s,
-        first_byte_s=request.first_byte_s,
-        body_s=request.body_s,
-        num_tries=request.num_tries,
-    )
+    return pb.RequestAccount(**asdict(request))
