@@ -1,6 +1,7 @@
 """Contenders against each other: processes that stay, measured in turns, so that what disturbs one disturbs all alike."""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,7 @@ class Entry:
     results: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
     _jobs: list["subprocess.Popen[str]"] = field(default_factory=list)
     _words: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # on standard error
+    _folder: "tempfile.TemporaryDirectory[str]" = field(default_factory=tempfile.TemporaryDirectory)  # some leave locks behind
 
     def start(self, address: str) -> None:
         """Its processes run and wait."""
@@ -56,7 +58,8 @@ class Entry:
         for _ in range(self.contender.num_jobs):
             command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.readers"]
             pipe = subprocess.PIPE
-            job = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._words, text=True)
+            environment = {**os.environ, "TMPDIR": self._folder.name}
+            job = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._words, text=True, env=environment)
             self._jobs.append(job)
             self._say(job, task)
 
@@ -101,6 +104,7 @@ class Entry:
                 job.stdout.close()
         self._jobs.clear()
         self._words.close()
+        self._folder.cleanup()
 
     def median(self, workload: Workload) -> Result:
         """Of each figure over the rounds."""
