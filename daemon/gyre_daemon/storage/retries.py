@@ -13,7 +13,7 @@ _BASE_S, _MAX_S = 0.1, 5.0
 
 
 class RetryBudget:
-    """Tokens: a repetition takes one, a first request brings a part of one, an empty bucket is full again in half a minute."""
+    """Tokens: a repetition in vain costs one, a first request brings a part of one, all are back after half a minute."""
 
     def __init__(self, reserve: int, now: float, *, is_new: bool = False) -> None:
         """Full, or of an endpoint that nothing is known of.
