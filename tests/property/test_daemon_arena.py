@@ -1,5 +1,7 @@
 """Budget, shares and arenas against models: limits hold, no memory is handed out twice, and everything comes back."""
 
+import resource
+
 import numpy as np
 import pytest
 from gyre_daemon.arena import Arena, Budget, Slot, divide
@@ -74,6 +76,21 @@ class ArenaModel(RuleBasedStateMachine):
 
 TestArena = ArenaModel.TestCase
 TestArena.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_the_memory_of_an_arena_is_there_before_it_is_filled() -> None:
+    arena = Arena(512 * PAGE)
+    for begin in (0, 256 * PAGE):
+        arena.allocate(begin, begin + 256 * PAGE)
+    arena.seal()
+    slot = arena.take(512 * PAGE)
+    assert slot
+    memory = np.frombuffer(slot.memory, np.uint8)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory[::PAGE] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 64
+    del memory, slot
+    arena.close()
 
 
 @given(st.integers(1, 1 << 28), st.integers(1, 1024), st.integers(0, 1 << 30))

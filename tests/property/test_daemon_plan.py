@@ -5,6 +5,7 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gyre_daemon.epochs import EpochOrder
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.permutation import MAX_SAMPLES, Permutation, epoch_key
 from gyre_daemon.plan import Order, Plan, Tail, check_ranks
@@ -117,7 +118,12 @@ def test_each_epoch_s_order_is_made_once_by_a_job_that_plans_an_epoch_ahead() ->
     """It needs three at a time: that of the samples that are read now, that of their next use, and that of what is planned."""
     plan, made = Plan(Order("full", "wrap", 8, 16), 100), list[int]()
     make = plan._epochs._make
-    plan._epochs._make = lambda epoch: (made.append(epoch), make(epoch))[1]
+
+    def counted(epoch: int) -> EpochOrder:
+        made.append(epoch)
+        return make(epoch)
+
+    plan._epochs._make = counted
     num_planned = 0
     for step in range(120):
         while num_planned <= step + 6:
