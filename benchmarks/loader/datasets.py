@@ -6,7 +6,6 @@ All of them read by random access, so their order is a full shuffle, as Gyre's i
 import mmap
 import os
 import tarfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 Indices = npt.NDArray[np.int64]
 RINAS_THREADS = 32
@@ -106,21 +105,6 @@ class Rinas:
     def __getitems__(self, indices: list[int]) -> list[Any]:
         fetches = [self._threads.submit(self._samples.__getitem__, index) for index in indices]
         return [fetch.result() for fetch in as_completed(fetches)]
-
-
-class EndlessShuffle(Sampler[Indices]):
-    """Batches of a full shuffle, anew for every epoch, without a pause between epochs."""
-
-    def __init__(self, num_samples: int, batch_size: int, seed: int) -> None:
-        self._num_samples = num_samples
-        self._batch_size = batch_size
-        self._generator = np.random.default_rng(seed)
-
-    def __iter__(self) -> Iterator[Indices]:
-        while True:
-            order = self._generator.permutation(self._num_samples)
-            for end in range(self._batch_size, self._num_samples + 1, self._batch_size):
-                yield order[end - self._batch_size : end]
 
 
 def as_is(batch: torch.Tensor) -> torch.Tensor:

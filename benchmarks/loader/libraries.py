@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gyre_client.own_samples import EndlessShuffle
 from torch.utils.data import DataLoader
 
 from benchmarks.loader.data import SEQUENCE_LENGTH, Workload
-from benchmarks.loader.datasets import EndlessShuffle, Rinas, TarBatches, TarSamples, TokenBatches, TokenSamples, as_is, join
+from benchmarks.loader.datasets import Rinas, TarBatches, TarSamples, TokenBatches, TokenSamples, as_is, join
 
 PREFETCHED_BATCHES = 4  # of each worker; the default of 2 is slower
 WDS_BUFFER = 2000  # samples: its shuffle is a buffer over a sequential stream

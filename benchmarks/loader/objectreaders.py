@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from gyre_client.own_samples import EndlessShuffle
 from gyre_client import Loader
 from torch.utils.data import DataLoader
 
-from benchmarks.loader.datasets import EndlessShuffle, Rinas
+from benchmarks.loader.datasets import Rinas
 from benchmarks.loader.webtokens import WebTokens
 
 RINAS_WORKERS = 8
