@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gyre_client.own_samples import EndlessShuffle
 from gyre_client import Loader
+from gyre_client.own_samples import EndlessShuffle
 from torch.utils.data import DataLoader
 
 from benchmarks.loader.datasets import Rinas
