@@ -1,7 +1,13 @@
 """A daemon that reads from an object storage in trouble: no batch is wrong, little is asked twice, and it recovers."""
 
+import json
+import re
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +17,7 @@ from gyre_client import Loader
 from gyre_client.errors import CorruptSample, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
@@ -42,10 +49,10 @@ def daemon(gyred: StartDaemon, server: ObjectServerProcess) -> Daemon:
     return start(gyred, server.storage_settings)
 
 
-def start(gyred: StartDaemon, settings: Mapping[str, str]) -> Daemon:
+def start(gyred: StartDaemon, settings: Mapping[str, str], **more: Any) -> Daemon:
     about = {"format": "tokens", "dtype": "int32", "sequence_length": LENGTH, "cache": False, "storage": settings}
     limits = {"max_requests": MAX_REQUESTS, "read_deadline_s": 20.0, "prefetch_batches": 8}
-    return gyred({**limits, "datasets": {"tokens": {"uri": "s3://data/*.bin", **about}}})
+    return gyred({**limits, **more, "datasets": {"tokens": {"uri": "s3://data/*.bin", **about}}})
 
 
 def slow(rules: list[Rule]) -> Script:
@@ -150,6 +157,38 @@ def explain(daemon: Daemon, step: int) -> pb.BatchAccount:
         return account
 
 
+def test_what_went_wrong_is_counted_and_told(gyred: StartDaemon, server: ObjectServerProcess) -> None:
+    """The same numbers in the metrics, in `gyre status` and, batch by batch, in `gyre why`."""
+    daemon = start(gyred, server.storage_settings, metrics_listen="tcp:127.0.0.1:0", hedge=False)
+    rules = [Rule("status", share=0.05, count=60), Rule("reset", share=0.02), Rule("delay", share=0.1, delay_s=0.1)]
+    with loader(daemon) as reading:
+        check_epoch(reading, {0: lambda: server.follow(slow(rules))})  # not the looks at shards, which are in no batch
+    counted = outcomes(daemon)
+    assert counted["refused"] > 10
+    assert counted["retried"] > 10
+    (url,) = (event["metrics"] for event in daemon.events() if event["event"] == "ready")
+    with urllib.request.urlopen(f"http://{url.removeprefix('tcp:')}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+        (family,) = (family for family in families if family.name == "gyre_storage_requests")
+        reads = [sample for sample in family.samples if sample.labels["kind"] == "read"]
+    assert {sample.labels["outcome"]: sample.value for sample in reads if sample.value} == counted
+    shown = json.loads(gyre(daemon, "status", "--json"))
+    assert {each["outcome"]: int(each["num_requests"]) for each in shown["storage"] if each["kind"] == "read"} == counted
+    accounts = {step: explain(daemon, step) for step in range(NUM_SAMPLES // 50)}
+    assert sum(account.num_refused for account in accounts.values()) == counted["refused"]
+    assert sum(account.num_retries for account in accounts.values()) == counted["refused"] + counted["retried"]
+    worst = max(accounts, key=lambda step: accounts[step].num_refused)
+    told = gyre(daemon, "why", "tokens", "--step", str(worst))
+    assert f"{accounts[worst].num_refused} times refused, {accounts[worst].num_retries} sent again" in told
+    parts = ("in the queue", "in failed tries and pauses", "until the first byte", "for the body")
+    assert re.search("slowest +[^:]+: " + ", ".join(rf"\S+ ms {part}" for part in parts), told)
+
+
+def gyre(daemon: Daemon, *command: str) -> str:
+    line = [sys.executable, "-m", "gyre_client", *command, "--address", daemon.address]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def test_broken_bodies_are_read_again(daemon: Daemon, server: ObjectServerProcess) -> None:
     server.follow(Script(rules=[Rule(fault, share=0.02) for fault in ("reset", "truncate", "short", "status")]))
     server.forget()
@@ -195,16 +234,21 @@ def test_an_object_that_is_no_longer_what_was_listed(daemon: Daemon, server: Obj
     assert outcomes(daemon)["error"] >= 1
 
 
-def test_an_endpoint_that_is_gone_is_an_error_that_says_what_was_tried_until_it_is_back(gyred: StartDaemon) -> None:
-    with object_server() as server:
-        for number, shard in enumerate(np.split(TOKENS, NUM_SHARDS)):
-            server.put(f"/data/{number}.bin", shard.tobytes())
-        about = {"format": "tokens", "dtype": "int32", "sequence_length": LENGTH, "cache": False}
-        table = {"uri": "s3://data/*.bin", **about, "storage": server.storage_settings}
-        daemon = gyred({"read_deadline_s": 1.5, "prefetch_batches": 2, "datasets": {"tokens": table}})
+def test_an_endpoint_that_is_gone_is_an_error_that_says_what_was_tried_until_it_is_back(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    (tmp_path / "objects/data").mkdir(parents=True)
+    for number, shard in enumerate(np.split(TOKENS, NUM_SHARDS)):
+        (tmp_path / f"objects/data/{number}.bin").write_bytes(shard.tobytes())
+    with object_server(tmp_path / "objects") as server:
+        daemon = start(gyred, server.storage_settings, read_deadline_s=1.5, prefetch_batches=2)
         with loader(daemon) as reading:
             check_epoch(reading)
     with loader(daemon) as reading, pytest.raises(StorageUnavailable, match=r"storage at http\S+ did not answer") as caught:
         check_epoch(reading)
     assert "requests sent for it: " in str(caught.value)
     assert "Connection refused" in str(caught.value)
+    before = outcomes(daemon)
+    with object_server(tmp_path / "objects", port=int(server.url.rpartition(":")[2])), loader(daemon) as reading:
+        check_epoch(reading)
+    assert outcomes(daemon)["ok"] - before["ok"] == NUM_SAMPLES
