@@ -226,6 +226,19 @@ def test_compose_gives_daemon_and_trainer_the_socket_s_folder_and_files_that_exi
     assert COMPOSE["services"]["trainer"]["depends_on"]["daemon"]["condition"] == "service_healthy"
 
 
+def test_compose_s_prometheus_reaches_the_daemon_s_metrics() -> None:
+    prometheus = COMPOSE["services"]["prometheus"]
+    assert prometheus["network_mode"] == "service:daemon"
+    options = dict(option.removeprefix("--").split("=") for option in prometheus["command"])
+    mounts = volumes("prometheus")
+    assert mounts[options["storage.tsdb.path"]] in COMPOSE["volumes"]
+    config_path = Path(options["config.file"])
+    config = yaml.safe_load((DOCKER / mounts[str(config_path.parent)] / config_path.name).read_text())
+    (target,) = (target for job in config["scrape_configs"] for each in job["static_configs"] for target in each["targets"])
+    assert f'metrics_listen = "tcp:{target}"' in (DOCKER / "gyre.toml").read_text()
+    assert all((DOCKER / "prometheus" / name).is_file() for name in config["rule_files"])
+
+
 def test_compose_s_training_job_is_one_that_its_dataset_fits() -> None:
     command = COMPOSE["services"]["trainer"]["command"]
     config = load_training(DOCKER / Path(command[1]).name)
