@@ -1,12 +1,10 @@
 """Throughput before, during and after a fault, as numbers, as a page and as a picture."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -16,12 +14,34 @@ import numpy.typing as npt
 from benchmarks.loader.markdown import table
 from benchmarks.loader.plots import GYRE, OTHER
 
-if TYPE_CHECKING:
-    from benchmarks.loader.storms import Course
-
 WARM_UP_S = 4.0  # of the job, not counted
 SPAN_S, STRETCH_S = 5.0, 0.5  # throughput is back when it is at the mark at once, and on average for so long
 MARK = 0.95
+
+
+@dataclass
+class Course:
+    """What happened to one job.
+
+    Attributes:
+        fault: its name.
+        load: average of the machine at the start.
+        begin_s: of the fault, since the job's first batch.
+        end_s: of the fault; infinite while it lasts.
+        arrivals: time and samples of each batch.
+        num_wrong: batches with a wrong byte.
+        errors: that the job was told, each once.
+        requests: of the daemon to the storage, by outcome.
+    """
+
+    fault: str
+    load: float = 0.0
+    begin_s: float = float("inf")
+    end_s: float = float("inf")
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    num_wrong: int = 0
+    errors: list[str] = field(default_factory=list)
+    requests: dict[str, int] = field(default_factory=dict)
 
 
 def condensed(arrivals: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:

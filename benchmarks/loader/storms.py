@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,34 +27,10 @@ from benchmarks.loader import stormreport
 from benchmarks.loader.objects import BATCH_SIZE, SAMPLE_BYTES
 from benchmarks.loader.processes import daemon, load_average
 from benchmarks.loader.stormfaults import FAULTS, Fault, Scene, scene_of
+from benchmarks.loader.stormreport import Course
 
 BEFORE_S, LEAST_AFTER_S, MOST_AFTER_S = 8.0, 10.0, 40.0
 PAUSE_S = 0.2  # of a job that was told, until it tries again
-
-
-@dataclass
-class Course:
-    """What happened to one job.
-
-    Attributes:
-        fault: its name.
-        load: average of the machine at the start.
-        begin_s: of the fault, since the job's first batch.
-        end_s: of the fault; infinite while it lasts.
-        arrivals: time and samples of each batch.
-        num_wrong: batches with a wrong byte or a sample that was not its turn.
-        errors: that the job was told, each once.
-        requests: of the daemon to the storage, by outcome.
-    """
-
-    fault: str
-    load: float = 0.0
-    begin_s: float = float("inf")
-    end_s: float = float("inf")
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    num_wrong: int = 0
-    errors: list[str] = field(default_factory=list)
-    requests: dict[str, int] = field(default_factory=dict)
 
 
 class Job:
