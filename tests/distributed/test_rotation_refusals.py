@@ -15,7 +15,7 @@ from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import EVEN, Variant, build, rotated_gpt
@@ -205,6 +205,32 @@ def step_before_backward() -> None:
     loss.backward()
 
 
+def mesh_of_the_first_rank() -> None:
+    rotate(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0], mesh_dim_names=("rotate",)))
+
+
+def mesh_of_another_device() -> None:
+    assert dist.group.WORLD is not None
+    rotate(nn.Linear(4, 4), mesh=DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("rotate",)))
+
+
+def on_meta_on_one_rank() -> None:
+    rotate_all(nn.Sequential(nn.LayerNorm(4, device="meta" if dist.get_rank() else "cpu")), mesh=make_mesh("cpu"))
+
+
+def other_policies_on_other_ranks() -> None:
+    policy = RotationPolicy(compute_dtype=torch.bfloat16 if dist.get_rank() else None)
+    rotate_all(nn.Sequential(nn.Linear(4, 4)), mesh=make_mesh("cpu"), policy=policy)
+
+
+def integers_that_travel() -> None:
+    RotationPolicy(grad_dtype=torch.int8)
+
+
+def unknown_dropout() -> None:
+    RotationPolicy(dropout="none")  # type: ignore[arg-type]
+
+
 def buffer_on_meta() -> None:
     with torch.device("meta"):
         model = nn.BatchNorm1d(4)
@@ -249,6 +275,11 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (other_dtypes_on_other_ranks, RotationError, ["0.weight of Linear", "float32", "on rank 1", "float64"]),
     (frozen_on_one_rank, RotationError, ["0.weight of LayerNorm", "trains", "on rank 1", "is frozen"]),
     (fewer_modules_on_one_rank, RotationError, ["1.weight of Linear", "on rank 1 there is no more parameter"]),
+    (mesh_of_another_device, RotationError, ["Linear.weight is on cpu", "the mesh is of cuda"]),
+    (on_meta_on_one_rank, RotationError, ["0.weight of LayerNorm", "on cpu", "on rank 1", "on meta"]),
+    (other_policies_on_other_ranks, RotationError, ["0 rotates with", "compute_dtype=None", "on rank 1", "torch.bfloat16"]),
+    (integers_that_travel, RotationError, ["grad_dtype=torch.int8", "floating-point"]),
+    (unknown_dropout, RotationError, ["'none'", "independent, equal"]),
     (loaded_by_assignment, RotationError, ["up.weight", "before it is rotated"]),
     (backward_twice, RotationError, ["MLP", "ran before"]),
     (step_before_backward, RotationError, ["MLP", "changed between forward and backward"]),
@@ -271,6 +302,14 @@ def test_refused(ranks: StartRanks, program: Callable[[], None], error: type[Exc
         assert found is not None, "nothing was refused"
         assert found[0] is error, found
         assert all(word in found[1] for word in words), found[1]
+
+
+def test_a_rank_that_is_not_on_the_mesh_is_refused(ranks: StartRanks) -> None:
+    on_it, outside = ranks(2).run(refusal, mesh_of_the_first_rank)
+    assert on_it is None
+    assert outside is not None
+    assert outside[0] is MeshError
+    assert outside[1].startswith("rank 1 is not on DeviceMesh")
 
 
 def test_no_process_group() -> None:

@@ -4,8 +4,10 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.layers.mlp import MLP, MLPRule
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.test_rotation_parity import UNEVEN
-from tests.distributed.training import Variant, batch, rotated_gpt, train_step
+from tests.distributed.training import Variant, batch, build, rotated_gpt, train_step
 
 
 class Numbered(MLP):
@@ -138,6 +140,8 @@ def test_a_hop_sends_what_arrived_without_a_copy_in_between(ranks: StartRanks) -
 
 def memory_after_each_step(policy: RotationPolicy) -> list[tuple[int, set[int]]]:
     """Bytes of all tensors of this rank, and the addresses of the transient buffers."""
+    gc.collect()
+    gc.freeze()  # what is there already is not looked through again and again
     variant = Variant(UNEVEN, policy)
     model = rotated_gpt(variant)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -153,6 +157,7 @@ def memory_after_each_step(policy: RotationPolicy) -> list[tuple[int, set[int]]]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is Tensor}
         buffers = {buffer.data_ptr() for free in pool._free.values() for buffer in free}
         found.append((sum(storages.values()), buffers))
+    gc.unfreeze()
     return found
 
 
@@ -164,6 +169,31 @@ def test_nothing_grows_and_no_buffer_is_made_after_the_first_steps(ranks: StartR
             assert num_bytes > 0
             assert len(buffers) >= 4  # two of weights and two of gradients
             assert later == [(num_bytes, buffers)] * 2
+
+
+def what_is_averaged(frozen: tuple[str, ...]) -> list[int]:
+    """Elements of each all-reduce in a step of a model with norms and biases all over."""
+    variant = Variant(UNEVEN, frozen=frozen)
+    model = rotated_gpt(variant)
+    loss = model.loss(*(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch(0, 37)))
+    seen: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", noted):
+        loss.backward()  # type: ignore[no-untyped-call]
+    return seen
+
+
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.mlp_norm",)])
+def test_what_is_whole_is_averaged_in_one_all_reduce(ranks: StartRanks, frozen: tuple[str, ...]) -> None:
+    norms = [(name, p.numel()) for name, p in build(UNEVEN).named_parameters() if "norm" in name]
+    assert len(norms) == 10
+    numel = sum(numel for name, numel in norms if not name.startswith(frozen or "none"))
+    assert ranks(3).run(what_is_averaged, frozen) == [[numel]] * 3
 
 
 def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.home import Home
 from gyre_trainer.layout import Layout
 from gyre_trainer.ring import Direction, Ring
@@ -25,6 +26,8 @@ from gyre_trainer.visitors import Visitors
 
 _MIN_PIECE = 2**18  # elements; hops of less cost time and save little
 _MAX_ROUNDS = 16
+
+_Dropout = Literal["independent", "equal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,15 @@ class RotationPolicy:
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     recompute: bool = False
-    dropout: Literal["independent", "equal"] = "independent"
+    dropout: _Dropout = "independent"
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "grad_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise RotationError(f"RotationPolicy({name}={dtype}): what travels is a floating-point dtype, or None")
+        if self.dropout not in get_args(_Dropout):
+            raise RotationError(f"RotationPolicy(dropout={self.dropout!r}): it is one of {', '.join(get_args(_Dropout))}")
 
 
 @dataclass(frozen=True, eq=False)
