@@ -1,7 +1,7 @@
 """`gyre-train plan`: what becomes of each module, and what a step takes of a rank, before anything is trained."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gyre_trainer.account import Account
@@ -10,6 +10,7 @@ from gyre_trainer.dry_run import dry_run, on_fake_ranks
 from gyre_trainer.live_bytes import CATEGORIES
 from gyre_trainer.rotation_plan import plan_of
 from gyre_trainer.spread import Strategy, rotated
+from gyre_trainer.table import table
 
 Accounts = Mapping[Strategy, Account]
 
@@ -92,18 +93,6 @@ def peaks(taken: Accounts) -> str:
     lines.append(["peak", *(mib(account.timeline.peak_bytes) for account in taken.values())])
     lines.append(["sent per step", *(mib(account.sent_bytes) for account in taken.values())])
     return table(lines, num_texts=1)
-
-
-def table(lines: Sequence[Sequence[str]], *, num_texts: int) -> str:
-    """Aligned columns, the first ``num_texts`` to the left."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < num_texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def mib(num_bytes: int) -> str:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gyre_trainer.home import local_of
 from gyre_trainer.rotated import RotatedModule, own_class
+from gyre_trainer.table import table
 
 How = Literal["rotated", "replicated", "local"]
 
@@ -67,13 +68,7 @@ class Plan:
             rule = each.rule or {"replicated": "whole on every rank", "local": "buffers, each rank's own"}[each.how]
             row = each.path or "(model)", each.module_class, rule, f"{each.numel:,}", f"{each.num_bytes:,}"
             rows.append((*row, f"{each.num_bytes_here:,}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join("  ".join(_aligned(row, widths)) for row in rows)
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> Iterator[str]:
-    for column, (text, width) in enumerate(zip(row, widths, strict=True)):
-        yield text.ljust(width) if column < 3 else text.rjust(width)
+        return table(rows, num_texts=3)
 
 
 def plan_of(model: nn.Module) -> Plan:
