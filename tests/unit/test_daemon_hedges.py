@@ -51,6 +51,12 @@ def test_second_requests_are_one_in_twenty() -> None:
     assert 500 <= num_taken <= 516
 
 
+def test_half_of_what_is_saved_up_is_kept_for_what_is_needed_first() -> None:
+    hedges = Hedges()
+    assert sum(hedges.take(is_needed_first=False) for _ in range(100)) == 8
+    assert sum(hedges.take() for _ in range(100)) == 8
+
+
 def test_the_first_to_come_say_nothing_while_more_than_three_of_the_first_sent_are_awaited() -> None:
     hedges, size = Hedges(), size_class(2048)
     early = [hedges.begin(size) for _ in range(300)]

@@ -19,7 +19,7 @@ from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import FairQueue, Flow
 from gyre_daemon.metrics import Metrics, Outcome, RequestCount, RequestKind, RequestLabels
 from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, too_late
-from gyre_daemon.storage.hedges import Hedges, most_needed_first
+from gyre_daemon.storage.hedges import Hedges, most_needed_first, needed_first
 from gyre_daemon.storage.limit import AdaptiveLimit
 from gyre_daemon.storage.request import Request, Try
 from gyre_daemon.storage.retries import RetryBudget, pause_s
@@ -235,12 +235,12 @@ class Endpoint:
                 if try_.sent_at > sent_before:
                     break
                 late[try_.request] = try_
+            first = needed_first(self._live) if late else {}
             for request in most_needed_first(late):
-                if not self._hedges.take():
-                    return
-                del tries[late[request]]
-                request.num_hedges = 1
-                self._ask(request, is_hedge=True)
+                if self._hedges.take(is_needed_first=request.urgency == first[request.flow]):
+                    del tries[late[request]]
+                    request.num_hedges = 1
+                    self._ask(request, is_hedge=True)
 
     def _look_at_deadlines(self, now: float) -> None:
         deadline_s = self._terms.deadline_s

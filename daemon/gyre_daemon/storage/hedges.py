@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable
 from typing import Protocol, TypeVar
 
 _SHARE = 0.05
-_RESERVE = 16.0
+_RESERVE, _KEPT = 16.0, 8.0
 _QUANTILE = 0.95
 _MEMORY = 512
 _COHORT = 64  # requests sent first
@@ -54,9 +54,12 @@ class Hedges:
         if self._tokens < _RESERVE:
             self._tokens += _SHARE
 
-    def take(self) -> bool:
-        """Whether a second request may be sent now; if so, it counts as sent."""
-        if self._tokens < 1:
+    def take(self, *, is_needed_first: bool = True) -> bool:
+        """Whether a second request may be sent now; if so, it counts as sent.
+
+        A part is kept for what is needed first: where that is late, nothing else is sent that would bring a token.
+        """
+        if self._tokens < (1 if is_needed_first else 1 + _KEPT):
             return False
         self._tokens -= 1
         return True
@@ -122,6 +125,14 @@ def most_needed_first(late: Iterable[Request]) -> list[Request]:
         in_turns.append((turns[request.flow], request))
         turns[request.flow] += 1
     return [request for _, request in sorted(in_turns, key=lambda each: each[0])]
+
+
+def needed_first(live: Iterable[Late]) -> dict[Hashable, int]:
+    """The lowest urgency of each job."""
+    first: dict[Hashable, int] = {}
+    for request in live:
+        first[request.flow] = min(request.urgency, first.get(request.flow, request.urgency))
+    return first
 
 
 def size_class(num_bytes: int) -> int:

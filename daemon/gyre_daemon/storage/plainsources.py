@@ -5,7 +5,8 @@ of that URL. So no line here knows how a request is signed.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -94,11 +95,12 @@ class PlainSource:
 
     def close(self) -> None:
         """See `Source.close`."""
-        for head in self._heads.values():
-            if head.task:
-                head.task.cancel()
-        for host in self._hosts.values():
-            host.close()
+        _hang_up(self._heads.values(), self._hosts.values())
+
+    def __del__(self) -> None:
+        """Nobody reads any more, in whatever thread that is noticed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(_hang_up, [*self._heads.values()], [*self._hosts.values()])
 
     async def _prepare(self, head: "_Head", path: str) -> None:
         try:
@@ -138,6 +140,14 @@ class _Head:
         get.text = self.text + get.text
         assert self.host
         self.host.send(get)
+
+
+def _hang_up(heads: Iterable[_Head], hosts: Iterable[PlainHttp]) -> None:
+    for head in heads:
+        if head.task:
+            head.task.cancel()
+    for host in hosts:
+        host.close()
 
 
 async def _web_url(path: str) -> str:
