@@ -1,5 +1,7 @@
 """The command `gyre-train`.
 
+What a command needs is imported by that command: a launcher has its ranks started a second sooner.
+
 Exit status: 0 when the run is complete; 2 for what the user can mend (flags, configuration, a checkpoint or a dataset that does
 not fit), told in one sentence; 128 + N after signal N; else 1, with a traceback, or with the
 name of the rank that kept the others waiting.
@@ -15,14 +17,10 @@ from pathlib import Path
 
 from gyre_client.errors import GyreError
 
-from gyre_trainer import checkpoint, plan
 from gyre_trainer.config import TrainConfig, load
 from gyre_trainer.errors import RingError, TrainError
 from gyre_trainer.last_words import Launcher
 from gyre_trainer.launch import Launch
-from gyre_trainer.memory import draw
-from gyre_trainer.trace import trace
-from gyre_trainer.train import train
 
 LATEST = "latest"
 
@@ -70,18 +68,27 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
 
 
 def _run(config: TrainConfig, options: argparse.Namespace) -> None:
+    from gyre_trainer.train import train  # noqa: PLC0415  (only ranks train)
+
     train(config, _checkpoint(config, options), begins_again=options.resume_if_any)
 
 
 def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
+    from gyre_trainer.trace import trace  # noqa: PLC0415  (only ranks are traced)
+
     trace(config, options.out, options.steps)
 
 
 def _plan(config: TrainConfig, options: argparse.Namespace) -> None:
+    from gyre_trainer import plan  # noqa: PLC0415  (FSDP2 and fake tensors take a second to import)
+
     print(plan.text(config, options.ranks))
 
 
 def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
+    from gyre_trainer import plan  # noqa: PLC0415  (as above)
+    from gyre_trainer.memory import draw  # noqa: PLC0415  (matplotlib)
+
     taken = plan.accounts(config, options.ranks)
     print(plan.peaks(taken))
     draw(taken, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
@@ -89,13 +96,17 @@ def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
     """The checkpoint directory to go on from."""
+    if not (options.resume or options.resume_if_any):
+        return None
+    from gyre_trainer import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint, for who resumes)
+
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:
         path = checkpoint.latest(folder) if checkpoint.exists(folder) else None
     elif options.resume == LATEST:
         path = checkpoint.latest(folder)
     else:
-        path = Path(options.resume) if options.resume else None
+        path = Path(options.resume)
     if path:
         checkpoint.read_manifest(path, config.model)
     return path

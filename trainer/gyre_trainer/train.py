@@ -5,6 +5,7 @@ import math
 import socket
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from gyre_trainer.flyweight import materialize
 from gyre_trainer.ledger import Ledger, Times
 from gyre_trainer.model import GPT
 from gyre_trainer.place import Place, join, peak_memory_bytes
-from gyre_trainer.record import Facts, Recorder
 from gyre_trainer.ring import together
 from gyre_trainer.sharing import sharing_a_daemon
 from gyre_trainer.spread import rotated
 from gyre_trainer.step import Stepper
+
+if TYPE_CHECKING:
+    from gyre_trainer.record import Recorder
 
 
 def train(config: TrainConfig, resume: Path | None, *, begins_again: bool = False) -> None:
@@ -71,6 +74,8 @@ class Training:
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
         if self._place.rank == 0:
+            from gyre_trainer.record import Facts, Recorder  # noqa: PLC0415  (TensorBoard and matplotlib, for one rank)
+
             num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
             facts = Facts(self._loader.num_samples, self._loader.steps_per_epoch, self._place.world_size, num_parameters)
             self._recorder = Recorder(self._config, facts, self.step, begins_again=begins_again)
