@@ -1,0 +1,149 @@
+"""Clients that are killed or frozen: what they had comes back, their successors go on, and nothing of them is left."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+
+from tests.conftest import Daemon, StartDaemon
+
+LEASE_S = 2.0
+
+# The daemon, which tells on SIGUSR1 what it has to do.
+COUNTED = """
+import asyncio, signal, sys
+from pathlib import Path
+from gyre_daemon.config import load
+from gyre_daemon.events import log_event, start_log
+from gyre_daemon.server import serve
+
+async def main() -> None:
+    tell = lambda: log_event("tasks", {"names": sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks())})
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
+    await serve(load(Path(sys.argv[1]), {}, {}).config, Path(sys.argv[1]).parent, None, None)
+
+start_log("info")
+asyncio.run(main())
+"""
+
+# A client that holds a batch, and reads on when it is told to.
+READER = """
+import sys
+from gyre_client import Loader
+from gyre_client.errors import GyreError
+loader = Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, reattach_timeout_s=5, job="train", address=sys.argv[1])
+batch = next(loader)
+print("reading", flush=True)
+sys.stdin.readline()
+print(batch["sample_id"].tolist(), batch["tokens"].long().sum(dim=1).tolist(), flush=True)
+try:
+    for _ in range(100):
+        next(loader)
+except GyreError as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
+    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    return gyred({"lease_s": LEASE_S, "datasets": {"tokens": tokens}}, command=("-c", COUNTED))
+
+
+def until(holds: Callable[[], object], deadline_s: float = 30.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def num_sessions(daemon: Daemon) -> int:
+    with Connection(parse_address(daemon.address)) as connection:
+        return len(connection.status().sessions)
+
+
+def read(daemon: Daemon, num_batches: int) -> list[list[int]]:
+    with Loader("tokens", batch_size=20, seed=3, job="train", address=daemon.address) as loader:
+        return [next(loader)["sample_id"].tolist() for _ in range(num_batches)]
+
+
+@contextlib.contextmanager
+def reader(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", READER, daemon.address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "reading\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def holdings(daemon: Daemon) -> dict[str, Any]:
+    """All that a daemon may hold of its clients."""
+    assert daemon.process
+    begin = daemon.log_path.stat().st_size
+    daemon.process.send_signal(signal.SIGUSR1)
+    until(lambda: any(event["event"] == "tasks" for event in daemon.events(begin)))
+    (tasks,) = (event["names"] for event in daemon.events(begin) if event["event"] == "tasks")
+    process = psutil.Process(daemon.process.pid)
+    folder = daemon.config_path.parent
+    return {
+        "tasks": tasks,
+        "descriptors": process.num_fds(),
+        "sockets": len(process.net_connections("unix")),
+        "threads": process.num_threads(),
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")),
+        "arenas": Path(f"/proc/{process.pid}/maps").read_text().count("gyre-arena"),
+    }
+
+
+def test_nothing_is_left_of_clients_that_were_killed_or_frozen(daemon: Daemon) -> None:
+    for _ in range(3):
+        read(daemon, 50)  # all threads of the pool have begun
+    before = holdings(daemon)
+    assert before["arenas"] == 0
+    for _ in range(2):
+        with reader(daemon) as victim:
+            victim.kill()
+            until(lambda: num_sessions(daemon) == 0, 2.0)
+            until(lambda: holdings(daemon)["arenas"] == 0, 2.0)
+    with reader(daemon) as frozen:
+        frozen.send_signal(signal.SIGSTOP)
+        assert num_sessions(daemon) == 1, "it may be slow: its lease has not run out"
+        until(lambda: num_sessions(daemon) == 0)
+        until(lambda: holdings(daemon)["arenas"] == 0, 2.0)
+    until(lambda: holdings(daemon)["tasks"] == before["tasks"])
+    until(lambda: holdings(daemon)["sockets"] <= before["sockets"])
+    after = holdings(daemon)
+    assert after["files"] == before["files"]
+    assert after["descriptors"] <= before["descriptors"]
+    assert after["threads"] <= before["threads"] + 2  # gRPC has some of its own, which come and go
+
+
+def test_a_frozen_client_wakes_to_intact_bytes_and_learns_that_it_is_fenced(daemon: Daemon) -> None:
+    with reader(daemon) as frozen:
+        assert frozen.stdin
+        assert frozen.stdout
+        frozen.send_signal(signal.SIGSTOP)
+        until(lambda: num_sessions(daemon) == 0)
+        with Loader("tokens", batch_size=20, seed=3, job="train", address=daemon.address) as successor:
+            batches = [next(successor) for _ in range(300)]  # many times the slots there are
+            frozen.send_signal(signal.SIGCONT)
+            print("go on", file=frozen.stdin, flush=True)
+            ids, sums = batches[0]["sample_id"].tolist(), batches[0]["tokens"].long().sum(dim=1).tolist()
+            assert frozen.stdout.readline().strip() == f"{ids} {sums}"
+            line = frozen.stdout.readline()
+            assert line.startswith("Fenced generation ")
+            assert "of rank 0 of job 'train' is older than generation" in line
+            assert len([next(successor) for _ in range(20)]) == 20, "the successor was not disturbed"

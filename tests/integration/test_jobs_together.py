@@ -1,0 +1,153 @@
+"""Jobs that want different things of one daemon: what they get, what they wait for, and what they may take."""
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
+
+from tests.conftest import Daemon, StartDaemon, to_toml
+from tests.object_server.process import ObjectServerProcess, object_server
+from tests.object_server.script import Rule, Script
+
+LENGTH, BATCH = 2048, 32  # of the local dataset: a batch is 256 KiB and more, and a session of default size 18 MiB
+
+
+@pytest.fixture
+def storage() -> Iterator[ObjectServerProcess]:
+    with object_server() as server:
+        server.put("/bucket/tokens.bin", np.arange(8000, dtype="<u2").tobytes())
+        yield server
+
+
+def remote(storage: ObjectServerProcess) -> dict[str, Any]:
+    """A dataset of 1000 samples, each of which is a request."""
+    uri = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "sequence_length": 8, "cache": False}
+    return {"tokens": {**uri, "storage": dict(storage.storage_settings)}}
+
+
+def status(daemon: Daemon) -> pb.DaemonStatus:
+    with Connection(parse_address(daemon.address)) as connection:
+        return connection.status()
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def shares(loaders: Mapping[str, Loader], num_batches: int) -> Mapping[str, int]:
+    """How many of so many batches each job gets while all read as fast as they can."""
+    counts: Counter[str] = Counter()
+
+    def read(job: str) -> None:
+        for _ in range(8):  # what was ready
+            next(loaders[job])
+        ready.wait()
+        while counts.total() < num_batches:
+            next(loaders[job])
+            counts[job] += 1
+
+    ready = threading.Barrier(len(loaders))
+    threads = [threading.Thread(target=read, args=(job,)) for job in loaders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return counts
+
+
+def test_what_is_scarce_goes_to_jobs_by_their_weights(gyred: StartDaemon, storage: ObjectServerProcess) -> None:
+    storage.follow(Script(first_byte_p50_s=0.01, first_byte_p99_s=0.011))
+    config = {"max_requests": 4, "hedge": False, "datasets": remote(storage)}
+    daemon = gyred({**config, "job_weights": {"prod-*": 3}})
+
+    def loader(job: str, seed: int) -> Loader:
+        return Loader("tokens", batch_size=4, seed=seed, prefetch_batches=8, job=job, address=daemon.address)
+
+    with loader("prod-a", 1) as heavy, loader("probe", 2) as light:
+        loaders = {"prod-a": heavy, "probe": light}
+        counts = shares(loaders, 120)
+        assert 2 < counts["prod-a"] / counts["probe"] < 4.5
+        event = daemon.reconfigure(to_toml({**config, "listen": [daemon.address], "job_weights": {"probe": 3}}))
+        assert (event["event"], event["reweighed"]) == ("reloaded", ["probe", "prod-*"])
+        counts = shares(loaders, 120)
+        assert 2 < counts["probe"] / counts["prod-a"] < 4.5
+
+
+def test_a_stall_is_told_while_it_lasts(gyred: StartDaemon, storage: ObjectServerProcess) -> None:
+    daemon = gyred({"hedge": False, "datasets": remote(storage)})
+    with Loader("tokens", batch_size=4, address=daemon.address) as loader:
+        storage.follow(Script(rules=[Rule("delay", delay_s=2.0)]))
+        began = time.monotonic()
+        reading = threading.Thread(target=next, args=(loader,))
+        reading.start()
+        until(lambda: any(session.trainer_waited_s > 0.6 for session in status(daemon).sessions))
+        (session,) = status(daemon).sessions
+        assert session.num_batches_sent == 0
+        assert reading.is_alive()
+        reading.join()
+        until(lambda: status(daemon).sessions[0].trainer_waited_s > 1.5)
+        assert status(daemon).sessions[0].trainer_waited_s < time.monotonic() - began, "nothing was told twice"
+
+
+def arena_bytes(daemon: Daemon) -> int:
+    """Memory of all batches, of sessions that ended too, that the daemon's process has."""
+    assert daemon.process
+    lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
+
+
+@contextlib.contextmanager
+def read_slowly(loader: Loader) -> Iterator[None]:
+    """Some fifty batches a second meanwhile."""
+    stopping = threading.Event()
+
+    def read() -> None:
+        while not stopping.wait(0.02):
+            next(loader)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        reading.join()
+
+
+def test_memory_stays_within_the_budget_whoever_is_slow_or_stopped(gyred: StartDaemon, tmp_path: Path) -> None:
+    np.zeros(2000 * LENGTH, "<u4").tofile(tmp_path / "tokens.bin")
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    daemon = gyred({"memory_budget": "64MiB", "datasets": {"tokens": tokens}})
+
+    def loader(job: str, seed: int) -> Loader:
+        return Loader("tokens", batch_size=BATCH, seed=seed, job=job, address=daemon.address)
+
+    with loader("stopped", 1) as stopped, loader("slow", 1) as slow, read_slowly(slow):
+        held = [next(stopped) for _ in range(5)]
+        most = 0
+        for seed in (1, 2, 3, 1):  # with and without those two
+            with loader("fast", seed) as fast:
+                for _ in range(20):
+                    for _ in range(10):
+                        next(fast)
+                    now = status(daemon)
+                    assert now.memory_reserved_bytes <= now.memory_budget_bytes == 64 << 20
+                    assert arena_bytes(daemon) <= now.memory_budget_bytes
+                    most = max(most, arena_bytes(daemon))
+        assert len(held) == 5
+    assert most > 32 << 20, "there was something to bound"
+    until(lambda: arena_bytes(daemon) == 0)
+    assert status(daemon).memory_reserved_bytes == 0
