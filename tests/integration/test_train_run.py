@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -17,6 +16,8 @@ import pytest
 import torch
 from gyre_trainer.history import committed, digest, resumes
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.conftest import Daemon, to_toml
 
 DEADLINE_S = 120.0
 NUM_SAMPLES, SEQUENCE_LENGTH, BATCH_SIZE, SEED = 60, 16, 8, 11
@@ -76,19 +77,30 @@ class Trainer:
             process.communicate(timeout=10)
 
 
-@pytest.fixture
-def trainer(tmp_path: Path, gyred: Callable[..., Any]) -> Iterator[Trainer]:
-    data = tmp_path / "data"
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of one daemon, which all runs of this file read from."""
+    folder = tmp_path_factory.mktemp("daemon")
+    data = folder / "data"
     data.mkdir()
     generator = np.random.default_rng(3)
     for shard in range(2):
         tokens = generator.integers(0, 256, NUM_SAMPLES // 2 * (SEQUENCE_LENGTH + 1), dtype=np.uint8)
         (data / f"{shard}.bin").write_bytes(tokens.tobytes())
     dataset = {"uri": str(data), "format": "tokens", "dtype": "uint8", "sequence_length": SEQUENCE_LENGTH + 1}
-    daemon = gyred({"datasets": {"bytes": dataset}})
+    address = f"unix:{folder}/run/gyre.sock"
+    config = {"listen": [address], "index_dir": str(folder / "index"), "drain_timeout_s": 3.0, "datasets": {"bytes": dataset}}
+    (folder / "gyre.toml").write_text(to_toml(config))
+    daemon = Daemon(folder / "gyre.toml", address, folder / "log", {}).start()
+    yield address
+    daemon.stop()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, address: str) -> Iterator[Trainer]:
     config_path = tmp_path / "train.toml"
     config_path.write_text(CONFIG)
-    trainer = Trainer(config_path, daemon.address)
+    trainer = Trainer(config_path, address)
     yield trainer
     trainer.clean_up()
 
