@@ -85,6 +85,7 @@ class Session:
             )
         self._shown: ShownArenas | None = None
         self._payloads: deque[Batch] = deque()
+        self._payload: memoryview | None = None
         self._sendable = asyncio.Event()
         self._payload_ready = asyncio.Event()
         self._ended: GyreError | None = None
@@ -165,11 +166,6 @@ class Session:
         """Until the session is lost, unless its client is heard of."""
         return self._seen + self._environment.lease_s - self._environment.machinery.clock()
 
-    @property
-    def has_ended(self) -> bool:
-        """Its memory may be anybody's."""
-        return self._ended is not None
-
     def cursor_at(self, step: int) -> bytes:
         """The cursor of a client that has consumed all steps before `step`."""
         return self._encode_cursor(step * self.request.order.global_batch_size)
@@ -248,12 +244,22 @@ class Session:
         """The next step is ready and did not fail."""
         return self._path.head_is_whole
 
-    async def next_payload(self) -> Batch | None:
-        """Each batch that `next_batch` gave, once more, for the stream that carries payload; None after the session's last."""
+    async def next_payload(self) -> int:
+        """Go on to the next batch that `next_batch` gave, for the stream that carries payload.
+
+        Returns:
+            Its length in bytes; 0 after the session's last.
+        """  # the session keeps it, and not who reads it: the call of a frozen client lasts, and must not keep an arena
+        self._payload = None
         while not self._payloads and not self._ended:
             self._payload_ready.clear()
             await self._payload_ready.wait()
-        return self._payloads.popleft() if self._payloads else None
+        self._payload = self._payloads.popleft().payload if self._payloads else None
+        return self._payload.nbytes if self._payload else 0
+
+    def payload_part(self, begin: int, num_bytes: int) -> memoryview | None:
+        """So many bytes of it, or what is left; None where the session has ended meanwhile."""
+        return self._payload[begin : begin + num_bytes] if self._payload else None
 
     def drain(self) -> None:
         """Begin no further step; send what is under way as far as the client has credit for it."""
@@ -270,6 +276,7 @@ class Session:
             return
         self._ended = reason
         self._payloads.clear()
+        self._payload = None
         self._path.leave(self._shown.when_unread if self._shown else _at_once)
         self._shown = None
         self._environment.budget.give_back(self.share.num_bytes)

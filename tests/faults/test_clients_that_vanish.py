@@ -1,23 +1,30 @@
 """Clients that are killed or frozen: what they had comes back, their successors go on, and nothing of them is left."""
 
 import contextlib
+import itertools
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from gyre_client import Loader
 from gyre_client.address import parse_address
 from gyre_client.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon
 
 LEASE_S = 2.0
+SAMPLE_BYTES = 8 << 20
 
 # The daemon, which tells on SIGUSR1 what it has to do.
 COUNTED = """
@@ -39,6 +46,7 @@ asyncio.run(main())
 # A client that holds a batch, and reads on when it is told to.
 READER = """
 import sys
+import threading
 from gyre_client import Loader
 from gyre_client.errors import GyreError
 loader = Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, reattach_timeout_s=5, job="train", address=sys.argv[1])
@@ -111,6 +119,7 @@ def holdings(daemon: Daemon) -> dict[str, Any]:
 def test_nothing_is_left_of_clients_that_were_killed_or_frozen(daemon: Daemon) -> None:
     for _ in range(3):
         read(daemon, 50)  # all threads of the pool have begun
+    until(lambda: "_schedule_rpc_coro" not in holdings(daemon)["tasks"])  # the calls of those that have read
     before = holdings(daemon)
     assert before["arenas"] == 0
     for _ in range(2):
@@ -129,6 +138,44 @@ def test_nothing_is_left_of_clients_that_were_killed_or_frozen(daemon: Daemon) -
     assert after["files"] == before["files"]
     assert after["descriptors"] <= before["descriptors"]
     assert after["threads"] <= before["threads"] + 2  # gRPC has some of its own, which come and go
+
+
+def silence(until_set: threading.Event) -> Iterator[pb.StreamRequest]:
+    """A client that says nothing more, and goes then."""
+    until_set.wait()
+    yield from ()
+
+
+def test_a_client_that_stops_in_the_middle_of_a_payload_keeps_no_memory(gyred: StartDaemon, tmp_path: Path) -> None:
+    """Over TCP; its call waits for as long as the client is there."""
+    (tmp_path / "zeros.bin").touch()
+    os.truncate(tmp_path / "zeros.bin", 4 * SAMPLE_BYTES)
+    zeros = {"uri": str(tmp_path / "zeros.bin"), "format": "tokens", "dtype": "uint16", "sequence_length": SAMPLE_BYTES // 2}
+    daemon = gyred({"listen": ["tcp:127.0.0.1:0"], "lease_s": LEASE_S, "datasets": {"zeros": zeros}}, command=("-c", COUNTED))
+    (address,) = next(event["listen"] for event in daemon.events() if event["event"] == "ready")
+    with grpc.insecure_channel(address.removeprefix("tcp:")) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+        opened = stub.OpenSession(
+            pb.OpenSessionRequest(
+                dataset=pb.DatasetRef(name="zeros"),
+                order=pb.OrderSpec(global_batch_size=2),
+                reader=pb.Reader(job="stuck", world_size=1),
+            )
+        )
+        said = iter(
+            [
+                pb.StreamRequest(attach=pb.Attach(session_id=opened.session_id)),
+                pb.StreamRequest(credit=pb.Credit(num_batches=1)),
+            ]
+        )
+        still = threading.Event()
+        stream = stub.Stream(itertools.chain(said, silence(still)))
+        assert next(iter(stream)).batches
+        payload = stub.ReadPayload(pb.ReadPayloadRequest(session_id=opened.session_id))
+        assert next(iter(payload)).data
+        assert holdings(daemon)["arenas"] > 0
+        until(lambda: holdings(daemon)["arenas"] == 0)
+        still.set()
 
 
 def test_a_frozen_client_wakes_to_intact_bytes_and_learns_that_it_is_fenced(daemon: Daemon) -> None:

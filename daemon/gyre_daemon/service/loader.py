@@ -152,11 +152,14 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[bytes]:
         """The payload of a session's batches, as PayloadChunk messages framed by hand."""
         session = self._sessions.get(request.session_id)
-        while batch := await session.next_payload():
-            for begin in range(0, batch.payload.nbytes, _CHUNK_BYTES):
-                if session.has_ended:
+        while num_bytes := await session.next_payload():
+            for begin in range(0, num_bytes, _CHUNK_BYTES):
+                part = session.payload_part(begin, _CHUNK_BYTES)
+                if part is None:
                     return
-                yield convert.frame_chunk(batch.payload[begin : begin + _CHUNK_BYTES])
+                frame = convert.frame_chunk(part)
+                del part
+                yield frame
 
     @answers_errors
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.SessionState:
