@@ -131,6 +131,7 @@ class Feed:
         self._is_draining = False
         self._num_sealed = self._num_awaited = 0  # batches since the window was last looked at, and those that were waited for
         self._patience = Patience(_PATIENCE_S, _PATIENCE_FORGIVEN)
+        self._apart_until = first_step
         machinery.feeds.add(self)
         self._running = asyncio.create_task(_leaving_nothing(self._run()), name="feed")
         self._running.add_done_callback(self._run_done)
@@ -165,7 +166,15 @@ class Feed:
 
     def may_be_joined(self, spec: Spec, share: Share) -> bool:
         """Sessions that want this, with that much memory of their own, can read along."""
-        return not self.is_closed and not self.is_following and self.share == share and self.spec.is_as(spec)
+        is_open = not self.is_closed and not self.is_following and not self._is_apart
+        return is_open and self.share == share and self.spec.is_as(spec)
+
+    def stay_apart(self, step: int) -> None:
+        """Neither join nor be joined until a window of steps from this one on has been taken.
+
+        Who was cast off may still find its next step in the others' memory; if it came back, they would wait for it again.
+        """
+        self._apart_until = step + self.share.num_ahead
 
     def outcome(self, step: int) -> Outcome:
         """Of a sealed step."""
@@ -266,6 +275,10 @@ class Feed:
             return None
         return next(each for each in self._subscriptions if each.view is view)
 
+    @property
+    def _is_apart(self) -> bool:
+        return all(view.next_to_send < self._apart_until for view in self.window.views)
+
     def _merge(self) -> bool:
         """Let another feed go on for this one, where that has what would be begun next in memory."""
         step = self.window.next_to_begin
@@ -281,7 +294,8 @@ class Feed:
     def _begin(self) -> Begun:
         """Begin what is read together next, unless another feed does; nothing where there is no room for it."""
         self._is_full = False
-        if self.window.room and not self.is_following and len(self._machinery.feeds) > 1 and self._merge():
+        may_merge = self.window.room and not self.is_following and not self._is_apart
+        if may_merge and len(self._machinery.feeds) > 1 and self._merge():
             return []
         if self._is_draining or not self._prefetcher.may_begin(self.window):
             return []

@@ -146,10 +146,11 @@ class Path:
         if here.feed.is_only(here) and here.feed.owner is self:
             here.feed.is_following = False
             here.view.extend(self._end_step)
-            here.feed.look_again()
         else:
             here.leave()
-            self._subscriptions[0] = self._found(here.view.next_to_send, self._end_step)
+            here = self._subscriptions[0] = self._found(here.view.next_to_send, self._end_step)
+        here.feed.stay_apart(here.view.next_to_send)
+        here.feed.look_again()
 
     def follow(self, feed: Feed, step: int) -> None:
         """Where its feed ends now, another goes on."""

@@ -78,11 +78,10 @@ class Window:
         return view
 
     def laggard(self) -> "View | None":
-        """Of several views the one that needs the oldest step, if it is not the furthest too."""
-        if len(self.views) < 2:
-            return None
-        slowest = min(self.views, key=lambda view: view.oldest_needed)
-        return slowest if slowest.next_to_send < max(view.next_to_send for view in self.views) else None
+        """Of the views behind the furthest, which may keep old steps too, the one that needs the oldest; None if none is."""
+        front = max((view.next_to_send for view in self.views), default=0)
+        behind = [view for view in self.views if view.next_to_send < front]
+        return min(behind, key=lambda view: view.oldest_needed, default=None)
 
     def _unneeded(self, step: int) -> None:
         self._needs[step] -= 1

@@ -1,5 +1,6 @@
 """Jobs that want the same batches share them, and none of them can do another any harm."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,8 +43,8 @@ def events(daemon: Daemon, name: str) -> list[dict[str, object]]:
     return [event for event in daemon.events() if event["event"] == name]
 
 
-def loader(daemon: Daemon, job: str) -> Loader:
-    return Loader("tokens", batch_size=BATCH, seed=3, address=daemon.address, job=job)
+def loader(daemon: Daemon, job: str, prefetch_batches: int = 0) -> Loader:
+    return Loader("tokens", batch_size=BATCH, seed=3, address=daemon.address, job=job, prefetch_batches=prefetch_batches)
 
 
 def ids_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
@@ -107,6 +108,22 @@ def test_job_that_falls_behind_goes_on_alone(daemon: Daemon) -> None:
             batch = next(iter(slow))
             assert batch["sample_id"].tolist() == wanted[step]
             assert right(daemon, batch)
+
+
+@pytest.mark.parametrize("prefetch_batches", [2, 4, 8])
+def test_several_jobs_that_stop_do_not_stop_another(daemon: Daemon, prefetch_batches: int) -> None:
+    """Each that is cast off finds its next step in the memory that the others keep, and must not come back for it at once."""
+    with contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(loader(daemon, job, prefetch_batches)) for job in "abcd"]
+        *stopped, fast = jobs
+        together = [ids_of([next(iter(each)) for each in jobs]) for _ in range(50)]
+        assert all(ids == each[0] for each in together for ids in each)
+        ahead = [ids_of([next(iter(each)) for _ in range(index)]) for index, each in enumerate(stopped)]
+        wanted = ids_of([next(iter(fast)) for _ in range(500)])
+        assert len(events(daemon, "reader falls behind")) <= 3 * len(stopped)
+        for index, each in enumerate(stopped):  # they go on where they stood
+            assert ahead[index] == wanted[:index]
+            assert ids_of([next(iter(each)) for _ in range(100)]) == wanted[index : index + 100]
 
 
 def test_owner_of_a_feed_may_leave_it(daemon: Daemon) -> None:

@@ -152,3 +152,22 @@ class WindowModel(RuleBasedStateMachine):
 
 TestWindow = WindowModel.TestCase
 TestWindow.settings = settings(max_examples=100, stateful_step_count=60)
+
+
+def test_who_is_behind_is_the_laggard_also_where_the_furthest_keeps_an_older_step() -> None:
+    window = Window(0, 8, lambda step: None)
+    front, behind, further_behind = (window.join(0, None) for _ in range(3))
+    assert window.laggard() is None
+    for _ in range(6):
+        window.seal(window.begin())
+    for view, num_sent in ((front, 6), (behind, 4), (further_behind, 3)):
+        for step in range(num_sent):
+            view.send()
+            if (view, step) != (front, 0):
+                view.release(step)
+    assert front.oldest_needed == 0
+    assert window.laggard() is further_behind
+    further_behind.leave()
+    assert window.laggard() is behind
+    behind.leave()
+    assert window.laggard() is None
