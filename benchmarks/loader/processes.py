@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,34 +57,47 @@ class Daemon:
 def daemon(
     folder: Path, datasets: Mapping[str, Mapping[str, object]], budget_bytes: int = BUDGET_BYTES, more: Sequence[str] = ()
 ) -> Iterator[Daemon]:
-    """A daemon that serves these datasets, with `more` lines of configuration; its files are in a folder of its own."""
+    """A daemon that serves these datasets, with `more` lines of configuration; its files are in a folder of its own.
+
+    Its socket is in the system's folder for temporary files: the path of a socket has 102 bytes at most.
+    """
     home = folder / f"daemon-{time.monotonic_ns()}"
     home.mkdir()
-    lines = [f'listen = ["unix:{home}/gyre.sock"]', f'index_dir = "{folder}/index"', f"memory_budget = {budget_bytes}", *more]
-    for name, config in datasets.items():
-        lines += [f"[datasets.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in config.items())]
-    (home / "gyre.toml").write_text("\n".join(lines))
-    done = threading.Event()
-    with (home / "log").open("wb") as log:
+    with tempfile.TemporaryDirectory(prefix="gyre-") as sockets, (home / "log").open("wb") as log:
+        address = f"unix:{sockets}/gyre.sock"
+        lines = [f'listen = ["{address}"]', f'index_dir = "{folder}/index"', f"memory_budget = {budget_bytes}", *more]
+        for name, config in datasets.items():
+            lines += [f"[datasets.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in config.items())]
+        (home / "gyre.toml").write_text("\n".join(lines))
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
         process = subprocess.Popen(command, stderr=log)
-    try:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while '"ready"' not in (home / "log").read_text():
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"the daemon did not start:\n{(home / 'log').read_text()}")
-            time.sleep(0.02)
-        server = Daemon(f"unix:{home}/gyre.sock", process.pid, budget_bytes)
-        watcher = threading.Thread(target=server.watch, args=(done,))
-        watcher.start()
         try:
-            yield server
+            _await_ready(process, home / "log")
+            with _watched(Daemon(address, process.pid, budget_bytes)) as server:
+                yield server
         finally:
-            done.set()
-            watcher.join()
+            process.terminate()
+            process.wait(30)
+
+
+def _await_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while '"ready"' not in log.read_text():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"the daemon did not start:\n{log.read_text()}")
+        time.sleep(0.02)
+
+
+@contextmanager
+def _watched(server: Daemon) -> Iterator[Daemon]:
+    done = threading.Event()
+    watcher = threading.Thread(target=server.watch, args=(done,))
+    watcher.start()
+    try:
+        yield server
     finally:
-        process.terminate()
-        process.wait(30)
+        done.set()
+        watcher.join()
 
 
 def family(pid: int) -> list[int]:
