@@ -1,0 +1,144 @@
+"""What the daemon itself costs, without gRPC and without a client: `python -m benchmarks.loader.inside`.
+
+A session in this process is read as fast as it can be: planned, laid out, gathered, written into messages, released. The copies
+run in threads beside the event loop, as in a daemon.
+"""
+
+import asyncio
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from gyre_daemon.arena import Arena, Budget
+from gyre_daemon.arenas import Mapped
+from gyre_daemon.cache import SidecarStore
+from gyre_daemon.catalog import Catalog
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.errors import GyreError
+from gyre_daemon.fair import FairExecutor
+from gyre_daemon.feed import Machinery
+from gyre_daemon.metrics import Metrics
+from gyre_daemon.plan import Order
+from gyre_daemon.request import Reader, SessionRequest
+from gyre_daemon.service import control
+from gyre_daemon.session import Session, SessionEnvironment
+from gyre_daemon.sessions import SessionTable
+from gyre_daemon.storage import StorageOpener, Terms
+
+from benchmarks.loader.data import FULL, Workload, workloads
+from benchmarks.loader.markdown import table
+
+NUM_THREADS = 2
+MEMORY_BYTES = 1 << 30
+WARMUP_S, DURATION_S = 0.5, 3.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one batch, in microseconds of processor time.
+
+    Attributes:
+        workload: its name.
+        samples_per_s: that were ready.
+        process_us: all threads.
+        loop_us: the event loop's thread.
+        per_message: batches that travel together.
+    """
+
+    workload: str
+    samples_per_s: float
+    process_us: float
+    loop_us: float
+    per_message: float
+
+
+class Nearby:
+    """Stands for a client that has every arena mapped."""
+
+    def number(self, arena: Arena) -> int:
+        """What it calls an arena."""
+        return 0
+
+
+async def measure(workload: Workload, folder: Path) -> Cost:
+    """Read one session for a while."""
+    with ThreadPoolExecutor(NUM_THREADS) as executor:
+        table_, session = await _open(workload, folder, FairExecutor(executor, NUM_THREADS))
+        session.attach()
+        session._shown = Nearby()  # type: ignore[assignment]
+        session.add_credit(session.share.num_queued)
+        await _read(session, WARMUP_S)
+        began, process, loop = time.perf_counter(), time.process_time(), time.thread_time()
+        num_batches, num_messages = await _read(session, DURATION_S)
+        elapsed_s, process_s, loop_s = time.perf_counter() - began, time.process_time() - process, time.thread_time() - loop
+        session._shown = None
+        table_.close(session.session_id, GyreError("measured"))
+    return Cost(
+        workload.name,
+        num_batches * workload.batch_size / elapsed_s,
+        process_s / num_batches * 1e6,
+        loop_s / num_batches * 1e6,
+        num_batches / num_messages,
+    )
+
+
+async def _open(workload: Workload, folder: Path, workers: FairExecutor) -> tuple[SessionTable, Session]:
+    settings = dict(workload.config)
+    config = DatasetConfig(str(settings.pop("uri")), str(settings.pop("format")), settings, {})
+    metrics = Metrics()
+    opener = StorageOpener(workers, Terms(64, 60.0), metrics)
+    sidecars = SidecarStore(str(folder / "index"), folder / "index")
+    catalog = Catalog({workload.name: config}, opener, sidecars, None, allow_ad_hoc=False)
+    machinery = Machinery(Budget(MEMORY_BYTES), Mapped(MEMORY_BYTES), workers, MEMORY_BYTES // 4, time.monotonic)
+    sessions = SessionTable(SessionEnvironment(machinery, metrics, 30.0), {})
+    dataset = await catalog.open(*catalog.resolve(workload.name))
+    order = Order("full", "wrap", 1, workload.batch_size)
+    return sessions, await sessions.open(SessionRequest(dataset, order, Reader("inside", 0, 1, 1), 0, b"", 0))
+
+
+async def _read(session: Session, duration_s: float) -> tuple[int, int]:
+    """Batches and messages."""
+    num_batches = num_messages = 0
+    end = time.perf_counter() + duration_s
+    while time.perf_counter() < end:
+        first = await session.next_batch()
+        assert first
+        message = control._batches(session, first)
+        message.SerializeToString()
+        for batch in message.batches.batches:
+            session.release(batch.step)
+        session.add_credit(len(message.batches.batches))
+        num_batches += len(message.batches.batches)
+        num_messages += 1
+        await asyncio.sleep(0)
+    return num_batches, num_messages
+
+
+def report(costs: list[Cost]) -> list[str]:
+    """A table, as Markdown."""
+    rows = (
+        (
+            its.workload,
+            f"{its.samples_per_s:,.0f}",
+            f"{its.process_us:,.0f}",
+            f"{its.loop_us:,.0f}",
+            f"{its.process_us - its.loop_us:,.0f}",
+            f"{its.per_message:.1f}",
+        )
+        for its in costs
+    )
+    return list(table(("", "samples/s", "CPU us per batch", "event loop", "copying threads", "batches per message"), rows))
+
+
+def main() -> None:
+    """Print the table."""
+    with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
+        sets = workloads(Path(name), FULL)
+        print("\n".join(report([uvloop.run(measure(workload, Path(name))) for workload in sets])))
+
+
+if __name__ == "__main__":
+    main()
