@@ -1,6 +1,6 @@
 """A rotated module's arguments, and what one slice makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.home import local_of
 from gyre_trainer.joined import Sum
 from gyre_trainer.late import Late, LateGrads
+from gyre_trainer.portion import Portion
 from gyre_trainer.recomputed import Recipe, autocast_of_now, remembered
 from gyre_trainer.rotation import Rotation
 from gyre_trainer.rule import Part, swapped
@@ -49,6 +50,7 @@ class Call:
         self._again: list[Recipe | Tensor] = []
         self.whole: list[Tensor] = []
         self._output: tuple[list[Any], Any] | None = None
+        self._is_split = False
 
     def take_in(self, tensors: Sequence[Tensor]) -> None:
         """Cut the inputs off the graph around."""
@@ -69,7 +71,7 @@ class Call:
             if tensor.is_floating_point():
                 whole[place] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
         self.whole = [tensor.requires_grad_(takes) for tensor, takes in zip(whole, self._take_grads, strict=True)]
-        self.late = Late({id(tensor): total for tensor, total in zip(self.whole, self.sums, strict=True)})
+        self.late = Late({})
 
     def remember(self) -> None:
         """Find out how backward has the arguments once more, before the outer graph takes in the tensors."""
@@ -78,8 +80,9 @@ class Call:
         self.tensors[num_others:] = [tensor for tensor, _ in arguments]
         self._recipes = [*[None] * len(self._rotation.passengers), *(recipe for _, recipe in arguments)]
 
-    def let_go(self) -> None:
+    def let_go(self, outputs: Sequence[Tensor]) -> None:
         """Arguments that backward has once more are not kept; no slice can be computed until `take_back`."""
+        self._is_split = self.can_be_split(outputs)
         self._again = [recipe or tensor for tensor, recipe in zip(self.whole, self._recipes, strict=True)]
         self.whole.clear()
         del self.late
@@ -90,7 +93,28 @@ class Call:
         self._hold([each.make(made) if isinstance(each, Recipe) else each for each in self._again])
         self._again.clear()
 
-    def compute(self, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def can_be_split(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether backward takes some tokens at a time: one argument has many, and each has its place in each output."""
+        rule, limit = self._rotation.rule, self._rotation.policy.recompute_tokens
+        arguments = self.whole[len(self._rotation.passengers) :]
+        if not rule.by_token or len(arguments) != 1 or arguments[0].ndim < 2 or not arguments[0].is_contiguous():
+            return False
+        places = arguments[0].shape[:-1]
+        return places.numel() > limit and all(output.shape[:-1] == places for output in outputs)
+
+    def everything(self) -> Portion:
+        """All tokens."""
+        return Portion(self.whole, self.sums)
+
+    def portions(self) -> Iterator[Portion]:
+        """What backward computes a slice for, one after the other."""
+        return self.split() if self._is_split else iter((self.everything(),))
+
+    def split(self) -> Iterator[Portion]:
+        """Some tokens at a time, where that can be."""
+        return self.everything().split(len(self._rotation.passengers), self._rotation.policy.recompute_tokens)
+
+    def compute(self, index: int, flat: Tensor, portion: Portion) -> tuple[list[Tensor], list[Tensor]]:
         """One piece's outputs, and the leaves that its trainable parts of the parameters are in the outputs' graph."""
         rotation, pieces = self._rotation, self._rotation.pieces
         weights, bounds, trained = {}, {}, []
@@ -100,10 +124,11 @@ class Call:
                 trained.append(leaf)
             start, stop = bounds[cut.name] = pieces.bounds(cut, index)
             weights[cut.name] = F.pad(leaf, (start, cut.shape[0] - stop)) if cut.padded else leaf
-        whole = dict(zip(rotation.passengers, self.whole, strict=False))
-        arrived = iter(self.whole[len(rotation.passengers) :])
+        whole = dict(zip(rotation.passengers, portion.inputs, strict=False))
+        arrived = iter(portion.inputs[len(rotation.passengers) :])
         leaves = [next(arrived) if leaf is _Missing else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
+        self.late.sums = {id(tensor): total for tensor, total in zip(portion.inputs, portion.sums, strict=True)}
         self.late.places = {id(leaf): place for place, leaf in enumerate(trained)}
         with swapped(rotation.module, {**weights, **whole}), LateGrads(self.late), self._autocast():
             output = rotation.rule.run(rotation.forward, Part(weights, bounds, self.late), args, kwargs)

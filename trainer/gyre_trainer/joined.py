@@ -43,6 +43,12 @@ class Sum:
             self.total, self._owned = self.total.clone(), True
         return self.total
 
+    def within(self, part: Tensor) -> "Sum":
+        """A sum that grows in ``part``, a view of this one's `room`."""
+        inner = Sum(self.dtype)
+        inner.total, inner._owned = part, True
+        return inner
+
     def add_product(self, left: Tensor, right: Tensor, shape: Sequence[int]) -> None:
         """Add the product of two matrices, seen in a shape; without memory for it where all have one dtype."""
         total = self.total

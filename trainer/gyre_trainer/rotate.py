@@ -16,11 +16,11 @@ from gyre_trainer.layers.dropout import share_masks
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
 from gyre_trainer.mesh import require_ring
+from gyre_trainer.proof import prove, prove_by_token
 from gyre_trainer.rotated import RotatedModule
 from gyre_trainer.rotation import RotationPolicy
 from gyre_trainer.rotation_plan import Plan, plan_of
 from gyre_trainer.rule import Rule
-from gyre_trainer.turn import prove
 from gyre_trainer.wrap import Where, wrap
 
 __all__ = ["RotationPolicy", "no_sync", "rotate", "rotate_all"]
@@ -63,7 +63,7 @@ def rotate(
     elif not turn_known(module, where):
         _keep_whole(module, where)
     if rule is not None and rule.linear_in:
-        _prove_at_first_call(module)
+        _prove_at_first_call(module, recompute=policy.recompute and rule.by_token)
     return module
 
 
@@ -154,12 +154,19 @@ def _keep_whole(module: nn.Module, where: Where) -> None:
         share_masks(module, where.mesh)
 
 
-def _prove_at_first_call(module: nn.Module) -> None:
-    """Where the user says how a module is cut, its first call shows whether that is true, before anything is trained."""
+def _prove_at_first_call(module: nn.Module, *, recompute: bool) -> None:
+    """Where the user says how a module is cut, its first calls show whether that is true, before anything is trained."""
 
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()
         assert isinstance(rotated, RotatedModule)
         prove(rotated.rotation, args, kwargs)
 
+    def until_split(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert isinstance(rotated, RotatedModule)
+        if prove_by_token(rotated.rotation, args, kwargs):
+            split_hook.remove()
+
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)
+    if recompute:
+        split_hook = module.register_forward_pre_hook(until_split, with_kwargs=True)

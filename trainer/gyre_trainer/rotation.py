@@ -38,6 +38,7 @@ class RotationPolicy:
         compute_dtype: of travelling weights and of the computation with them; None for the parameters' own.
         grad_dtype: of travelling gradients; None for the parameters' own.
         recompute: keep no activation inside the module, run each slice once more in backward. Sends no byte more.
+        recompute_tokens: for at most so many tokens at a time, where the module computes each token by itself, as an MLP does.
         dropout: "independent", each rank draws its own masks; or "equal", they are the same at every number of ranks, where
             every rank was seeded alike (`torch.manual_seed`). See `gyre_trainer.draw`.
     """
@@ -45,6 +46,7 @@ class RotationPolicy:
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     recompute: bool = False
+    recompute_tokens: int = 4096
     dropout: _Dropout = "independent"
 
     def __post_init__(self) -> None:
@@ -52,6 +54,8 @@ class RotationPolicy:
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise RotationError(f"RotationPolicy({name}={dtype}): what travels is a floating-point dtype, or None")
+        if self.recompute_tokens < 1:
+            raise RotationError(f"RotationPolicy(recompute_tokens={self.recompute_tokens}): it is 1 or more")
         if self.dropout not in get_args(_Dropout):
             raise RotationError(f"RotationPolicy(dropout={self.dropout!r}): it is one of {', '.join(get_args(_Dropout))}")
 

@@ -37,6 +37,8 @@ class Rule(ABC):
         divisible: whether any range of its one parameter will do as a slice, so that a large one may travel in pieces.
         recompute_pays: False where a slice keeps nothing for backward that it would pay to compute again.
         linear_in: names of parameters that outputs which add up are linear in; none where this needs no proof.
+        by_token: whether a token's output is made of this token alone, so that backward may compute some tokens at a time once
+            more. A token is whatever lies along the last dim.
     """
 
     backward_reads_weights: ClassVar[bool] = True
@@ -52,6 +54,11 @@ class Rule(ABC):
     def linear_in(self) -> tuple[str, ...]:
         """See the class."""
         return ()
+
+    @property
+    def by_token(self) -> bool:
+        """See the class."""
+        return False
 
     @abstractmethod
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gyre_trainer.call import Call
 from gyre_trainer.errors import RotationError
 from gyre_trainer.joined import Join
+from gyre_trainer.portion import Portion
 from gyre_trainer.relay import Relay
 from gyre_trainer.ring import Direction
 from gyre_trainer.rotation import Departure, Rotation, prefetch_of
@@ -33,36 +34,6 @@ def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if call.recomputed:
         call.remember()
     return call.put_together(_Rotate.apply(Turn(rotation, call), *call.tensors))  # type: ignore[no-untyped-call]
-
-
-def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a module whose slices' outputs do not add up to its own.
-
-    They do where the output is linear in the weights that the rule names: times -2 where these are times -2. A residual, a
-    norm or an activation after the last layer is not.
-
-    Raises:
-        RotationError: it is not linear.
-    """
-    names = rotation.rule.linear_in
-    call = Call(rotation, args, kwargs)
-    index, flat = rotation.home.ring.rank, rotation.home.flat.to(rotation.policy.compute_dtype or rotation.home.flat.dtype)
-    with torch.no_grad():
-        call.take_in(call.tensors[:])
-        expected = [-2 * output for output in call.compute(index, flat)[0]]
-        scaled = flat.clone()
-        for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
-            view.mul_(-2 if cut.name in names else 1)
-        found = call.compute(index, scaled)[0]
-    if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
-        raise RotationError(
-            f"the output of {rotation.name} is not linear in {', '.join(names)}, so its slices do not add up to it; "
-            "keep residuals, norms, activations and dropout after the last layer outside of what is rotated"
-        )
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item(), equal_nan=True)
 
 
 class _Rotate(torch.autograd.Function):
@@ -117,9 +88,10 @@ class Turn:
                 for hop, (index, flat) in enumerate(chain([departure.own], departure.visitors)):
                     with slice_span(self._rotation.module, "forward", index, hop):
                         self._join(index, self._run(index, flat))
+        outputs = tuple(join.result() for join in self._joins)
         if self._call.recomputed:
-            self._call.let_go()
-        return tuple(join.result() for join in self._joins)
+            self._call.let_go(outputs)
+        return outputs
 
     def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
         """Gradients of the home's parts, complete and averaged, and this rank's own of the passengers and inputs.
@@ -136,9 +108,13 @@ class Turn:
         for step, (index, flat) in enumerate(self._visits(), 1):
             call.late.slice_grad = partial(relay.receive, index)
             with slice_span(self._rotation.module, "backward", index, step % self._ring.size):
-                grads = self._differentiate(index, flat, grad_outputs)
+                for portion in call.portions():
+                    grads = self._differentiate(index, flat, grad_outputs, portion)
+                    if layout.cuts:
+                        self._add(index, grads, relay)
+                    del grads  # before the next ones come
             if layout.cuts:
-                self._add(index, grads, relay)
+                relay.pass_on()
         own = iter(layout.in_rounds(1).views(relay.finish().to(home.flat.dtype), self._ring.rank)) if layout.cuts else iter(())
         self._joins.clear()
         return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
@@ -153,10 +129,10 @@ class Turn:
     def _run(self, index: int, flat: Tensor) -> list[Tensor]:
         """One slice's outputs; their graph is kept where backward will want it."""
         if not self._keeps_graphs:
-            return [output.detach() for output in self._call.compute(index, flat)[0]]
+            return [output.detach() for output in self._call.compute(index, flat, self._call.everything())[0]]
         saved = SavedSlice(flat)
         with torch.enable_grad(), saved.recording():
-            outputs, weights = self._call.compute(index, flat)
+            outputs, weights = self._call.compute(index, flat, self._call.everything())
         saved.flat = None
         self._graphs[index] = _Graph([_edge(output) for output in outputs], weights, saved)
         return [output.detach() for output in outputs]
@@ -187,34 +163,33 @@ class Turn:
     def _counter_clockwise(self) -> Iterator[int]:
         return ((self._ring.rank + step) % self._ring.size for step in range(1, self._ring.size + 1))
 
-    def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads) -> _Grads:
+    def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads, portion: Portion) -> _Grads:
         """Gradients of one slice's trainable parts, but for those that come late; those of the inputs are added up."""
-        graph, whole = self._graph(index, flat), self._call.whole
-        wanted = [leaf for leaf in (*graph.weights, *whole) if leaf.requires_grad]
+        graph = self._graph(index, flat, portion)
+        wanted = [leaf for leaf in (*graph.weights, *portion.inputs) if leaf.requires_grad]
         edges, shares = [], []
         for (edge, dtype), join, grad_output in zip(graph.outputs, self._joins, grad_outputs, strict=True):
             if edge is not None and grad_output is not None:
                 edges.append(edge)
-                shares.append(join.share(index, grad_output).to(dtype))
+                shares.append(portion.of(join.share(index, grad_output)).to(dtype))
         found: _Grads = [None] * len(wanted)
         if edges and wanted:
             found = torch.autograd.grad(edges, wanted, shares, allow_unused=True)
-        of_whole = iter(found[len(graph.weights) :])
-        for total, leaf in zip(self._call.sums, whole, strict=True):
-            total.add(next(of_whole) if leaf.requires_grad else None)
+        of_inputs = iter(found[len(graph.weights) :])
+        for total, leaf in zip(portion.sums, portion.inputs, strict=True):
+            total.add(next(of_inputs) if leaf.requires_grad else None)
         return found[: len(graph.weights)]
 
     def _add(self, index: int, grads: _Grads, relay: Relay) -> None:
-        """Add to the slice's gradient as soon as it is here, and pass it on."""
+        """Add to the slice's gradient as soon as it is here."""
         slice_grad = relay.receive(index)
         for place, grad in enumerate(grads):
             if grad is not None:
                 slice_grad.add(place, grad)
         for product in self._call.late.take():
             slice_grad.add_product(product.place, product.left, product.right)
-        relay.pass_on()
 
-    def _graph(self, index: int, flat: Tensor | None) -> _Graph:
+    def _graph(self, index: int, flat: Tensor | None, portion: Portion) -> _Graph:
         if self._keeps_graphs:
             graph = self._graphs.pop(index)
             assert graph.saved is not None
@@ -222,7 +197,7 @@ class Turn:
             return graph
         assert flat is not None
         with torch.enable_grad():
-            outputs, weights = self._call.compute(index, flat)
+            outputs, weights = self._call.compute(index, flat, portion)
         return _Graph([_edge(output) for output in outputs], weights, None)
 
 

@@ -49,19 +49,22 @@ class MLPRule(Rule):
     """For a module that applies ``ups`` to its input, something elementwise to their outputs, and ``down`` to the result.
 
     A slice holds the same range of the hidden width of all of them. The forward must be linear in ``down``'s weights: no
-    residual, no dropout after it.
+    residual, no dropout after it. Under recomputation a slice of many tokens is computed some tokens at a time.
 
     Attributes:
         ups: names of the linear layers from the input to the hidden width (up, and gate where there is one).
         down: name of the linear layer from the hidden width to the output.
         dropouts: names of the dropout modules that act on the hidden width; others are refused.
         batch_dim: of the input.
+        mixes_tokens: an output depends on more than the input in its place, as after a shift in time; then all are computed
+            again together.
     """
 
     ups: tuple[str, ...] = ("up",)
     down: str = "down"
     dropouts: tuple[str, ...] = ()
     batch_dim: int = 0
+    mixes_tokens: bool = False
 
     @property
     def draws(self) -> bool:
@@ -72,6 +75,11 @@ class MLPRule(Rule):
     def linear_in(self) -> tuple[str, ...]:
         """The last layer's."""
         return f"{self.down}.weight", f"{self.down}.bias"
+
+    @property
+    def by_token(self) -> bool:
+        """But for dropout, whose masks are drawn for all tokens together."""
+        return not self.dropouts and not self.mixes_tokens
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, a segment of its bias."""
