@@ -164,7 +164,7 @@ def cross_entropy_table(dim: int, vocab_size: int, num_tokens: int, num_ranks: i
         costs[f"rotated, {num_ranks} ranks"] = cost(chunked, device)
     lines = ["| head and loss | ms | to chunked | allocator's peak, MiB |", "|---|---:|---:|---:|"]
     base = costs["chunked"].ms
-    return lines + [f"| {name} | {each.ms:.1f} | {each.ms / base:.2f} | {each.peak} |" for name, each in costs.items()]
+    return lines + [f"| {name} | {each.ms:.1f} | {each.ms / base:.3g} | {each.peak} |" for name, each in costs.items()]
 
 
 def main() -> None:

@@ -55,13 +55,6 @@ def row_of(contender: Contender, workload: Workload, num_ranks: int, budget: int
     return {"contender": contender.label, "ranks": num_ranks, "budget": budget, "layers": depth, "peak": peak}
 
 
-def num_parameters(workload: Workload, num_layers: int) -> int:
-    model = workload.model
-    attention = 2 * model.dim * model.dim * (1 + model.num_kv_heads / model.num_heads)
-    mlp = (3 if model.gated_mlp else 2) * model.dim * model.hidden_dim
-    return int(num_layers * (attention + mlp) + 2 * model.vocab_size * model.dim)
-
-
 def contenders() -> Iterator[Contender]:
     for recompute, per_block in ((False, False), (True, False), (True, True)):
         yield from (Contender(how, recompute, per_block=per_block) for how in _HOWS)
@@ -85,7 +78,7 @@ def table(workload: Workload, found: Sequence[Row]) -> str:
     lines = ["| | blocks | parameters, 10^9 | its peak, GB |", "|---|---:|---:|---:|"]
     for row in found:
         depth = int(row["layers"])
-        size = f"{num_parameters(workload, depth) / 1e9:.1f}" if depth else "-"
+        size = f"{workload.with_layers(depth).num_parameters / 1e9:.1f}" if depth else "-"
         lines.append(f"| {row['contender']} | {depth} | {size} | {int(row['peak']) / 1e9:.2f} |")
     return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from gyre_trainer.mesh import make_mesh
 
 from benchmarks.rtp.bars import draw
 from benchmarks.rtp.contenders import Contender, How
+from benchmarks.rtp.floor import floor_bytes
 from benchmarks.rtp.live import Step, fake_step, fake_steps, measured_step
 from benchmarks.rtp.ranks import run_on_ranks
 from benchmarks.rtp.resident import resident_peak_of_step
@@ -78,16 +79,17 @@ def _real_step(contender: Contender, workload: Workload) -> Step:
 
 
 def table(rows: list[Row]) -> str:
-    """MiB, and Gyre's peak as a multiple of each other's that recomputes as much."""
+    """MiB, and Gyre's peak as a multiple of each other's that recomputes as much; the floor is `floor_bytes`."""
     resident = any("resident" in row for row in rows)
-    lines = ["| tokens | ranks | | live at the peak, MiB | Gyre's to it | sent, MiB |" + " resident, MiB |" * resident]
-    lines.append("|---:|---:|---|---:|---:|---:|" + "---:|" * resident)
+    heading = "| tokens | ranks | | live at the peak, MiB | Gyre's to it | floor, MiB | sent, MiB |"
+    lines = [heading + " resident, MiB |" * resident]
+    lines.append("|---:|---:|---|---:|---:|---:|---:|" + "---:|" * resident)
     for row in rows:
         gyre = next((other for other in rows if _is_gyres_beside(other, row)), None)
         ratio = f"{int(gyre['peak']) / int(row['peak']):.3f}" if gyre else "-"
         end = f" {int(row['resident']) / 2**20:,.0f} |" if "resident" in row else ""
         start = f"| {row['tokens']} | {row['ranks']} | {row['contender']} | {int(row['peak']) / 2**20:,.1f} | {ratio} |"
-        lines.append(f"{start} {int(row['sent']) / 2**20:,.0f} |{end}")
+        lines.append(f"{start} {int(row['floor']) / 2**20:,.0f} | {int(row['sent']) / 2**20:,.0f} |{end}")
     return "\n".join(lines)
 
 
@@ -127,7 +129,7 @@ def main() -> None:
         rows.append(row)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
-    rows = [row for case in cases for row in rows if is_of(row, case)]
+    rows = [{**row, "floor": floor_bytes(*case)} for case in cases for row in rows if is_of(row, case)]
     if options.plot:
         shown = [row for row in rows if row["tokens"] == rows[-1]["tokens"] and _recomputation(row)]
         title = f"{options.shape}, {shape.model.num_layers} layers, {rows[-1]['tokens']} tokens per rank: peak of a step"

@@ -36,6 +36,14 @@ class Workload:
     def tokens_per_rank(self) -> int:
         return self.model.max_seq_len * self.num_sequences
 
+    @property
+    def num_parameters(self) -> int:
+        """Of all matrices."""
+        model = self.model
+        attention = 2 * model.dim * model.dim * (model.num_heads + model.num_kv_heads) // model.num_heads
+        mlp = (3 if model.gated_mlp else 2) * model.dim * model.hidden_dim
+        return model.num_layers * (attention + mlp) + 2 * model.vocab_size * model.dim * self.vocabulary
+
     def with_tokens(self, num_tokens: int) -> "Workload":
         return replace(self, model=replace(self.model, max_seq_len=num_tokens))
 

@@ -1,4 +1,4 @@
-"""The benchmarks of rotation that want a GPU, at toy size on a CPU: they run, and every row has its figures."""
+"""The benchmarks of rotation at toy size on a CPU: they run, every row has its figures, and these can be."""
 
 import pytest
 import torch
@@ -6,7 +6,11 @@ import torch.distributed as dist
 from gyre_trainer.model import GPTConfig
 
 from benchmarks.rtp import gpu
+from benchmarks.rtp.contenders import Contender, How
+from benchmarks.rtp.floor import floor_bytes
 from benchmarks.rtp.gpu import cross_entropy_table, slices_table
+from benchmarks.rtp.live import fake_step
+from benchmarks.rtp.workloads import SMALL, TOY, Workload
 
 CPU = torch.device("cpu")
 BLOCK = GPTConfig(64, 1, 32, 4, 4, 64, 16, norm="layer")
@@ -34,3 +38,11 @@ def test_the_rotated_head_stands_beside_chunks_and_all_logits() -> None:
     assert [row[0] for row in rows] == ["all logits", "chunked", "rotated, 4 ranks"]
     assert all(len(row) == len(heading) and float(row[2]) > 0 for row in rows)
     assert float(rows[1][2]) == 1
+
+
+@pytest.mark.parametrize("how", [How.ALONE, How.FSDP2_SUB_BLOCK, How.GYRE])
+@pytest.mark.parametrize("workload", [TOY, SMALL.with_layers(2).with_tokens(32)], ids=["AdamW", "SGD, no vocabulary"])
+def test_no_counted_peak_is_below_its_computed_floor(how: How, workload: Workload) -> None:
+    for recompute, per_block in ((False, False), (True, False), (True, True)):
+        contender = Contender(how, recompute, per_block=per_block)
+        assert floor_bytes(contender, workload, 2) <= fake_step(contender, workload, 2).peak_bytes
