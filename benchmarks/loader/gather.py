@@ -1,57 +1,162 @@
-"""Ways to copy samples out of a local file, one thread, page cache hot: `python -m benchmarks.loader.gather`."""
+"""Ways to copy samples out of a local file, one thread, page cache hot: `python -m benchmarks.loader.gather`.
 
+Samples begin where members of a tar archive do and differ in length, and they land back to back in shared memory, in several
+places in turn, as in the slots of a session: no way finds its source or its target in a processor cache.
+
+A file that was written with long calls may lie in huge pages and is mapped by them; one that was written piece by piece, as
+archives are, lies in small ones. The ways differ in what they make of that.
+"""
+
+import ctypes
 import mmap
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from gyre_daemon.storage.gather import gather
 
-FILE_BYTES = 400 << 20
-NUM_ROUNDS = 7
+FILE_BYTES, JOB_BYTES = 400 << 20, 4 << 20
+PIECES = {"one long call": FILE_BYTES, "pieces of 10 KiB": 10 << 10}
+SAMPLE_BYTES = (512, 2048, 10 << 10, 100 << 10)
+BATCH_OFFSET_BYTES = 2048  # of the samples: their ids lie before them
+NUM_ROUNDS, NUM_SLOTS, MAX_RANGES = 32, 8, 1024
+
+Bytes = npt.NDArray[np.uint8]
+
+_libc = ctypes.CDLL(None)
+for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Samples to copy: int64 [n] where each begins in the file, its size, and where it begins in the target."""
+
+    descriptor: int
+    source: Bytes
+    target: Bytes
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+    @property
+    def addresses(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Of both sides."""
+        return tuple((memory.ctypes.data + at).astype(np.uint64) for memory, at in self._sides)  # type: ignore[return-value]
+
+    @property
+    def triples(self) -> list[tuple[int, int, int]]:
+        """The same as Python's numbers: place, start, size."""
+        return list(zip(self.places.tolist(), self.starts.tolist(), self.sizes.tolist(), strict=True))
+
+    @property
+    def _sides(self) -> tuple[tuple[Bytes, npt.NDArray[np.int64]], ...]:
+        return (self.source, self.starts), (self.target, self.places)
+
+
+def by_preadv(job: Job) -> None:
+    """A system call for each sample."""
+    memory = job.target.data
+    for place, start, size in job.triples:
+        os.preadv(job.descriptor, [memory[place : place + size]], start)
+
+
+def by_readv(job: Job) -> None:
+    """One call pins the pages read."""
+    for out_of, into in _ranges(job):
+        _libc.process_vm_readv(os.getpid(), into.ctypes.data, len(into), out_of.ctypes.data, len(out_of), 0)
+
+
+def by_writev(job: Job) -> None:
+    """One call pins the pages written."""
+    for out_of, into in _ranges(job):
+        _libc.process_vm_writev(os.getpid(), out_of.ctypes.data, len(out_of), into.ctypes.data, len(into), 0)
+
+
+def _ranges(job: Job) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
+    """Both sides of each call, uint64 [n, 2]; the target is one range."""
+    out_of, into = (np.column_stack((begins, job.sizes)).astype(np.uint64) for begins in job.addresses)
+    for begin in range(0, len(out_of), MAX_RANGES):
+        some = out_of[begin : begin + MAX_RANGES]
+        yield some, np.array([[into[begin, 0], some[:, 1].sum()]], np.uint64)
+
+
+def by_gather(job: Job) -> None:
+    """What the daemon does."""
+    sources, targets = job.addresses
+    assert gather(sources, job.sizes, targets) is None
+
+
+def by_numpy(job: Job) -> None:
+    """A copy out of the mapping for each sample, which dies of SIGBUS where the file was truncated."""
+    for place, start, size in job.triples:
+        job.target[place : place + size] = job.source[start : start + size]
+
+
+WAYS: dict[str, Callable[[Job], None]] = {
+    "preadv each": by_preadv,
+    "process_vm_readv": by_readv,
+    "process_vm_writev": by_writev,
+    "gather": by_gather,
+    "numpy each (unsafe)": by_numpy,
+}
 
 
 def main() -> None:
     """Print samples/s of each way, side by side."""
-    with tempfile.NamedTemporaryFile(prefix="gyre-gather-") as file:
-        np.random.default_rng(0).integers(0, 255, FILE_BYTES, dtype=np.uint8).tofile(file.name)
-        mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        print("bytes per sample   preadv each   process_vm_readv   ratio   np.take (unsafe)")
-        for size in (512, 2048, 10 << 10, 100 << 10):
-            one_by_one, by_kernel, by_numpy = compare(file.fileno(), np.frombuffer(mapping, np.uint8), size)
-            ratio = by_kernel / one_by_one
-            print(f"{size:16} {one_by_one / 1e3:12,.0f}k {by_kernel / 1e3:17,.0f}k {ratio:7.2f} {by_numpy / 1e3:17,.0f}k")
+    with tempfile.TemporaryDirectory(prefix="gyre-gather-") as folder:
+        slots = _slots()
+        for how, piece_bytes in PIECES.items():
+            path = Path(folder) / "samples"
+            _write(path, piece_bytes)
+            print(f"written with {how}\nbytes per sample" + "".join(f"{name:>22}" for name in WAYS))
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+                for size in SAMPLE_BYTES:
+                    rates = _compare(file.fileno(), np.frombuffer(mapping, np.uint8), slots, size)
+                    print(f"{size:16}" + "".join(f"{rate / 1e3:>21,.0f}k" for rate in rates))
 
 
-def compare(descriptor: int, source: np.ndarray[tuple[int], np.dtype[np.uint8]], size: int) -> list[float]:
-    """Median samples/s of each way, rounds interleaved."""
-    count = max(512, min(8192, (64 << 20) // size))
-    starts = np.random.default_rng(1).integers(0, FILE_BYTES // size, count) * size
-    target = np.zeros(count * size, np.uint8)
-    places = np.arange(count) * size
-
-    def one_by_one() -> None:
-        memory = target.data
-        for place, start in zip(places.tolist(), starts.tolist(), strict=True):
-            os.preadv(descriptor, [memory[place : place + size]], start)
-
-    def by_kernel() -> None:
-        addresses = (source.ctypes.data + starts).astype(np.uint64), (target.ctypes.data + places).astype(np.uint64)
-        assert gather(addresses[0], np.full(count, size), addresses[1]) is None
-
-    def by_numpy() -> None:
-        np.take(source[: FILE_BYTES // size * size].reshape(-1, size), starts // size, 0, target.reshape(count, size), "clip")
-
-    times: dict[Callable[[], None], list[float]] = {one_by_one: [], by_kernel: [], by_numpy: []}
+def _compare(descriptor: int, source: Bytes, slots: list[Bytes], size: int) -> list[float]:
+    """Median samples/s of each way, rounds interleaved, each of other samples."""
+    source[:: mmap.PAGESIZE].sum()  # every page is mapped
+    generator, turns = np.random.default_rng(1), cycle(slots)
+    count = JOB_BYTES // size
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(NUM_ROUNDS):
-        for way, its in times.items():
+        for name, way in WAYS.items():
+            starts = generator.integers(0, (FILE_BYTES - 2 * size) // 512, count) * 512
+            sizes = generator.integers(size * 4 // 5, size * 6 // 5, count)
+            job = Job(descriptor, source, next(turns), starts, sizes, BATCH_OFFSET_BYTES + np.cumsum(sizes) - sizes)
             began = time.perf_counter()
-            way()
-            its.append(time.perf_counter() - began)
+            way(job)
+            times[name].append(time.perf_counter() - began)
     return [count / statistics.median(its) for its in times.values()]
+
+
+def _write(path: Path, piece_bytes: int) -> None:
+    data = np.random.default_rng(0).integers(0, 255, FILE_BYTES, dtype=np.uint8).data
+    with path.open("wb", buffering=0) as file:
+        for begin in range(0, FILE_BYTES, piece_bytes):
+            file.write(data[begin : begin + piece_bytes])
+
+
+def _slots() -> list[Bytes]:
+    """Pieces of one memory file, every page of which is there."""
+    slot_bytes = 2 * JOB_BYTES
+    descriptor = os.memfd_create("slots")
+    os.ftruncate(descriptor, NUM_SLOTS * slot_bytes)
+    memory = np.frombuffer(mmap.mmap(descriptor, NUM_SLOTS * slot_bytes), np.uint8)
+    os.close(descriptor)
+    memory[:] = 0
+    return [memory[slot * slot_bytes : (slot + 1) * slot_bytes] for slot in range(NUM_SLOTS)]
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ def verify(workload: Workload, server: Daemon, num_batches: int, num_sessions: i
     """
     field = "tokens" if workload.is_tokens else "bin"
     num_bytes = 0
+    workload.read_files()
     with Loader(workload.name, batch_size=workload.batch_size, seed=SEED, address=server.address) as loader:
         for step, (ids, samples) in enumerate(_plain_reader(workload, num_batches)):
             batch = next(loader)

@@ -110,6 +110,12 @@ def cpu_s(pids: Sequence[int]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
+def page_faults(pids: Sequence[int]) -> int:
+    """How often all these so far touched a page that they had not mapped, and that was in memory or new."""
+    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
+    return sum(int(stat.rpartition(")")[2].split()[7]) for stat in stats)  # see proc_pid_stat(5): minflt
+
+
 @dataclass(frozen=True)
 class Memory:
     """What processes hold, each page that several share counted once (PSS).

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.loader import libraries
 from benchmarks.loader.data import Workload
-from benchmarks.loader.processes import cpu_s, family
+from benchmarks.loader.processes import cpu_s, family, page_faults
 
 CACHE_LINE_BYTES = 64
 WARMUP_S = 0.3
@@ -55,15 +55,19 @@ class Reader:
         """Read for a time.
 
         Returns:
-            samples_per_s, and cpu_s_per_1000 of this process and its children.
+            samples_per_s, and of this process and its children cpu_s_per_1000 and faults_per_1000.
         """
         self._read(WARMUP_S)
         pids = family(os.getpid())
-        cpu_before = cpu_s(pids)
+        cpu_before, faults_before = cpu_s(pids), page_faults(pids)
         num_batches, elapsed_s = self._read(duration_s)
         num_samples = num_batches * self._batch_size
-        cpu = cpu_s(pids) - cpu_before
-        return {"samples_per_s": num_samples / elapsed_s, "cpu_s_per_1000": cpu / num_samples * 1000}
+        cpu, faults = cpu_s(pids) - cpu_before, page_faults(pids) - faults_before
+        return {
+            "samples_per_s": num_samples / elapsed_s,
+            "cpu_s_per_1000": cpu / num_samples * 1000,
+            "faults_per_1000": faults / num_samples * 1000,
+        }
 
     def close(self) -> dict[str, float]:
         """Read no more."""
