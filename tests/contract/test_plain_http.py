@@ -1,12 +1,13 @@
 """The client for plain HTTP against servers that answer odd things: a wrong byte is never taken for a right one."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 import pytest
 from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.plain import Get, PlainHttp
+from gyre_daemon.storage.plain import MAX_CONNECTING, Get, PlainHttp
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WHOLE = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\neTaG: "x"\r\ncontent-range: bytes 3-7/99\r\n\r\n12345'
@@ -70,6 +71,62 @@ def test_a_connection_is_used_again() -> None:
     answers, num_connections = converse(saying(WHOLE), 5)
     assert answers == [Answer(206, b"12345", '"x"', 99)] * 5
     assert num_connections == 1
+
+
+def test_who_waits_takes_the_first_connection_that_is_free() -> None:
+    """New ones are made at most so many at once; one that has answered carries what waits."""
+
+    async def run() -> None:
+        is_open, three, num_connections = asyncio.Event(), asyncio.Event(), 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            if num_connections == 3:
+                three.set()
+            await is_open.wait()
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                await saying(WHOLE)(reader, writer)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        http.connect(3)
+        await three.wait()
+        is_open.set()
+        await asyncio.sleep(0.02)
+        answers = await asyncio.gather(*(ask(http) for _ in range(3)))
+        assert [answer.data for answer in answers] == [b"12345"] * 3
+        assert num_connections == 3
+        answers = await asyncio.gather(*(ask(http) for _ in range(3 * MAX_CONNECTING)))
+        assert [answer.data for answer in answers] == [b"12345"] * (3 * MAX_CONNECTING)
+        assert num_connections < 3 * MAX_CONNECTING
+        http.close()
+        server.close()
+        await asyncio.sleep(0.02)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_nobody_is_kept_waiting_by_requests_that_were_given_up() -> None:
+    async def run() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                await saying(WHOLE)(reader, writer)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        given_up = [Get(REQUEST, 5, lambda answer: pytest.fail("nobody waits")) for _ in range(MAX_CONNECTING)]
+        for get in given_up:
+            http.send(get)
+            get.cancel()
+        assert (await ask(http)).data == b"12345"
+        http.close()
+        server.close()
+        await asyncio.sleep(0.02)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 @pytest.mark.parametrize("cut", range(1, len(WHOLE), 7))

@@ -58,23 +58,28 @@ class StorageOpener:
             return LocalStorage(paths, shards, self._workers, self._metrics)
         filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(filesystem, location, pattern)
-        source = await self._make_source(filesystem, location.scheme, settings, names[0])
+        num_endpoints = len(self.endpoints)
+        endpoint = self._endpoint(location.scheme, settings, names[0])
+        num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
+        source = await self._make_source(filesystem, location.scheme, settings, names[0], num_connections)
         self._sources.add(source)
-        return RemoteStorage(source, self._endpoint(location.scheme, settings, names[0]), names, shards)
+        return RemoteStorage(source, endpoint, names, shards)
 
     def close(self) -> None:
         """Hang up everywhere."""
         for source in list(self._sources):
             source.close()
 
-    async def _make_source(self, filesystem: AsyncFileSystem, scheme: str, settings: Mapping[str, Any], path: str) -> Source:
-        """What carries the reads of a dataset that was listed."""
+    async def _make_source(
+        self, filesystem: AsyncFileSystem, scheme: str, settings: Mapping[str, Any], path: str, num_connections: int
+    ) -> Source:
+        """What carries the reads of a dataset that was listed; it may make so many connections already."""
         if scheme not in _OBJECT_SCHEMES:
             return DriverSource(filesystem)
         from gyre_daemon.storage.objects import ObjectSource  # noqa: PLC0415  an extra, which local files do without
         from gyre_daemon.storage.plainsources import plain_source  # noqa: PLC0415
 
-        return await plain_source(ObjectSource(scheme, settings, path), scheme, settings, path)
+        return await plain_source(ObjectSource(scheme, settings, path), scheme, settings, path, num_connections)
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """What datasets share that lie in one bucket, or on one web server."""

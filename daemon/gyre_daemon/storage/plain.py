@@ -7,6 +7,7 @@ Redirections, proxies and TLS are left to the general client.
 import asyncio
 import re
 import time
+from collections import deque
 from typing import cast
 from urllib.parse import SplitResult
 
@@ -19,6 +20,7 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})")
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_DETAIL_BYTES = 64 << 10
 _CONNECT_DEADLINE_S = 10.0
+MAX_CONNECTING = 256  # at once
 _IDLE_S = 30.0
 _DRAIN_S = 2.0  # what nobody waits for any more may still arrive, so that its connection can be used again
 
@@ -50,24 +52,35 @@ class Get:
 
 
 class PlainHttp:
-    """The connections to one host. Used from one event loop."""
+    """The connections to one host. Used from one event loop.
+
+    A request without a connection takes the first that is free, be it a new one or one whose answer has come: so few are made
+    where answers come fast.
+    """
 
     def __init__(self, url: SplitResult) -> None:
         self._host, self._port = url.hostname or "", url.port or 80
         self._loop = asyncio.get_running_loop()
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
+        self._waiting: deque[Get] = deque()  # some of them given up
         self._connecting: set[asyncio.Task[None]] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
     def send(self, get: Get) -> None:
-        """Send a request, on a connection that is free or on a new one."""
+        """Send a request as soon as a connection is free."""
         if self._idle:
             self._idle.pop().begin(get)
             return
-        task = self._loop.create_task(self._connect(get))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        self._waiting.append(get)
+        self.connect(len(self._waiting))
+
+    def connect(self, num_connections: int) -> None:
+        """See that so many are being made, or as many as may be at once; without a request they are made for later ones."""
+        for _ in range(min(num_connections, MAX_CONNECTING) - len(self._connecting)):
+            task = self._loop.create_task(self._connect())
+            self._connecting.add(task)
+            task.add_done_callback(self._connected)
 
     def close(self) -> None:
         """Hang up."""
@@ -84,6 +97,9 @@ class PlainHttp:
 
     def is_free(self, connection: "_Connection") -> None:
         """It can carry another request."""
+        if get := self._next_waiting():
+            connection.begin(get)
+            return
         connection.idle_since = self._loop.time()
         self._idle.append(connection)
         if self._sweep is None:
@@ -104,19 +120,30 @@ class PlainHttp:
         if self._idle:
             self._sweep = self._loop.call_later(_IDLE_S, self._close_idle)
 
-    async def _connect(self, get: Get) -> None:
+    async def _connect(self) -> None:
         try:
             async with asyncio.timeout(_CONNECT_DEADLINE_S):
                 _, connection = await self._loop.create_connection(lambda: _Connection(self), self._host, self._port)
         except (OSError, TimeoutError) as error:
-            if get.done:
+            get = self._next_waiting()
+            if get and get.done:
                 reason = str(error) or "no connection in time"
                 get.done(Answer(0, detail=f"{type(error).__name__}: {reason}", unreachable=True))
-            return
-        if get.done:
-            connection.begin(get)
         else:
             self.is_free(connection)
+
+    def _connected(self, task: asyncio.Task[None]) -> None:
+        self._connecting.discard(task)
+        if self._waiting and not task.cancelled():
+            self.connect(len(self._waiting))
+
+    def _next_waiting(self) -> Get | None:
+        """Who waits longest for a connection."""
+        while self._waiting:
+            get = self._waiting.popleft()
+            if get.done:
+                return get
+        return None
 
 
 class _Connection(asyncio.Protocol):

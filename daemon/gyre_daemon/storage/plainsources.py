@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from obstore.exceptions import BaseError
@@ -29,7 +29,9 @@ _PLAIN_SETTINGS = frozenset(
 Sign = Callable[[str], Awaitable[str]]
 
 
-async def plain_source(general: ObjectSource, scheme: str, settings: Mapping[str, Any], path: str) -> Source:
+async def plain_source(
+    general: ObjectSource, scheme: str, settings: Mapping[str, Any], path: str, num_connections: int
+) -> Source:
     """The cheapest way to read a dataset: plain HTTP where its objects can be had so, otherwise the general client.
 
     Args:
@@ -37,6 +39,7 @@ async def plain_source(general: ObjectSource, scheme: str, settings: Mapping[str
         scheme: of the dataset.
         settings: of its driver. One that a signed URL may not express leaves all to the general client.
         path: of one of its objects.
+        num_connections: to make at once, so that a first batch need not wait for them.
     """
     sign: Sign
     if scheme == "http":
@@ -50,7 +53,11 @@ async def plain_source(general: ObjectSource, scheme: str, settings: Mapping[str
     except BaseError:  # nothing to sign with
         return general
     is_proxied = "http" in getproxies() and not proxy_bypass(url.hostname or "")
-    return PlainSource(general, sign) if url.scheme == "http" and not is_proxied else general
+    if url.scheme != "http" or is_proxied:
+        return general
+    source = PlainSource(general, sign)
+    source.greet(url, num_connections)
+    return source
 
 
 class PlainSource:
@@ -69,6 +76,10 @@ class PlainSource:
         self._heads: dict[str, _Head] = {}
         self._hosts: dict[str, PlainHttp] = {}
         self._is_redirected = False
+
+    def greet(self, url: SplitResult, num_connections: int) -> None:
+        """Make the first connections to a host."""
+        self._host(url).connect(num_connections)
 
     def get(self, path: str, start: int, stop: int, done: Done) -> Sent:
         """See `Source.get`."""
@@ -114,14 +125,17 @@ class PlainSource:
         target = f"{url.path or '/'}?{url.query}" if url.query else url.path
         fields = f"Host: {url.netloc}\r\nUser-Agent: gyre\r\nAccept: */*\r\nAccept-Encoding: identity\r\nRange: bytes="
         head.text = f"GET {target} HTTP/1.1\r\n{fields}".encode("latin-1")
-        if url.netloc not in self._hosts:
-            self._hosts[url.netloc] = PlainHttp(url)
-        head.host = self._hosts[url.netloc]
+        head.host = self._host(url)
         for get in head.waiting:
             if get.done:
                 head.send(get)
         head.waiting.clear()
         head.task = None
+
+    def _host(self, url: SplitResult) -> PlainHttp:
+        if url.netloc not in self._hosts:
+            self._hosts[url.netloc] = PlainHttp(url)
+        return self._hosts[url.netloc]
 
 
 class _Head:
