@@ -21,7 +21,7 @@ from gyre_daemon.cache.disk import DiskCache
 from gyre_daemon.cache.tiers import Key, Need, Tiers
 from gyre_daemon.cache.volume import Place, Volume
 from gyre_daemon.events import log_event
-from gyre_daemon.fair import NO_JOB, FairExecutor, Flow
+from gyre_daemon.fair import NO_JOB, FairExecutor, FairQueue, Flow
 from gyre_daemon.metrics import CacheCounts
 from gyre_daemon.storage import Delays, Reads, Storage
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
@@ -29,6 +29,7 @@ from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 _MAX_FETCHING_BYTES = 32 << 20
 _INLINE_BYTES = 128 << 10  # copied at once: another thread would take longer
 _DISK_PAUSE_S = 10.0
+_AFTER_ALL_READS = 1 << 62  # urgency
 
 
 class NodeCache:
@@ -50,7 +51,7 @@ class NodeCache:
         self._max_fetching_bytes = min(_MAX_FETCHING_BYTES, memory_bytes)
         self._fetching: dict[Key, asyncio.Task[None]] = {}
         self._fetching_bytes = 0
-        self._line = asyncio.Lock()  # of those who wait for room
+        self._line = FairQueue(1)  # of those who wait for room
         self._freed = asyncio.Event()
         self._num_copying = 0
         self._background: set[asyncio.Task[None]] = set()
@@ -112,7 +113,7 @@ class NodeCache:
         """Begin to fetch blocks before they are read, in this order, as room comes."""
         for block in blocks[volume.place[blocks] == Place.ABSENT].tolist():
             if (volume, block) not in self._fetching:
-                self._begin(volume, block, flow, 0, None)
+                self._begin(volume, block, flow, _AFTER_ALL_READS, None)
 
     async def close(self) -> None:
         """Stop fetching and storing."""
@@ -157,7 +158,7 @@ class NodeCache:
         """Bring a block, unless there is no room and never will be."""
         is_whole = False
         try:
-            if volume.place[block] != Place.FETCHING and not await self._wait_for_room(volume, block):
+            if volume.place[block] != Place.FETCHING and not await self._wait_for_room(volume, block, flow, urgency):
                 return
             try:
                 whole = Reads.into([volume.allocate(block)], [int(volume.map.shard[block])], [int(volume.map.start[block])])
@@ -171,9 +172,9 @@ class NodeCache:
             del self._fetching[volume, block]
         self._store(volume, block)
 
-    async def _wait_for_room(self, volume: Volume, block: int) -> bool:
+    async def _wait_for_room(self, volume: Volume, block: int, flow: Flow, urgency: int) -> bool:
         """Wait in line until there is memory for a block; False where nothing is under way that could free some."""
-        async with self._line:
+        async with self._line.turn(flow, int(volume.sizes[block]), urgency):
             while not self._reserve(volume, block, Need.SOON):
                 if not (self._fetching_bytes or self._background or self._num_copying):
                     await asyncio.sleep(0)  # what was about to be copied has begun
