@@ -12,6 +12,7 @@ from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import Delays, Reads, Shard
 from gyre_daemon.storage.answer import Answer
 from gyre_daemon.storage.endpoint import Endpoint, Terms
+from gyre_daemon.storage.entrance import Entrance
 from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Done
 
@@ -195,6 +196,45 @@ def test_a_late_request_is_sent_twice_and_the_first_answer_counts() -> None:
     play(scene)
 
 
+def test_what_is_late_again_is_sent_a_third_time_and_no_more() -> None:
+    async def scene() -> None:
+        engine = Engine()
+        engine.source.at_once = Asked.answer
+        await engine.read(*range(0, 1280, 16))
+        engine.source.at_once = None
+        engine.source.asked.clear()
+        late = engine.read(2000)
+        await until(lambda: len(engine.source.asked) == 3)
+        await asyncio.sleep(0.1)
+        assert len(engine.source.asked) == 3
+        engine.source.asked[2].answer()
+        assert await late == [DATA[2000:2016]]
+        assert [asked.is_cancelled for asked in engine.source.asked] == [True, True, False]
+        assert engine.outcomes() == {"ok": 81, "hedged": 2}
+        assert engine.endpoint.queue.num_taken == 0
+
+    play(scene)
+
+
+def test_what_is_needed_first_is_late_sooner() -> None:
+    async def scene() -> None:
+        engine, loop = Engine(), asyncio.get_running_loop()
+        engine.source.at_once = lambda asked: loop.call_later(0.2, asked.answer)
+        await engine.read(*range(0, 640, 16))
+        engine.source.at_once = None
+        engine.source.asked.clear()
+        first, second = engine.read(2000, urgency=1), engine.read(1500, urgency=2)
+        await until(lambda: len(engine.source.asked) == 4)
+        assert [asked.start for asked in engine.source.asked] == [2000, 1500, 2000, 1500]
+        began = loop.time()
+        for asked in engine.source.asked[2:]:
+            asked.answer()
+        await asyncio.gather(first, second)
+        assert loop.time() - began < 0.1
+
+    play(scene)
+
+
 def test_nothing_is_sent_twice_while_the_storage_refuses() -> None:
     async def scene() -> None:
         engine, loop = Engine(), asyncio.get_running_loop()
@@ -240,6 +280,72 @@ def test_credentials_that_are_refused_again_are_an_error() -> None:
             await engine.read(0)
         assert len(engine.source.asked) == 2
         assert engine.outcomes() == {"retried": 1, "error": 1}
+
+    play(scene)
+
+
+def test_only_a_few_ask_while_credentials_are_in_doubt_and_all_others_once_they_are_accepted() -> None:
+    async def scene() -> None:
+        engine = Engine(max_requests=64)
+        reading, source = engine.read(*range(0, 640, 16)), engine.source
+        await until(lambda: len(source.asked) == 40)
+        for asked in source.asked[:40]:
+            asked.answer(FORBIDDEN)
+        await until(lambda: len(source.asked) >= 44)
+        another = engine.read(2000)
+        await asyncio.sleep(0.02)
+        assert len(source.asked) <= 40 + 4 * 3, "four at once, and again after pauses that grow"
+        source.at_once = Asked.answer
+        for asked in source.asked[40:]:
+            asked.answer()
+        assert len(await reading) == 40
+        assert await another == [DATA[2000:2016]]
+        assert engine.outcomes() == {"retried": 40, "ok": 41}
+
+    play(scene)
+
+
+def test_jobs_that_come_back_again_and_again_ask_little_while_credentials_are_refused() -> None:
+    async def scene() -> None:
+        engine = Engine(max_requests=64)
+        engine.source.at_once = lambda asked: asked.answer(FORBIDDEN)
+        for _ in range(4):
+            with pytest.raises(NotAllowed):
+                await engine.read(*range(0, 640, 16))
+        assert len(engine.source.asked) <= 40 + 4 * 8
+        engine.source.at_once = Asked.answer
+        assert len(await engine.read(*range(0, 640, 16))) == 40
+
+    play(scene)
+
+
+def test_an_object_that_is_forbidden_by_itself_keeps_no_other_for_long() -> None:
+    async def scene() -> None:
+        engine = Engine(max_requests=64)
+        engine.source.at_once = lambda asked: asked.answer(FORBIDDEN if asked.start == 0 else None)
+        for number in range(5):
+            outcomes = await asyncio.gather(engine.read(0), engine.read(160 + 16 * number), return_exceptions=True)
+            assert isinstance(outcomes[0], NotAllowed)
+            assert outcomes[1] == [DATA[160 + 16 * number : 176 + 16 * number]]
+
+    play(scene)
+
+
+def test_a_twin_that_was_sent_with_old_credentials_says_nothing_about_new_ones() -> None:
+    async def scene() -> None:
+        engine = Engine()
+        engine.source.at_once = Asked.answer
+        await engine.read(*range(0, 1280, 16))
+        engine.source.at_once = None
+        engine.source.asked.clear()
+        late = engine.read(2000)
+        await until(lambda: len(engine.source.asked) == 2)
+        for asked in engine.source.asked[:2]:
+            asked.answer(FORBIDDEN)
+        await until(lambda: len(engine.source.asked) == 3)
+        engine.source.asked[2].answer()
+        assert await late == [DATA[2000:2016]]
+        assert engine.source.refreshed == [403]
 
     play(scene)
 
@@ -312,5 +418,25 @@ def test_who_waits_at_the_entrance_of_a_dead_endpoint_is_told_and_later_readers_
             (outcome,) = await asyncio.gather(engine.read(0), return_exceptions=True)
         assert outcome == [DATA[:16]]
         assert (engine.endpoint.queue.num_taken, engine.endpoint.queue.num_waiting) == (0, 0)
+
+    play(scene)
+
+
+def test_nobody_waits_at_the_entrance_for_longer_than_nothing_was_answered() -> None:
+    async def scene() -> None:
+        loop, ends = asyncio.get_running_loop(), [asyncio.get_running_loop().time() + 0.05]
+        entrance = Entrance(lambda: False, lambda since: ends[-1] - loop.time())
+        began = loop.time()
+
+        async def enter() -> None:
+            async with entrance.reading(JOB, 0, began):
+                pytest.fail("there is no room")
+
+        waiting = asyncio.create_task(enter())
+        await asyncio.sleep(0.03)
+        ends.append(began + 0.15)  # an answer came
+        with pytest.raises(TimeoutError):
+            await waiting
+        assert loop.time() - began >= 0.15
 
     play(scene)

@@ -60,3 +60,31 @@ def test_a_new_budget_lets_a_short_run_repeat_only_a_small_part_of_what_it_asks_
         num_taken += budget.take(number / 200)
         num_taken += budget.take(number / 200)
     assert 64 <= num_taken - 0.15 * 2000 <= 64 + 1024 * 10 / 30 + 2
+
+
+def test_a_short_run_of_a_new_endpoint_repeats_less_than_a_fifth_of_what_it_asks_for() -> None:
+    budget, num_taken = RetryBudget(1024, 0.0, is_new=True), 0
+    for number in range(2000):
+        budget.earn()
+        num_taken += sum(budget.take(number / 200) for _ in range(4))
+    assert num_taken <= 0.2 * 2000
+
+
+def test_a_known_endpoint_gets_all_back_in_half_a_minute() -> None:
+    budget = RetryBudget(64, 0.0, is_new=True)
+    for _ in range(16 * 64):
+        budget.earn()
+    while budget.take(0.0):
+        pass
+    assert budget.num_left(30.1) == 64
+
+
+def test_a_storage_that_answers_again_is_asked_as_at_first_but_not_again_and_again() -> None:
+    budget = RetryBudget(1024, 0.0, is_new=True)
+    assert sum(budget.take(0.0) for _ in range(1000)) == 64
+    budget.restore(1.0)
+    assert sum(budget.take(1.0) for _ in range(1000)) == 64
+    budget.restore(2.0)
+    assert not budget.take(2.0)
+    budget.restore(32.0)
+    assert sum(budget.take(32.0) for _ in range(1000)) == 64

@@ -113,6 +113,21 @@ def too_late(endpoint: str, wanted: Range, deadline_s: float, num_tries: int, la
     )
 
 
+def not_let_in(endpoint: str, deadline_s: float, last: Answer | None) -> StorageUnavailable:
+    """The error of a read that was not even begun in time, since what was sent before it was not answered.
+
+    Args:
+        endpoint: that was asked.
+        deadline_s: the time that there was.
+        last: the answer to a request that failed, if any did.
+    """
+    return StorageUnavailable(
+        f"the storage at {endpoint} answered nothing for {deadline_s:g} s: "
+        f"the last request that failed said: {told(last) if last else 'nothing'}",
+        {"endpoint": endpoint},
+    )
+
+
 def told(answer: Answer) -> str:
     """What an answer that was not good said, in one line without secrets."""
     if answer.status in (200, 206):

@@ -1,29 +1,31 @@
 """One endpoint's requests: how many are in flight, who goes first, what is tried again, and when it is given up.
 
 A request waits for its turn in a fair queue whose capacity is the adaptive limit. What fails waits, without a turn, for a pause
-that is drawn at random and for a token of the retry budget. What is late is sent a second time, and the first answer counts.
-Nothing here knows what carries the requests, and no task is spent on one: callbacks, and one timer for all.
+that is drawn at random and for a token of the retry budget. What is late is sent again, and the first answer counts. Nothing
+here knows what carries the requests, and no task is spent on one: callbacks, and one timer for all.
 """
 
 import asyncio
+import contextlib
 import functools
 import heapq
 import itertools
 import random
 import time
-import weakref
-from collections import OrderedDict
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import FairQueue, Flow
 from gyre_daemon.metrics import Metrics, Outcome, RequestCount, RequestKind, RequestLabels
-from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, too_late
-from gyre_daemon.storage.hedges import Hedges, most_needed_first, needed_first
+from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, not_let_in, too_late
+from gyre_daemon.storage.doubts import Doubts
+from gyre_daemon.storage.entrance import Entrance
 from gyre_daemon.storage.limit import AdaptiveLimit
 from gyre_daemon.storage.request import Request, Try
 from gyre_daemon.storage.retries import RetryBudget, pause_s
-from gyre_daemon.storage.source import NotSent, Source
+from gyre_daemon.storage.source import NotSent
+from gyre_daemon.storage.watch import Watch
 
 _TICK_S = 0.005
 _TICKS_PER_LOOK = 20  # at deadlines
@@ -40,7 +42,7 @@ class Terms:
     Attributes:
         max_requests: in flight at most, whatever it would take.
         deadline_s: of a request, from its first try on.
-        hedges: late requests are sent a second time.
+        hedges: late requests are sent again.
     """
 
     max_requests: int
@@ -61,37 +63,48 @@ class Endpoint:
         self._terms = terms
         self._metrics = metrics
         self._counts: dict[tuple[RequestKind, Outcome], RequestCount] = {}
-        self._hedges = Hedges()
         self._live: dict[Request, None] = {}
-        self._entrance = FairQueue(1)
-        self._has_room = asyncio.Event()
-        self._under_way: dict[int, OrderedDict[Try, None]] = {}  # by size class, the oldest first
+        self._entrance = Entrance(self._is_roomy, self._left_s)
+        self._watch = Watch()
+        self._doubts = Doubts()
         self._to_retry: list[tuple[float, int, Request]] = []
         self._numbers = itertools.count()
         self._ticks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
+        self._is_down = False
         self._good_at = time.monotonic()
         self._last_failure: Answer | None = None
-        self._refreshed_at: weakref.WeakKeyDictionary[Source, float] = weakref.WeakKeyDictionary()
         self.queue.resize(self.limit.limit)
 
-    async def enter(self, flow: Flow, urgency: int) -> None:
-        """Wait until few requests wait for their turn: more of them than can soon be sent only take time from those that are.
+    @contextlib.asynccontextmanager
+    async def reading(self, flow: Flow, urgency: int, asked_at: float) -> AsyncIterator[None]:
+        """Submit requests inside; the way in is free when few requests wait for their turn.
 
         Args:
             flow: the job that has more to submit; the jobs come in fairly.
             urgency: among the job's the lowest comes first.
-        """
-        async with self._entrance.turn(flow, 1, urgency):
-            while not self._is_roomy:
-                self._has_room.clear()
-                await self._has_room.wait()
+            asked_at: when the job asked for it.
 
-    @property
+        Raises:
+            StorageUnavailable: nothing was answered for the time that a request has.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._entrance.reading(flow, urgency, asked_at))
+            except TimeoutError:
+                raise not_let_in(self.name, self._terms.deadline_s, self._last_failure) from None
+            yield
+
     def _is_roomy(self) -> bool:
-        num_waiting = min(self.queue.num_waiting, len(self._live))  # the queue counts some who gave up
-        return num_waiting <= max(self.limit.limit // 2, _MIN_WAITING)
+        num_waiting = self.queue.num_waiting
+        if num_waiting > _MIN_WAITING:
+            num_waiting = min(num_waiting, len(self._live))  # the queue counts some who gave up
+        return num_waiting <= _MIN_WAITING or num_waiting <= self.limit.limit // 2
+
+    def _left_s(self, asked_at: float) -> float:
+        """Until what is not even sent is given up."""
+        return max(asked_at, self._good_at) + self._terms.deadline_s - time.monotonic()
 
     def submit(self, request: Request) -> None:
         """Have a range brought; `request.finish` is told."""
@@ -105,9 +118,12 @@ class Endpoint:
         """Nobody needs it any more."""
         if not request.is_over:
             self._end(request, "abandoned")
+            self._entrance.look_again()
             del request.finish
 
     def _ask(self, request: Request, *, is_hedge: bool) -> None:
+        if self._doubts and not is_hedge and self._doubts.holds(request, time.monotonic()):
+            return
         turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge, functools.partial(self._granted, request, is_hedge))
         if turn is None:
             self._send(request, is_hedge=is_hedge)
@@ -132,59 +148,64 @@ class Endpoint:
         request.num_tries += 1
         try_ = Try(request, now, self.limit.round, is_hedge=is_hedge)
         request.tries.append(try_)
-        self._watch(try_)
+        self._watch.begin(try_)
         wanted, done = request.wanted, functools.partial(self._done, try_)
         try:
             try_.sent = request.source.get(request.path, wanted.start, wanted.stop, done)
         except Exception as error:  # a client that cannot even begin
             try_.sent = NotSent(self._loop.call_soon(done, failure(error)))
 
-    def _watch(self, try_: Try) -> None:
-        """See when it is late; what is sent a second time is not sent a third time."""
-        if try_.is_hedge or try_.request.num_hedges or try_.request.kind != "read":
-            return
-        self._hedges.earn()
-        try_.is_early = self._hedges.begin(try_.size)
-        tries = self._under_way.get(try_.size)
-        if tries is None:
-            tries = self._under_way[try_.size] = OrderedDict()
-        tries[try_] = None
-
     def _done(self, try_: Try, answer: Answer) -> None:
         request = try_.request
         now = time.monotonic()
-        first_byte_at = try_.first_byte_at or now
         means = meaning(request.wanted, answer, request.num_tries)
-        if means in (Meaning.GOOD, Meaning.REFUSED):
-            self._learn(try_, now, first_byte_at - try_.sent_at if means is Meaning.GOOD else None)
-        self._give_back(try_)
         if means is Meaning.GOOD:
-            self._good_at = now
-            if request.num_retries:
-                self.budget.give_back()
-            request.succeed(try_, first_byte_at, now)
-            self._end(request, "hedged")
-            count = self._count("ok", request, request.num_bytes)
-            count.first_byte_s += first_byte_at - try_.sent_at
-            count.body_s += now - first_byte_at
-            self._tell(request, answer.data, None)
-        elif means is Meaning.FINAL or (means is Meaning.REFRESH and request.was_refreshed):
+            self._succeed(try_, answer, now)
+            return
+        if means is Meaning.REFUSED and self.limit.done(try_.of_round, self.queue.num_taken, None):
+            self._resize()
+        self._give_back(try_)
+        if means is Meaning.FINAL or (means is Meaning.REFRESH and 0 < request.refreshed_at <= try_.sent_at):
             self._count("error", request, len(answer.data))
+            if means is Meaning.FINAL:
+                self._trust(try_)
             self._fail(request, final_error(request.wanted, answer), "abandoned")
         else:
             request.num_refused += means is Meaning.REFUSED
             self._count("refused" if means is Meaning.REFUSED else "retried", request, len(answer.data))
             self._try_again(request, try_, answer, now, at_once=means is Meaning.REFRESH)
 
-    def _learn(self, try_: Try, now: float, first_byte_s: float | None) -> None:
-        if first_byte_s is not None and not try_.is_hedge:
-            self._hedges.note(try_.request.num_bytes, now - try_.sent_at)
+    def _succeed(self, try_: Try, answer: Answer, now: float) -> None:
+        request, first_byte_at = try_.request, try_.first_byte_at or now
+        first_byte_s = first_byte_at - try_.sent_at
+        self._watch.note(try_, now)
         if self.limit.done(try_.of_round, self.queue.num_taken, first_byte_s):
             self._resize()
+        self._give_back(try_)
+        self._good_at = now
+        if self._doubts:
+            self._trust(try_)
+        if request.num_retries:
+            self.budget.give_back()
+        request.succeed(try_, first_byte_at, now)
+        self._end(request, "hedged")
+        count = self._count("ok", request, request.num_bytes)
+        count.first_byte_s += first_byte_s
+        count.body_s += now - first_byte_at
+        self._tell(request, answer.data, None)
+
+    def _trust(self, try_: Try) -> None:
+        """Its credentials were accepted."""
+        for request in self._doubts.released(try_):
+            if not request.is_over:
+                self._ask(request, is_hedge=False)
 
     def _resize(self) -> None:
         """Let as many in as the limit says; after rounds that brought nothing at all, none for a while."""
         failed = self.limit.num_failed_rounds
+        if self._is_down and not failed:
+            self.budget.restore(time.monotonic())
+        self._is_down = failed > 0
         if self._pause:
             self._pause.cancel()
             self._pause = None
@@ -196,10 +217,7 @@ class Endpoint:
     def _try_again(self, request: Request, try_: Try, answer: Answer, now: float, *, at_once: bool) -> None:
         request.last = self._last_failure = answer
         if at_once:
-            request.was_refreshed = True
-            if self._refreshed_at.get(request.source, 0.0) <= try_.sent_at:  # otherwise it was sent with the old ones
-                self._refreshed_at[request.source] = now
-                request.source.refresh(answer.status)
+            self._doubts.refused(request, try_.sent_at, answer.status, now)
         if not request.tries:
             pause = 0.0 if at_once else pause_s(request.num_tries, random.random())
             self._retry_at(now + pause, request)
@@ -212,9 +230,12 @@ class Endpoint:
         self._ticks += 1
         self._retry(now)
         if self._terms.hedges and not self.limit.is_refused:
-            self._hedge(now)
+            for request in self._watch.take_late(now, self._entrance.needed_first()):
+                self._ask(request, is_hedge=True)
         if self._ticks % _TICKS_PER_LOOK == 0:
             self._look_at_deadlines(now)
+        if not self._live:
+            self._doubts.forget_waiting()
         self._timer = self._loop.call_later(_TICK_S, self._tick) if self._live else None
 
     def _retry(self, now: float) -> None:
@@ -223,24 +244,8 @@ class Endpoint:
             _, _, request = heapq.heappop(self._to_retry)
             if not request.is_over:
                 self._ask(request, is_hedge=False)
-
-    def _hedge(self, now: float) -> None:
-        for size, tries in self._under_way.items():
-            late_s = self._hedges.late_after_s(size)
-            if late_s is None:
-                continue
-            sent_before = now - late_s
-            late = {}
-            for try_ in tries:
-                if try_.sent_at > sent_before:
-                    break
-                late[try_.request] = try_
-            first = needed_first(self._live) if late else {}
-            for request in most_needed_first(late):
-                if self._hedges.take(is_needed_first=request.urgency == first[request.flow]):
-                    del tries[late[request]]
-                    request.num_hedges = 1
-                    self._ask(request, is_hedge=True)
+        for request in self._doubts.ready(now) if self._doubts else ():
+            self._ask(request, is_hedge=False)
 
     def _look_at_deadlines(self, now: float) -> None:
         deadline_s = self._terms.deadline_s
@@ -259,6 +264,7 @@ class Endpoint:
 
     def _fail(self, request: Request, error: GyreError, under_way: Outcome) -> None:
         self._end(request, under_way)
+        self._entrance.look_again()
         self._tell(request, b"", error)
 
     def _tell(self, request: Request, data: bytes, error: GyreError | None) -> None:
@@ -272,28 +278,19 @@ class Endpoint:
         del self._live[request]
         if request.turn:
             request.turn.cancel()
-        for try_ in list(request.tries):
+        for try_ in request.tries[:]:
             try_.sent.cancel()
             self._count(outcome, request, 0)
-            if outcome == "hedged" and not try_.is_hedge:
-                self._hedges.note(request.num_bytes, time.monotonic() - try_.sent_at)
+            if outcome == "hedged":
+                self._watch.note(try_, time.monotonic())
             self._give_back(try_)
-        self._tell_room()
-
-    def _tell_room(self) -> None:
-        """Those who wait at the entrance, if they need not."""
-        if self._is_roomy:
-            self._has_room.set()
 
     def _give_back(self, try_: Try) -> None:
         try_.request.tries.remove(try_)
         del try_.sent  # which has a callback that has the try
-        if tries := self._under_way.get(try_.size):
-            tries.pop(try_, None)
-        if try_.is_early:
-            self._hedges.end_early(try_.size)
+        self._watch.end(try_)
         self.queue.release()
-        self._tell_room()
+        self._entrance.look_again()
 
     def _count(self, outcome: Outcome, request: Request, num_bytes: int) -> RequestCount:
         count = self._counts.get((request.kind, outcome))

@@ -54,6 +54,11 @@ class Hedges:
         if self._tokens < _RESERVE:
             self._tokens += _SHARE
 
+    @property
+    def may_take(self) -> bool:
+        """Some second request may be sent now."""
+        return self._tokens >= 1
+
     def take(self, *, is_needed_first: bool = True) -> bool:
         """Whether a second request may be sent now; if so, it counts as sent.
 
@@ -125,14 +130,6 @@ def most_needed_first(late: Iterable[Request]) -> list[Request]:
         in_turns.append((turns[request.flow], request))
         turns[request.flow] += 1
     return [request for _, request in sorted(in_turns, key=lambda each: each[0])]
-
-
-def needed_first(live: Iterable[Late]) -> dict[Hashable, int]:
-    """The lowest urgency of each job."""
-    first: dict[Hashable, int] = {}
-    for request in live:
-        first[request.flow] = min(request.urgency, first.get(request.flow, request.urgency))
-    return first
 
 
 def size_class(num_bytes: int) -> int:

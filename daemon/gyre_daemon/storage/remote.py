@@ -42,17 +42,18 @@ class RemoteStorage:
         if not len(reads):
             return
         asked_at = time.monotonic()
-        await self._endpoint.enter(reads.flow, reads.urgency)
-        wanted = list(_pieces(reads))
-        arrival = _Arrival(reads, len(wanted), asked_at)
-        try:
-            for key, places in wanted:
-                self._join(key, arrival, places)
-            await arrival.whole
-        finally:
-            arrival.is_over = True
-            for joint in reversed(list(arrival.joints)):  # those that wait for their turn before those that give theirs back
-                self._leave(joint, arrival)
+        async with self._endpoint.reading(reads.flow, reads.urgency, asked_at):
+            wanted = list(_pieces(reads))
+            arrival = _Arrival(reads, len(wanted), asked_at)
+            try:
+                for key, places in wanted:
+                    self._join(key, arrival, places)
+                await arrival.whole
+            finally:
+                arrival.is_over = True
+                arrival.account()
+                for joint in reversed(list(arrival.joints)):  # those that wait for a turn before those that give theirs back
+                    self._leave(joint, arrival)
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`; the next chunk is requested while this one is used."""
@@ -148,6 +149,7 @@ class _Arrival:
         self.is_over = False
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_missing = num_missing
+        self._slowest: Request | None = None
         if reads.delays:
             reads.delays.num_requests += num_missing
 
@@ -162,6 +164,8 @@ class _Arrival:
             return
         if self.reads.delays:
             request.add_to(self.reads.delays)
+            if self._slowest is None or request.total_s > self._slowest.total_s:
+                self._slowest = request
         if error:
             self.whole.set_exception(error)
             return
@@ -170,6 +174,12 @@ class _Arrival:
         self._num_missing -= 1
         if not self._num_missing:
             self.whole.set_result(None)
+
+    def account(self) -> None:
+        """Tell where the time of the slowest request went."""
+        delays, slowest = self.reads.delays, self._slowest
+        if delays and slowest and slowest.ended_at and (not delays.slowest or slowest.total_s > delays.slowest.total_s):
+            delays.slowest = slowest.account()
 
 
 def _pieces(reads: Reads) -> Iterator[tuple[_Key, _Places]]:

@@ -12,7 +12,7 @@ from gyre_daemon.storage.source import Sent, Source
 
 
 class Request:
-    """What is needed and how far it is. Its tries may be several, at most two of them at the same time.
+    """What is needed and how far it is. Its tries may be several, also at the same time.
 
     Attributes:
         source: who carries it.
@@ -27,6 +27,7 @@ class Request:
         asked_at: when it was needed.
         begun_at: when its first try was sent; 0 before.
         last: the answer to its last try that failed.
+        refreshed_at: when credentials were read again for it; a try sent since then has the new ones; 0 before.
         num_bytes: how many are needed.
         sent_at: when the try was sent that succeeded.
         first_byte_at: when its answer began.
@@ -36,8 +37,8 @@ class Request:
 
     __slots__ = (
         "asked_at", "begun_at", "ended_at", "finish", "first_byte_at", "flow", "is_over", "kind", "last", "num_bytes",
-        "num_hedges", "num_refused", "num_retries", "num_tries", "path", "sent_at", "source", "tries", "turn", "urgency",
-        "wanted", "was_refreshed",
+        "num_hedges", "num_refused", "num_retries", "num_tries", "path", "refreshed_at", "sent_at", "source", "tries", "turn",
+        "urgency", "wanted",
     )  # fmt: skip
 
     def __init__(self, source: Source, path: str, wanted: Range, kind: RequestKind, flow: Flow, urgency: int) -> None:
@@ -54,7 +55,7 @@ class Request:
         self.begun_at = 0.0
         self.last: Answer | None = None
         self.is_over = False
-        self.was_refreshed = False
+        self.refreshed_at = 0.0
         self.num_tries = 0
         self.num_retries = 0
         self.num_hedges = 0
@@ -66,7 +67,12 @@ class Request:
         """It is there."""
         self.sent_at, self.first_byte_at, self.ended_at = successful.sent_at, first_byte_at, now
 
-    def _account(self) -> RequestDelays:
+    @property
+    def total_s(self) -> float:
+        """From being asked for to being there; 0 before."""
+        return self.ended_at - self.asked_at if self.ended_at else 0.0
+
+    def account(self) -> RequestDelays:
         """Where the time went, now that it is there."""
         return RequestDelays(
             shard=self.wanted.shard.name,
@@ -80,13 +86,12 @@ class Request:
         )
 
     def add_to(self, delays: Delays) -> None:
-        """Tell those who waited what it took."""
-        delays.num_refused += self.num_refused
-        delays.num_retries += self.num_retries
-        delays.num_hedges += self.num_hedges
+        """Tell those who waited what it took, but for `account`."""
         delays.num_bytes += self.num_bytes
-        if self.ended_at and (delays.slowest is None or self.ended_at - self.asked_at > delays.slowest.total_s):
-            delays.slowest = self._account()
+        if self.num_tries > 1:
+            delays.num_refused += self.num_refused
+            delays.num_retries += self.num_retries
+            delays.num_hedges += self.num_hedges
 
 
 class Try:
