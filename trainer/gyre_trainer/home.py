@@ -7,9 +7,11 @@ views of its buffer, so what the optimizer writes is what is sent next, without 
 import weakref
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.weak import WeakIdKeyDictionary
@@ -63,8 +65,28 @@ class Home:
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """This rank's part of a DTensor; another tensor as it is. A gradient that reaches the part reaches the DTensor."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter._local_tensor
+    local: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
+    return local
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local`, but that the gradient is cut as the parameter is, which need not be worked out in each backward."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def as_parameter(local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter) -> nn.Parameter:

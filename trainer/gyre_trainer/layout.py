@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-import torch
 from torch import Tensor
 
 from gyre_trainer.mesh import slice_bounds
@@ -57,6 +56,9 @@ class Layout:
 
     def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
         """The half-open range of the cut dim that a piece holds."""
+        return self._bounds[cut.name][piece]
+
+    def _bounds_of(self, cut: Cut, piece: int) -> tuple[int, int]:
         round_, index = divmod(piece, self.num_slices)
         size = cut.shape[cut.dim]
         start, stop = slice_bounds(size, index, self.num_slices)
@@ -65,7 +67,7 @@ class Layout:
 
     def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
         """Those of every piece."""
-        return [self.bounds(cut, piece) for piece in range(self.num_slices * self.num_rounds)]
+        return self._bounds[cut.name]
 
     def numel(self, piece: int) -> int:
         """Elements of a piece; piece 0 is the largest."""
@@ -78,12 +80,21 @@ class Layout:
 
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
         """The parts in the buffer of piece ``index``, in the order of the cuts."""
-        shapes = self._parts[index]
-        return [part.view(shape) for part, shape in zip(torch.split(flat, [prod(s) for s in shapes]), shapes, strict=True)]
+        shapes, sizes = self._parts[index], self._sizes[index]
+        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
 
     def only(self, wanted: Sequence[bool]) -> "Layout":
         """The layout of the cuts whose flag is true."""
         return replace(self, cuts=tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want))
+
+    @cached_property
+    def _bounds(self) -> dict[str, list[tuple[int, int]]]:
+        num_pieces = self.num_slices * self.num_rounds
+        return {cut.name: [self._bounds_of(cut, piece) for piece in range(num_pieces)] for cut in self.cuts}
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        return [list(map(prod, shapes)) for shapes in self._parts]
 
     @cached_property
     def _parts(self) -> list[list[tuple[int, ...]]]:
@@ -92,7 +103,7 @@ class Layout:
 
     @cached_property
     def _numels(self) -> list[int]:
-        return [sum(map(prod, shapes)) for shapes in self._parts]
+        return list(map(sum, self._sizes))
 
     def _part_shape(self, cut: Cut, piece: int) -> tuple[int, ...]:
         start, stop = self.bounds(cut, piece)

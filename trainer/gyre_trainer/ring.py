@@ -136,12 +136,14 @@ class Ring:
         if not ops:
             return []
         try:
-            works = dist.batch_isend_irecv([op for op, _ in ops])
+            # Sends first. What the other side waits for already, gloo writes at once, and holds a lock meanwhile on which its
+            # own thread spins if the two share a core. What nobody waits for yet, that thread writes later.
+            works = dist.batch_isend_irecv([op for op, _ in reversed(ops)])
         except RuntimeError as error:
             raise self.roll_call.error(" and ".join(what for _, what in ops), error) from error
         # One work may stand for the whole batch (NCCL), or each operation may have its own (gloo).
         whats = [what for _, what in ops] if len(works) == len(ops) else [" and ".join(what for _, what in ops)]
-        return list(zip(works, whats, strict=True))
+        return list(zip(reversed(works), whats, strict=True))
 
     def _global(self, offset: int) -> int:
         return dist.get_global_rank(self._group, (self.rank + offset) % self.size)

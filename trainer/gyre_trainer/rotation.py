@@ -167,7 +167,9 @@ class Prefetch:
         else:
             known = self._follower.get(rotation)
             follower, round_ = known() if known is not None else None, -1
-        if follower is not None and follower.rule.backward_reads_weights:
+        if follower is None:
+            _make_room(rotation)
+        elif follower.rule.backward_reads_weights:
             self._drop()
             self._ready = follower, round_ + 1, Departure(follower, Direction.COUNTER_CLOCKWISE, round_ + 1)
 
@@ -180,6 +182,16 @@ class Prefetch:
         """The whole backward is through; what comes next meets other weights."""
         self._drop()
         self._last = None
+
+
+def _make_room(rotation: Rotation) -> None:
+    """As much as sending ahead will take, which the first backward does not do; so the second one allocates nothing."""
+    home, dtype = rotation.home, rotation.policy.compute_dtype or rotation.home.flat.dtype
+    if home.ring.size > 1:
+        num_buffers = 1 if dtype == home.flat.dtype else 2  # the visitor, and the own slice as it travels
+        buffers = [home.ring.pool.take(rotation.pieces.numel(0), dtype, home.flat.device) for _ in range(num_buffers)]
+        for buffer in buffers:
+            home.ring.pool.put(buffer)
 
 
 _PREFETCHES: WeakKeyDictionary[Ring, Prefetch] = WeakKeyDictionary()
