@@ -104,14 +104,15 @@ async def _read(session: Session, duration_s: float) -> tuple[int, int]:
     num_batches = num_messages = 0
     end = time.perf_counter() + duration_s
     while time.perf_counter() < end:
-        first = await session.next_batch()
+        first = await session.next_strip()
         assert first
-        message = control._batches(session, first)
+        message = control.batches(session, first)
         message.SerializeToString()
-        for batch in message.batches.batches:
-            session.release(batch.step)
-        session.add_credit(len(message.batches.batches))
-        num_batches += len(message.batches.batches)
+        num_sent = sum(len(strip.cursors) for strip in message.batches.strips)
+        for strip in message.batches.strips:
+            session.release(strip.first_step)
+        session.add_credit(num_sent)
+        num_batches += num_sent
         num_messages += 1
         await asyncio.sleep(0)
     return num_batches, num_messages

@@ -83,19 +83,25 @@ class Arena:
         self._pages = PrivatePages(self._mapping)
         self.num_lent = 0
 
-    def lend(self, offset_bytes: int, num_bytes: int, returned: Callable[[], None]) -> npt.NDArray[np.uint8]:
-        """Returns a slot's memory, uint8 [num_bytes], writable; `returned` is called when the last view of it is gone.
+    def lend(self, begin: int, end: int, num_batches: int, returned: Callable[[], None]) -> npt.NDArray[np.uint8]:
+        """Returns the memory of so many batches, uint8 [end - begin], writable.
+
+        Args:
+            begin: Its first byte in the file, of a page.
+            end: Behind its last.
+            num_batches: How many lie there.
+            returned: Called when the last view of it is gone.
 
         Raises:
-            ValueError: There is no such slot.
+            ValueError: There is no such memory.
         """
-        memory = np.frombuffer(self._mapping, np.uint8, num_bytes, offset_bytes)
-        self.num_lent += 1
-        weakref.finalize(memory, self._take_back, offset_bytes, num_bytes, returned).atexit = False
+        memory = np.frombuffer(self._mapping, np.uint8, end - begin, begin)
+        self.num_lent += num_batches
+        weakref.finalize(memory, self._take_back, begin, end, num_batches, returned).atexit = False
         return memory
 
-    def _take_back(self, offset_bytes: int, num_bytes: int, returned: Callable[[], None]) -> None:
-        if self._pages.may_be_written(offset_bytes, num_bytes):
-            self._mapping.madvise(mmap.MADV_DONTNEED, offset_bytes, num_bytes)
-        self.num_lent -= 1
+    def _take_back(self, begin: int, end: int, num_batches: int, returned: Callable[[], None]) -> None:
+        if self._pages.may_be_written(begin, end - begin):
+            self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        self.num_lent -= num_batches
         returned()

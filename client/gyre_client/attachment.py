@@ -1,7 +1,7 @@
 """One session, from attaching to its end: the control stream, the payload stream, and a watch over both."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.arena import Arenas
-from gyre_client.batch import Batch, PayloadBuffer, TensorPlace, read_layout
+from gyre_client.batch import Batch, Layout, PayloadBuffer, read_layouts
 from gyre_client.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
 from gyre_client.outbox import Outbox
@@ -64,8 +64,8 @@ class Attachment:
         self._is_closed = False
         self._stream = connection.stream(self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch))
 
-    def batches(self) -> Iterator[Batch]:
-        """Yields the session's batches as they arrive whole; ends where the stream of batches does.
+    def strips(self) -> Iterator[list[Batch]]:
+        """Yields the session's batches as they arrive whole, several at once; ends where the stream of batches does.
 
         Raises:
             GyreError: Why the session ended before that.
@@ -76,9 +76,8 @@ class Attachment:
                 self._on_word()
                 match response.WhichOneof("event"):
                     case "batches":
-                        shared = read_layout(response.batches.tensors)
-                        for batch in response.batches.batches:
-                            yield self._receive(batch, read_layout(batch.tensors) or shared)
+                        for strip in response.batches.strips:
+                            yield self._receive(strip)
                     case "end_of_stream":
                         return
                     case "goodbye":
@@ -99,28 +98,38 @@ class Attachment:
         arenas = self._arenas
         return arenas is not None and arenas.num_lent - num_unread > self._max_kept
 
-    def _receive(self, batch: pb.Batch, layout: list[TensorPlace]) -> Batch:
-        return Batch(batch.step, batch.cursor, self._memory(batch), layout)
-
-    def _memory(self, batch: pb.Batch) -> npt.NDArray[np.uint8]:
-        match batch.WhichOneof("payload"):
+    def _receive(self, strip: pb.Strip) -> list[Batch]:
+        layouts = read_layouts(strip)
+        match strip.WhichOneof("payload"):
             case "arena" if arenas := self._arenas:
-                slot = batch.arena
-                try:
-                    return arenas.get(slot.arena).lend(
-                        slot.offset_bytes, slot.num_bytes, partial(self.outbox.release, batch.step)
-                    )
-                except ValueError:
-                    raise DaemonFault(f"step {batch.step} lies outside its arena") from None
+                memories = self._lent(strip, arenas, layouts)
             case "inline":
-                return self._read_payload(batch)
-        raise DaemonFault(f"the payload of step {batch.step} comes in a way that this client does not know")
+                memories = [self._read_payload(layout.num_bytes) for layout in layouts]
+                self.outbox.release(strip.first_step, len(memories))
+            case _:
+                raise DaemonFault(f"the payload of step {strip.first_step} comes in a way that this client does not know")
+        columns = zip(strip.cursors, memories, layouts, strict=True)
+        return [
+            Batch(step, cursor, memory, layout.places)
+            for step, (cursor, memory, layout) in enumerate(columns, strip.first_step)
+        ]
 
-    def _read_payload(self, batch: pb.Batch) -> npt.NDArray[np.uint8]:
-        buffer = PayloadBuffer(batch.inline.num_bytes)
+    def _lent(self, strip: pb.Strip, arenas: Arenas, layouts: Sequence[Layout]) -> list[npt.NDArray[np.uint8]]:
+        """Each batch's memory; all of it is lent as one piece, and released when the last tensor in it is gone."""
+        offsets = list(strip.arena.offsets_bytes)
+        returned = partial(self.outbox.release, strip.first_step, len(offsets))
+        try:
+            begin, end = offsets[0], offsets[-1] + layouts[-1].num_bytes
+            memory = arenas.get(strip.arena.arena).lend(begin, end, len(offsets), returned)
+            pairs = zip(offsets, layouts, strict=True)
+            return [memory[offset - begin : offset - begin + layout.num_bytes] for offset, layout in pairs]
+        except (IndexError, ValueError):
+            raise DaemonFault(f"step {strip.first_step} lies outside its arena") from None
+
+    def _read_payload(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        buffer = PayloadBuffer(num_bytes)
         while buffer.num_missing:
             buffer.append(self._next_chunk())
-        self.outbox.release(batch.step)
         return buffer.memory
 
     def _next_chunk(self) -> memoryview:

@@ -1,7 +1,7 @@
 """A batch: tensors over one piece of memory, its own or a slot of the session's arena."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,13 +112,32 @@ class TensorPlace:
         return payload[self.offset_bytes : end_bytes].view(dtype).view(self.shape)
 
 
-def read_layout(tensors: Iterable[pb.Tensor]) -> list[TensorPlace]:
-    """Returns the places of a batch's tensors.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a batch's payload is made of.
+
+    Attributes:
+        places: Of its tensors.
+        num_bytes: Of all of it.
+    """
+
+    places: "Sequence[TensorPlace]"
+    num_bytes: int
+
+
+def read_layouts(strip: pb.Strip) -> list[Layout]:
+    """Returns the layouts of a strip's batches, one each.
 
     Raises:
-        DaemonFault: A tensor has no dtype that torch knows, or is not aligned.
+        DaemonFault: A tensor has no dtype that torch knows, or is not aligned; or they are not as many as the batches.
     """
-    return [_place(tensor) for tensor in tensors]
+    layouts = [Layout([_place(tensor) for tensor in each.tensors], each.num_bytes) for each in strip.layouts]
+    num_batches = len(strip.cursors)
+    if len(layouts) == 1:
+        return layouts * num_batches
+    if len(layouts) != num_batches:
+        raise DaemonFault(f"the {num_batches} batches from step {strip.first_step} on come with {len(layouts)} layouts")
+    return layouts
 
 
 def _place(tensor: pb.Tensor) -> TensorPlace:

@@ -30,6 +30,7 @@ class Outbox:
         self._num_together = num_together
         self._is_due = num_credits > 0
         self._released: list[int] = []
+        self._num_released = 0  # batches
         self._closed = False
         self._changed = threading.Condition()
 
@@ -48,11 +49,12 @@ class Outbox:
                 self._is_due = True
                 self._changed.notify()
 
-    def release(self, step: int) -> None:
-        """The payload of `step` has been copied."""
+    def release(self, first_step: int, num_batches: int = 1) -> None:
+        """The payloads of the strip that begins with `first_step`, so many, are no longer needed."""
         with self._changed:
-            self._released.append(step)
-            self._notify_if_due(len(self._released))
+            self._released.append(first_step)
+            self._num_released += num_batches
+            self._notify_if_due(self._num_released)
 
     def close(self) -> None:
         """Nothing more is to be said; the client half-closes its stream."""
@@ -74,7 +76,7 @@ class Outbox:
                 num_credits, self._num_credits = self._num_credits, 0
                 waited_s, self._waited_s = self._waited_s, 0.0
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
-                self._is_due = bool(self._released)
+                self._is_due, self._num_released = bool(self._released), len(self._released)
             on_wake()
             if num_credits or waited_s:
                 credit = pb.Credit(num_batches=num_credits, waited_s=waited_s, released_steps=released)

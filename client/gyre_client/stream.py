@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -50,7 +51,9 @@ class BatchStream:
         self._request = request
         self._connection = Connection(endpoint.address)
         self._outage = Outage(reattach_timeout_s)
-        self._inbox: queue.SimpleQueue[Batch | GyreError | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[Batch] | GyreError | None] = queue.SimpleQueue()
+        self._taken: deque[Batch] = deque()  # out of the inbox, and not consumed
+        self._must_copy = False  # these
         self._closing = threading.Event()
         self._lock = threading.RLock()  # over the three below; a garbage collection may close while its thread holds it
         self._attachment: Attachment | None = None
@@ -77,19 +80,28 @@ class BatchStream:
         Raises:
             GyreError: Why there is no next batch; again on every further call.
         """
+        if not self._taken and not self._take_strip(is_ahead=is_ahead):
+            return None
+        batch = self._taken.popleft()
+        return batch.copied() if self._must_copy else batch
+
+    def _take_strip(self, *, is_ahead: bool) -> bool:
+        """Goes on to the batches that came next; False where there are none any more."""
         waited_s = 0.0
         try:
             item = self._inbox.get_nowait()
         except queue.Empty:
             item, waited_s = self._wait_for_item(is_ahead=is_ahead)
-        if isinstance(item, Batch):
-            return self._taken(item, waited_s)
+        if isinstance(item, list):
+            self._account_for(len(item), waited_s)
+            self._taken.extend(item)
+            return True
         self._inbox.put(item)  # the end stays the end
         if item is None:
-            return None
+            return False
         raise item
 
-    def _wait_for_item(self, *, is_ahead: bool) -> tuple[Batch | GyreError | None, float]:
+    def _wait_for_item(self, *, is_ahead: bool) -> tuple[list[Batch] | GyreError | None, float]:
         """Returns what comes, and how long it was waited for beyond what the daemon was told meanwhile."""
         since_s = time.monotonic()
         while True:
@@ -124,19 +136,20 @@ class BatchStream:
         self._connection.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_TIMEOUT_S)
+        self._taken.clear()  # what nobody took lets go of its memory
         with contextlib.suppress(queue.Empty):
-            while True:  # what nobody took lets go of its memory
+            while True:
                 self._inbox.get_nowait()
         self._inbox.put(DaemonFault("this stream was closed while it was being read"))
 
-    def _taken(self, batch: Batch, waited_s: float) -> Batch:
-        """The daemon may send one more; a batch is copied where its consumer holds on to too many."""
+    def _account_for(self, num_batches: int, waited_s: float) -> None:
+        """The daemon may send as many more; batches are copied where their consumer holds on to too many."""
         with self._lock:
-            self._num_unread -= 1
-            if self._attachment is None:
-                return batch
-            self._attachment.outbox.credit(1, waited_s)
-            return batch.copied() if self._attachment.must_copy(self._num_unread) else batch
+            self._num_unread -= num_batches
+            attachment = self._attachment
+            self._must_copy = attachment is not None and attachment.must_copy(self._num_unread)
+            if attachment is not None:
+                attachment.outbox.credit(num_batches, waited_s)
 
     def _run(self, session: Session) -> None:
         end: GyreError | None = None
@@ -165,13 +178,13 @@ class BatchStream:
     def _receive(self, session: Session) -> None:
         attachment = self._attach(session)
         try:
-            for batch in attachment.batches():
+            for batches in attachment.strips():
                 self._outage.batch_received()
-                self._request.cursor = batch.cursor
+                self._request.cursor = batches[-1].cursor
                 with self._lock:
-                    self._num_unread += 1
-                self._inbox.put(batch)
-                del batch  # its slot is the consumer's now, and must not wait for the next batch to be released
+                    self._num_unread += len(batches)
+                self._inbox.put(batches)
+                del batches  # their slot is the consumer's now, and must not wait for the next ones to be released
         finally:
             with self._lock:
                 self._attachment = None

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gyre_daemon.batch import whole_pages
 from gyre_daemon.errors import Overloaded
 
-_PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
 _F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
+_STRIP_BYTES, _MAX_TOGETHER = 4 << 20, 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
 
 
@@ -57,7 +58,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """The memory of one batch.
+    """The memory of one strip of batches.
 
     Attributes:
         arena: that it is a part of.
@@ -86,7 +87,7 @@ class Arena:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        self.num_bytes = _whole_pages(num_bytes)
+        self.num_bytes = whole_pages(num_bytes)
         self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.descriptor)
         with self._refusal():
@@ -114,7 +115,7 @@ class Arena:
 
     def take(self, num_bytes: int) -> Slot | None:
         """The first free slot of at least so many bytes, or None until enough is given back."""
-        needed = _whole_pages(num_bytes)
+        needed = whole_pages(num_bytes)
         for index, (offset, length) in enumerate(self._free):
             if length >= needed:
                 self._free[index : index + 1] = [(offset + needed, length - needed)] if length > needed else []
@@ -158,8 +159,9 @@ class Share:
 
     Attributes:
         batch_bytes: upper bound of one batch.
-        num_bytes: of its arena.
+        num_bytes: of its arenas.
         num_ahead: batches in flight or ready: the prefetch window.
+        num_together: batches that make a strip: they are read together and lie in one slot.
         num_queued: batches that its client may have received and not taken.
         num_kept: batches that its client may go on to use after it took the next.
         may_grow: nobody asked for just this window.
@@ -168,29 +170,28 @@ class Share:
     batch_bytes: int
     num_bytes: int
     num_ahead: int
+    num_together: int
     num_queued: int
     num_kept: int
     may_grow: bool
 
 
-def divide(batch_bytes: int, num_ahead: int, limit_bytes: int, *, may_grow: bool = False) -> Share:
+def divide(batch_bytes: int, num_ahead: int, limit_bytes: int, *, in_strips: bool = False, may_grow: bool = False) -> Share:
     """The share of a session that wants to be so many batches ahead: within the limit, but room for one batch in any case.
 
     Args:
         batch_bytes: upper bound of a batch.
         num_ahead: the prefetch window it would like.
         limit_bytes: what it may have.
+        in_strips: whether several small batches are read together; a third of the window at most.
         may_grow: whether more may be added later.
     """
-    batch_bytes = _whole_pages(batch_bytes)
-    num_kept = max(2, num_ahead // 4)
-    num_slots = max(1, min(2 * num_ahead + num_kept, limit_bytes // batch_bytes))
-    num_ahead = min(num_ahead, max(1, (num_slots - 1) // 2))
-    num_queued = min(num_ahead, max(1, num_slots - num_ahead))
-    return Share(
-        batch_bytes, num_slots * batch_bytes, num_ahead, num_queued, max(0, num_slots - num_ahead - num_queued), may_grow
-    )
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    batch_bytes = whole_pages(batch_bytes)
+    num_wanted = 2 * num_ahead + max(2, 2 * num_ahead // 3)
+    num_slots = max(1, min(num_wanted, limit_bytes // batch_bytes))
+    if num_slots < num_wanted:
+        num_ahead = max(1, 3 * (num_slots - 1) // 8)
+    num_together = max(1, min(_STRIP_BYTES // batch_bytes, _MAX_TOGETHER, num_ahead // 3)) if in_strips else 1
+    num_queued = min(num_ahead, max(1, num_slots - num_ahead)) // num_together * num_together  # whole strips travel
+    num_kept = max(0, num_slots - num_ahead - num_queued)
+    return Share(batch_bytes, num_slots * batch_bytes, num_ahead, num_together, num_queued, num_kept, may_grow)

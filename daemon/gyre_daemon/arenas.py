@@ -13,7 +13,7 @@ from gyre_daemon.arena import Arena, Budget, Share, Slot
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.fair import FairExecutor, Flow
 
-_FIRST_BYTES = 8 << 20  # or one batch
+_FIRST_BYTES = 8 << 20  # or one strip
 _STEP_BYTES = 8 << 20  # that are allocated in one job of a thread
 _LINGER_S = 2.0
 
@@ -92,8 +92,8 @@ class Arenas:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        batch_bytes = self._share.batch_bytes
-        first_bytes = min(self._share.num_bytes, max(1, _FIRST_BYTES // batch_bytes) * batch_bytes)
+        strip_bytes = self._share.batch_bytes * self._share.num_together
+        first_bytes = min(self._share.num_bytes, max(1, _FIRST_BYTES // strip_bytes) * strip_bytes)
         await self._make(first_bytes, flow, self._own)
 
     async def complete(self, flow: Flow) -> None:

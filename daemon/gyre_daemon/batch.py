@@ -1,22 +1,23 @@
-"""The memory of a batch: which tensors it has, where each lies, and where in them each sample goes. Pure arithmetic.
+"""The memory of batches: which tensors one has, where each lies, and where in them each sample goes. Pure arithmetic.
 
 A batch buffer holds, each at a multiple of 64 bytes: `sample_id`, `mask` where the tail pads, and every field of the dataset. A
-ragged field is two tensors: the samples' elements back to back, and `NAME.offsets`, int64 [B + 1], where each begins.
+ragged field is two tensors: the samples' elements back to back, and `NAME.offsets`, int64 [B + 1], where each begins. A strip
+is several successive batches in one piece of memory.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.formats import MASK, OFFSETS_SUFFIX, SAMPLE_ID, FieldSpec, SampleIndex
-from gyre_daemon.plan import BatchPlan
+from gyre_daemon.steps import StripPlan
 
 ALIGNMENT_BYTES = 64
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +59,75 @@ class BatchLayout:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class StripLayout:
+    """Where K batches lie in one piece of memory, each on pages of its own.
+
+    Attributes:
+        batches: K layouts.
+        offsets: int64 [K], where each batch begins, in bytes.
+        num_bytes: of the memory, up to the last batch's end.
+    """
+
+    batches: tuple[BatchLayout, ...]
+    offsets: npt.NDArray[np.int64]
+    num_bytes: int
+
+    @property
+    def shared(self) -> BatchLayout | None:
+        """The layout that all batches have, if there is one."""
+        first = self.batches[0]
+        return first if all(each is first for each in self.batches) else None
+
+    def places(self) -> npt.NDArray[np.int64]:
+        """Of all samples, int64 [K * B, F, 2]: as a batch's, but in the strip's memory."""
+        shared, offsets = self.shared, self.offsets[:, None, None, None]
+        places = shared.places[None] if shared else np.stack([each.places for each in self.batches])
+        return (places + offsets).reshape(-1, *places.shape[2:])
+
+    def part(self, begin: int, end: int) -> "StripLayout":
+        """Some of the batches, where they are."""
+        last = self.offsets[end - 1]
+        return StripLayout(self.batches[begin:end], self.offsets[begin:end], int(last) + self.batches[end - 1].num_bytes)
+
+
 class LayoutMaker:
-    """Lays out the batches of one dataset; where no field is ragged, batches of one size share one layout."""
+    """Lays out the batches of one dataset; where no field is ragged, those of one size share a layout."""
 
     def __init__(self, fields: Sequence[FieldSpec]) -> None:
         self._fields = fields
         self._fixed = not any(spec.ragged for spec in fields)
-        self._made: dict[tuple[int, bool], BatchLayout] = {}
+        self._made: dict[tuple[int, int, bool], StripLayout] = {}
 
-    def make(self, plan: BatchPlan, sizes: npt.NDArray[np.int64]) -> BatchLayout:
-        """Lay out a batch before its samples are there.
+    def make(self, plan: StripPlan, sizes: npt.NDArray[np.int64]) -> StripLayout:
+        """Lay out batches before their samples are there.
 
         Args:
-            plan: the samples.
-            sizes: int64 [B, F], stored bytes of each field, which are a ragged field's length.
+            plan: the samples of K batches.
+            sizes: int64 [K * B, F], stored bytes of each field, which are a ragged field's length.
         """
+        key = (*plan.sample_ids.shape, plan.mask is not None)
         if not self._fixed:
-            return _make_layout(plan, self._fields, sizes)
-        key = len(plan.sample_ids), plan.mask is not None
+            return self._make(sizes, *key)
         if key not in self._made:
-            self._made[key] = _make_layout(plan, self._fields, sizes)
+            self._made[key] = self._make(sizes, *key)
         return self._made[key]
+
+    def _make(self, sizes: npt.NDArray[np.int64], num_batches: int, num_samples: int, pads: bool) -> StripLayout:
+        first = _make_layout(sizes[:num_samples], self._fields, pads=pads)
+        rest = range(num_samples, num_batches * num_samples, num_samples)
+        if self._fixed:
+            batches = [first] * num_batches
+        else:
+            batches = [first, *(_make_layout(sizes[begin : begin + num_samples], self._fields, pads=pads) for begin in rest)]
+        ends = np.cumsum([whole_pages(batch.num_bytes) for batch in batches])
+        offsets = np.concatenate(([0], ends[:-1]))
+        return StripLayout(tuple(batches), offsets, int(offsets[-1]) + batches[-1].num_bytes)
+
+
+def whole_pages(num_bytes: int) -> int:
+    """The bytes of the pages that so many bytes need."""
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def max_batch_bytes(index: SampleIndex, num_samples: int) -> int:
@@ -89,33 +138,46 @@ def max_batch_bytes(index: SampleIndex, num_samples: int) -> int:
     return fixed + offsets + index.max_ragged_bytes(num_samples) + 9 * num_samples + num_tensors * ALIGNMENT_BYTES
 
 
-def write_own_tensors(plan: BatchPlan, layout: BatchLayout, payload: memoryview) -> None:
+def write_own_tensors(plan: StripPlan, layout: StripLayout, memory: memoryview) -> None:
     """Fill in what the plan alone decides: sample ids, mask, and the offsets of ragged fields.
 
-    The gaps between tensors are zeroed: a payload is the same bytes on every run.
+    The gaps between a batch's tensors are zeroed: a payload is the same bytes on every run.
     """
+    shared = layout.shared
+    if shared and len(layout.batches) > 1:
+        _write_alike(plan, shared, layout.offsets, memory)
+        return
+    for row, (batch, offset) in enumerate(zip(layout.batches, layout.offsets.tolist(), strict=True)):
+        _write_alike(plan[row : row + 1], batch, layout.offsets[row : row + 1], memory)
+        _write_offsets(batch, memory[offset : offset + batch.num_bytes])
+
+
+def _write_alike(plan: StripPlan, layout: BatchLayout, offsets: npt.NDArray[np.int64], memory: memoryview) -> None:
+    """What has the same size in every batch; they lie at equal distances."""
+    first, num_batches = int(offsets[0]), len(offsets)
+    stride = int(offsets[1]) - first if num_batches > 1 else 0
     for begin, end in layout.gaps:
-        payload[begin:end] = bytes(end - begin)
+        np.ndarray((num_batches, end - begin), np.uint8, memory, first + begin, (stride, 1))[:] = 0
+    for spec in layout.tensors[:2]:
+        values = {SAMPLE_ID: plan.sample_ids, MASK: plan.mask}.get(spec.name)
+        if values is not None:
+            strides = (stride, spec.dtype.itemsize)
+            np.ndarray(values.shape, spec.dtype, memory, first + spec.offset_bytes, strides)[:] = values
+
+
+def _write_offsets(layout: BatchLayout, payload: memoryview) -> None:
     column = -1
     for spec in layout.tensors:
-        if spec.name == SAMPLE_ID:
-            _view(payload, spec)[:] = plan.sample_ids
-        elif spec.name == MASK and plan.mask is not None:
-            _view(payload, spec)[:] = plan.mask
-        elif spec.name.endswith(OFFSETS_SUFFIX):
-            offsets = _view(payload, spec)
+        if spec.name.endswith(OFFSETS_SUFFIX):
+            offsets = np.frombuffer(payload, spec.dtype, spec.shape[0], spec.offset_bytes)
             offsets[0] = 0
             offsets[1:] = layout.places[:, column, 1] - layout.places[0, column, 0]
-        else:
+        elif spec.name not in (SAMPLE_ID, MASK):
             column += 1
 
 
-def _view(payload: memoryview, spec: TensorSpec) -> npt.NDArray[Any]:
-    return np.frombuffer(payload, spec.dtype, spec.shape[0], spec.offset_bytes)
-
-
-def _make_layout(plan: BatchPlan, fields: Sequence[FieldSpec], sizes: npt.NDArray[np.int64]) -> BatchLayout:
-    num_samples = len(plan.sample_ids)
+def _make_layout(sizes: npt.NDArray[np.int64], fields: Sequence[FieldSpec], *, pads: bool) -> BatchLayout:
+    num_samples = len(sizes)
     tensors: list[TensorSpec] = []
     places = np.empty((num_samples, len(fields), 2), np.int64)
 
@@ -125,7 +187,7 @@ def _make_layout(plan: BatchPlan, fields: Sequence[FieldSpec], sizes: npt.NDArra
         return offset
 
     add(SAMPLE_ID, np.dtype("<i8"), (num_samples,))
-    if plan.mask is not None:
+    if pads:
         add(MASK, np.dtype(np.bool_), (num_samples,))
     for column, spec in enumerate(fields):
         ends = np.cumsum(sizes[:, column]) if spec.ragged else np.arange(1, num_samples + 1) * _sample_bytes(spec)

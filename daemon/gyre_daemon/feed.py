@@ -8,7 +8,7 @@ the others waiting for longer than patience lasts is cast off and goes on by its
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet
@@ -19,6 +19,7 @@ from gyre_daemon.arenas import Arenas, Mapped
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
+from gyre_daemon.fetch import Strip
 from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
 from gyre_daemon.storage import Delays
@@ -81,15 +82,21 @@ class Subscription:
         self.subscriber = subscriber
         self.view = view
 
-    def take(self) -> Outcome:
-        """The outcome of the step that is sent next; call only where it is sealed. It stays in memory until its release."""
-        outcome = self.feed.outcome(self.view.send())
-        self.feed.look_again()
-        return outcome
+    def take(self, max_batches: int) -> Strip | Exception:
+        """Batches of the steps that are sent next, or why there is none of the first; call only where the head is sealed.
 
-    def release(self, step: int) -> None:
-        """A step's memory is no longer needed here."""
-        if self.view.release(step):
+        What is taken at once stays in memory until its release.
+        """
+        outcome = self.feed.outcome(self.view.next_to_send)
+        head = range(self.view.next_to_send, self.view.next_to_send + max_batches)
+        num_good = len(outcome.good(head))
+        steps = self.view.send(num_good or 1)
+        self.feed.look_again()
+        return outcome.strip.part(steps) if num_good else outcome.errors[steps.start]
+
+    def release(self, first_step: int) -> None:
+        """The memory of what was taken at once, from this step on, is no longer needed here."""
+        if self.view.release(first_step):
             self.feed.look_again()
 
     def activate(self) -> None:
@@ -122,8 +129,8 @@ class Feed:
         self.is_following = False
         self._machinery = machinery
         self._prefetcher = Prefetcher(spec, share, first_step, owner.flow, machinery.workers)
-        self._slots: dict[int, Slot] = {}
-        self._outcomes: dict[int, Outcome] = {}
+        self._slots: dict[int, Slot] = {}  # of each strip, by its first step
+        self._outcomes: dict[int, Outcome] = {}  # likewise
         self._subscriptions: list[Subscription] = []
         self._changed = asyncio.Event()
         self._started = asyncio.Event()
@@ -177,8 +184,8 @@ class Feed:
         self._apart_until = step + self.share.num_ahead
 
     def outcome(self, step: int) -> Outcome:
-        """Of a sealed step."""
-        return self._outcomes[step]
+        """Of the strip that a sealed step is a part of."""
+        return self._outcomes[self.window.strip_of(step)]
 
     def look_again(self) -> None:
         """Something changed: there may be room, or somebody waits."""
@@ -291,55 +298,54 @@ class Feed:
                 return True
         return False
 
-    def _begin(self) -> Begun:
-        """Begin what is read together next, unless another feed does; nothing where there is no room for it."""
+    def _begin(self) -> Begun | None:
+        """Begin the next strip, unless another feed does; nothing where there is no room for it."""
         self._is_full = False
         may_merge = self.window.room and not self.is_following and not self._is_apart
         if may_merge and len(self._machinery.feeds) > 1 and self._merge():
-            return []
+            return None
         if self._is_draining or not self._prefetcher.may_begin(self.window):
-            return []
+            return None
         begun = self._prefetcher.begin(self.window, self.arenas)
-        self._is_full = not begun
-        for fetch, slot in begun:
-            self._slots[fetch.plan.step] = slot
+        self._is_full = begun is None
+        if begun:
+            self._slots[begun.first_step] = begun.slot
         return begun
 
-    def _free(self, step: int) -> None:
-        """Nobody needs a step any more."""
+    def _free(self, first_step: int) -> None:
+        """Nobody needs a strip any more."""
         if not self.is_closed:
-            del self._outcomes[step]
-            self.arenas.put_back(self._slots.pop(step))
+            del self._outcomes[first_step]
+            self.arenas.put_back(self._slots.pop(first_step))
 
     async def _fill(self, begun: Begun) -> None:
         delays, began = Delays(), self._machinery.clock()
-        outcomes = await self._prefetcher.fill(begun, self.owner.flow, delays)
+        outcome = await self._prefetcher.fill(begun, self.owner.flow, delays)
         if self.is_closed:  # what is kept here would keep the memory until some garbage collection
             return
-        self._give_account(outcomes, begun[0][0].plan.step, began, delays)
-        for (fetch, _), outcome in zip(begun, outcomes, strict=True):
-            self._outcomes[fetch.plan.step] = outcome
-            self.window.seal(fetch.plan.step)
-        self._grow_if_awaited(len(begun))
+        self._give_account(outcome, began, delays)
+        self._outcomes[begun.first_step] = outcome
+        self.window.seal(begun.first_step)
+        self._grow_if_awaited(len(outcome.strip.plan))
         for each in self._subscriptions:
             if each.view.head_is_sealed:
                 each.subscriber.wake()
 
-    def _give_account(self, outcomes: Sequence[Outcome], first_step: int, began: float, delays: Delays) -> None:
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    def _give_account(self, outcome: Outcome, began: float, delays: Delays) -> None:
+        plan = outcome.strip.plan
         self._machinery.accounts.add(
             BatchAccount(
                 dataset=self.spec.dataset.name,
                 job=self.owner.flow.name,
                 rank=self.spec.rank,
                 world_size=self.spec.world_size,
-                first_step=first_step,
-                stop_step=first_step + len(outcomes),
+                first_step=plan.first_step,
+                stop_step=plan.stop_step,
                 begun_at=began,
                 total_s=self._machinery.clock() - began,
                 is_awaited=any(each.subscriber.is_starved for each in self._subscriptions),
                 delays=delays,
-                error=str(errors[0]) if errors else "",
+                error=next(map(str, outcome.errors.values()), ""),
             )
         )
 

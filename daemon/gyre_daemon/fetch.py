@@ -1,10 +1,11 @@
-"""Fetch unordered, place ordered: all reads of a batch are in flight at once, and each lands in its own place.
+"""Fetch unordered, place ordered: all reads of a strip are in flight at once, and each lands in its own place.
 
 Reading waits on the event loop, checking and decoding compute in threads, and this file is the one place that decides which.
 There is no object per sample: a batch's reads are arrays, and only fields that must be checked or converted are looked at one
 by one.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.arena import Slot
-from gyre_daemon.batch import BatchLayout, LayoutMaker, write_own_tensors
+from gyre_daemon.batch import LayoutMaker, StripLayout, write_own_tensors
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.formats import Extents
-from gyre_daemon.plan import BatchPlan
-from gyre_daemon.storage import Delays, NextUse, Reads
+from gyre_daemon.steps import StripPlan
+from gyre_daemon.storage import Delays, LocalStorage, NextUse, Reads
 from gyre_daemon.transform import CODECS
 
 _Integers = npt.NDArray[np.int64]
@@ -29,37 +30,56 @@ _Columns = tuple[_Integers, _Integers, _Integers, _Integers]  # start, size, tar
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A batch that is laid out and not yet read.
+    """A strip of batches that is laid out and not yet read.
 
     Attributes:
         plan: its samples.
-        extents: where they lie in storage.
+        extents: where they lie in storage, batch after batch.
         layout: where they go.
     """
 
-    plan: BatchPlan
+    plan: StripPlan
     extents: Extents
-    layout: BatchLayout
+    layout: StripLayout
+
+    def part(self, begin: int, end: int) -> "Fetch":
+        """Some of the batches; they go where they go in the whole."""
+        size = self.plan.sample_ids.shape[1]
+        extents = self.extents.part(slice(begin * size, end * size))
+        return Fetch(self.plan[begin:end], extents, self.layout.part(begin, end))
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's batch, whole and never changed again.
+class Strip:
+    """Successive steps' batches, whole and never changed again.
 
     Attributes:
-        plan: which samples it has.
+        plan: which samples they have.
         layout: where they lie.
-        slot: the memory, of which the first `layout.num_bytes` are the batch.
+        slot: the memory.
     """
 
-    plan: BatchPlan
-    layout: BatchLayout
+    plan: StripPlan
+    layout: StripLayout
     slot: Slot
 
+    def part(self, steps: range) -> "Strip":
+        """Some of the batches, where they are."""
+        if len(steps) == len(self.plan):
+            return self
+        begin, end = steps.start - self.plan.first_step, steps.stop - self.plan.first_step
+        return Strip(self.plan[begin:end], self.layout.part(begin, end), self.slot)
+
     @property
-    def payload(self) -> memoryview:
-        """The batch's bytes."""
-        return self.slot.memory[: self.layout.num_bytes]
+    def num_bytes(self) -> int:
+        """Of all its batches, without what lies between them."""
+        return sum(batch.num_bytes for batch in self.layout.batches)
+
+    @property
+    def payloads(self) -> list[memoryview]:
+        """Each batch's bytes."""
+        pairs = zip(self.layout.batches, self.layout.offsets.tolist(), strict=True)
+        return [self.slot.memory[offset : offset + batch.num_bytes] for batch, offset in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +95,11 @@ NOTHING_AHEAD = Ahead()
 
 @dataclass(frozen=True, slots=True)
 class _Bulk:
-    """Batches that are filled together, seen as one long batch of n samples.
+    """Some or all samples of a strip, seen as one long batch of n samples.
 
     Attributes:
-        fetches: the batches, each with its slot.
+        sample_ids: int64 [n].
+        slot: where they go.
         shard: int64 [n].
         start: int64 [n, F], of the stored bytes.
         stored: int64 [n, F], their sizes.
@@ -86,7 +107,8 @@ class _Bulk:
         placed: int64 [n, F], the sizes of the places.
     """
 
-    fetches: Sequence[tuple[Fetch, Slot]]
+    sample_ids: _Integers
+    slot: Slot
     shard: _Integers
     start: _Integers
     stored: _Integers
@@ -94,18 +116,10 @@ class _Bulk:
     placed: _Integers
 
     @classmethod
-    def of(cls, fetches: Sequence[tuple[Fetch, Slot]]) -> "_Bulk":
-        addresses = np.repeat([slot.address for _, slot in fetches], [len(fetch.plan.sample_ids) for fetch, _ in fetches])
-        places = np.concatenate([fetch.layout.places for fetch, _ in fetches])
-        extents = [fetch.extents for fetch, _ in fetches]
-        return cls(
-            fetches,
-            np.concatenate([each.shard for each in extents]),
-            np.concatenate([each.start for each in extents]),
-            np.concatenate([each.size for each in extents]),
-            places[:, :, 0] + addresses[:, None],
-            places[:, :, 1] - places[:, :, 0],
-        )
+    def of(cls, fetch: Fetch, slot: Slot, some: slice) -> "_Bulk":
+        places, extents = fetch.layout.places()[some], fetch.extents.part(some)
+        sample_ids, addresses = fetch.plan.sample_ids.reshape(-1)[some], places[:, :, 0] + slot.address
+        return cls(sample_ids, slot, extents.shard, extents.start, extents.size, addresses, places[:, :, 1] - places[:, :, 0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,9 @@ class _Scratch:
     ends: _Integers
 
 
+_Placed = tuple[_Bulk, list[_Scratch]]
+
+
 class Fetcher:
     """Fills batch buffers from one dataset."""
 
@@ -131,24 +148,24 @@ class Fetcher:
         self._finishes = any(codec.finishes for codec in self._codecs)
         self._layouts = LayoutMaker(dataset.fields)
 
-    def prepare(self, plans: Sequence[BatchPlan]) -> list[Fetch]:
-        """Lay out batches: arithmetic on the index, no I/O."""
-        all_extents = self._dataset.index.locate(np.concatenate([plan.sample_ids for plan in plans]))
-        fetches, begin = [], 0
-        for plan in plans:
-            end = begin + len(plan.sample_ids)
-            extents = Extents(all_extents.shard[begin:end], all_extents.start[begin:end], all_extents.size[begin:end])
-            fetches.append(Fetch(plan, extents, self._layouts.make(plan, extents.size)))
-            begin = end
+    def prepare(self, plan: StripPlan, num_together: int) -> list[Fetch]:
+        """Lay out batches, in strips of so many: arithmetic on the index, no I/O."""
+        extents = self._dataset.index.locate(plan.sample_ids.reshape(-1))
+        size, fetches = plan.sample_ids.shape[1], []
+        for begin in range(0, len(plan), num_together):
+            some = plan[begin : begin + num_together]
+            its = extents.part(slice(begin * size, (begin + len(some)) * size))
+            fetches.append(Fetch(some, its, self._layouts.make(some, its.size)))
         return fetches
 
     async def fill(
-        self, fetches: Sequence[tuple[Fetch, Slot]], flow: Flow, ahead: Ahead = NOTHING_AHEAD, delays: Delays | None = None
-    ) -> list[Batch]:
-        """Read batches into their slots; a batch is the same bytes whatever the order in which its samples arrive.
+        self, fetch: Fetch, slot: Slot, flow: Flow, ahead: Ahead = NOTHING_AHEAD, delays: Delays | None = None
+    ) -> Strip:
+        """Read a strip into its slot; it is the same bytes whatever the order in which its samples arrive.
 
         Args:
-            fetches: from `prepare`, each with a slot at least `layout.num_bytes` long, which the caller keeps.
+            fetch: from `prepare`.
+            slot: at least `fetch.layout.num_bytes` long; the caller keeps it.
             flow: the job for which it is done; earlier steps are more urgent.
             ahead: what the job will read after these.
             delays: told what it took.
@@ -157,30 +174,47 @@ class Fetcher:
             CorruptSample: names shard, sample, offset and reason.
             ShardMissing, NotAllowed, StorageUnavailable: from the storage, maybe as the first member of an exception group.
         """
-        for fetch, slot in fetches:
-            write_own_tensors(fetch.plan, fetch.layout, slot.memory)
-        bulk = _Bulk.of(fetches)
-        reads, scratches = self._place(bulk)
-        urgency = fetches[0][0].plan.step
         delays = delays or Delays()
-        reads = replace(
-            reads, flow=flow, urgency=urgency, block_bytes=ahead.block_bytes, next_use=ahead.next_use, delays=delays
-        )
         began = time.monotonic()
-        await self._dataset.storage.read(reads)
+        placed = await self._read(fetch, slot, flow, ahead, delays)
         read = time.monotonic()
         delays.read_s += read - began
         if self._finishes:
-            num_bytes = sum(fetch.layout.num_bytes for fetch, _ in fetches)
-            await self._workers.run(flow, num_bytes, urgency, partial(self._finish, bulk, scratches))
+            finish = partial(self._finish, placed)
+            await self._workers.run(flow, fetch.layout.num_bytes, fetch.plan.first_step, finish)
             delays.finish_s += time.monotonic() - read
-        return [Batch(fetch.plan, fetch.layout, slot) for fetch, slot in fetches]
+        return Strip(fetch.plan, fetch.layout, slot)
+
+    async def _read(self, fetch: Fetch, slot: Slot, flow: Flow, ahead: Ahead, delays: Delays) -> Sequence[_Placed]:
+        """Read all stored bytes; of local files, threads work out for themselves where they are."""
+        storage, urgency = self._dataset.storage, fetch.plan.first_step
+        placed: list[_Placed] = []
+        if isinstance(storage, LocalStorage):
+            cuts = itertools.pairwise(storage.cuts(fetch.plan.sample_ids.size, fetch.layout.num_bytes))
+            makes = [partial(self._make_reads, fetch, slot, slice(*cut), placed) for cut in cuts]
+            await storage.read_made(makes, flow, fetch.layout.num_bytes, urgency)
+        else:
+            reads = self._make_reads(fetch, slot, slice(None), placed)
+            told = replace(
+                reads, flow=flow, urgency=urgency, block_bytes=ahead.block_bytes, next_use=ahead.next_use, delays=delays
+            )
+            await storage.read(told)
+        return placed
+
+    def _make_reads(self, fetch: Fetch, slot: Slot, some: slice, placed: list[_Placed]) -> Reads:
+        """Of some samples; with the first of them goes what a strip has beside its samples."""
+        if not some.start:
+            write_own_tensors(fetch.plan, fetch.layout, slot.memory)
+        bulk = _Bulk.of(fetch, slot, some)
+        reads, scratches = self._place(bulk)
+        placed.append((bulk, scratches))
+        return reads
 
     def _place(self, bulk: _Bulk) -> tuple[Reads, list[_Scratch]]:
         """The reads: of each field, first what goes to scratch memory, then what goes to its place."""
         pieces: list[_Columns] = []
         scratches: list[_Scratch] = []
-        everyone = np.arange(len(bulk.shard))
+        everyone = np.arange(len(bulk.start))
         for column, codec in enumerate(self._codecs):
             start, stored, placed = bulk.start[:, column], bulk.stored[:, column], bulk.placed[:, column]
             misfits = codec.misfits(stored, placed)
@@ -199,27 +233,28 @@ class Fetcher:
             if after.any():
                 pieces.append((start + before, after, bulk.place[:, column], everyone))
         start, size, target, sample = _in_order(pieces)
-        memory = (*(slot.memory for _, slot in bulk.fetches), *(scratch.memory for scratch in scratches))
+        memory = (bulk.slot.memory, *(scratch.memory for scratch in scratches))
         return Reads(bulk.shard[sample], start, size, target.astype(np.uint64), sample, memory), scratches
 
-    def _finish(self, bulk: _Bulk, scratches: Sequence[_Scratch]) -> None:
-        for column, codec in enumerate(self._codecs):
-            if not codec.finishes:
-                continue
-            spec, scratch = self._dataset.fields[column], scratches[column]
-            memory, ends = scratch.memory.data, scratch.ends.tolist()
-            sample = 0
-            for fetch, slot in bulk.fetches:
-                for begin, end in fetch.layout.places[:, column].tolist():
-                    try:
-                        codec.finish(spec, memory[ends[sample] : ends[sample + 1]], slot.memory[begin:end])
-                    except ValueError as error:
-                        raise self._corrupt(bulk, sample, column, str(error)) from error
-                    sample += 1
+    def _finish(self, placed: Sequence[_Placed]) -> None:
+        for bulk, scratches in placed:
+            for column, (codec, scratch) in enumerate(zip(self._codecs, scratches, strict=True)):
+                if codec.finishes:
+                    self._finish_column(bulk, column, scratch)
+
+    def _finish_column(self, bulk: _Bulk, column: int, scratch: _Scratch) -> None:
+        codec, spec = self._codecs[column], self._dataset.fields[column]
+        memory, ends = scratch.memory.data, scratch.ends.tolist()
+        begins = (bulk.place[:, column] - bulk.slot.address).tolist()
+        for sample, (begin, size) in enumerate(zip(begins, bulk.placed[:, column].tolist(), strict=True)):
+            try:
+                codec.finish(spec, memory[ends[sample] : ends[sample + 1]], bulk.slot.memory[begin : begin + size])
+            except ValueError as error:
+                raise self._corrupt(bulk, sample, column, str(error)) from error
 
     def _corrupt(self, bulk: _Bulk, sample: int, column: int, reason: str) -> CorruptSample:
-        sample_id = int(np.concatenate([fetch.plan.sample_ids for fetch, _ in bulk.fetches])[sample])
-        shard, offset = self._dataset.storage.shards[int(bulk.shard[sample])].name, int(bulk.start[sample, column])
+        sample_id, offset = int(bulk.sample_ids[sample]), int(bulk.start[sample, column])
+        shard = self._dataset.storage.shards[int(bulk.shard[sample])].name
         return CorruptSample(
             f"sample {sample_id} of dataset `{self._dataset.name}` (shard {shard}, byte {offset}) is corrupt: field "
             f"{self._dataset.fields[column].name}: {reason}",

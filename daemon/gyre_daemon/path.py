@@ -13,8 +13,8 @@ from gyre_daemon.arena import Share
 from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Feed, Machinery, Subscription
-from gyre_daemon.fetch import Batch
-from gyre_daemon.prefetch import Outcome, Spec
+from gyre_daemon.fetch import Strip
+from gyre_daemon.prefetch import Spec
 from gyre_daemon.window import View
 
 _REACH = 4  # so many windows behind another feed, a session may still catch up with it
@@ -59,7 +59,7 @@ class Path:
         self._end_step = steps[1]
         self._machinery = machinery
         self._is_draining = False
-        self._held: dict[int, Subscription] = {}  # where each step that was taken came from, until its release
+        self._held: dict[int, Subscription] = {}  # where what was taken at once came from, by its first step
         self._subscriptions = self._begin(steps[0])
 
     @property
@@ -75,7 +75,7 @@ class Path:
     @property
     def num_held(self) -> int:
         """Steps taken and not released."""
-        return len(self._held)
+        return sum(subscription.view.num_held for subscription in {*self._held.values(), *self._subscriptions})
 
     @property
     def at_end(self) -> bool:
@@ -85,7 +85,7 @@ class Path:
     @property
     def head_is_whole(self) -> bool:
         """The next step is ready and did not fail."""
-        return self.head_is_ready and isinstance(self.feed.outcome(self.view.next_to_send), Batch)
+        return self.head_is_ready and self.view.next_to_send not in self.feed.outcome(self.view.next_to_send).errors
 
     @property
     def head_is_ready(self) -> bool:
@@ -95,17 +95,20 @@ class Path:
             self._here.activate()
         return self.view.head_is_sealed
 
-    def take(self) -> Outcome:
-        """The outcome of the next step; call only where the head is ready. Its memory stays until its release."""
+    def take(self, max_batches: int) -> Strip | Exception:
+        """Batches of the next steps, or why there is none of the first; call only where the head is ready.
+
+        What is taken at once stays in memory until its release.
+        """
         here = self._here
         self._held[here.view.next_to_send] = here
-        return here.take()
+        return here.take(max_batches)
 
-    def release(self, step: int) -> None:
-        """The memory of a step is no longer needed; unknown steps and second releases change nothing."""
-        subscription = self._held.pop(step, None)
+    def release(self, first_step: int) -> None:
+        """The memory of what was taken at once, from this step on, is no longer needed; what is unknown changes nothing."""
+        subscription = self._held.pop(first_step, None)
         if subscription:
-            subscription.release(step)
+            subscription.release(first_step)
 
     def drain(self) -> None:
         """Begin no further step."""

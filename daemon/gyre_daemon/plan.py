@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from gyre_daemon.block_order import BlockOrder
 from gyre_daemon.blocks import BlockTable
@@ -23,6 +22,7 @@ from gyre_daemon.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.formats import SampleIndex
 from gyre_daemon.permutation import MAX_SAMPLES, Int64Array, Permutation, epoch_key
+from gyre_daemon.steps import BatchPlan, StripPlan
 
 OrderMode = Literal["full", "block", "sequential"]
 Tail = Literal["wrap", "drop", "pad"]
@@ -56,23 +56,6 @@ class Order:
     io_block_bytes: int = 0
     window_blocks: int = 0
     start_position: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """The samples of one rank's part of one step.
-
-    Attributes:
-        step: global step.
-        epoch: of the global batch's first position.
-        sample_ids: int64 [B], in the order of positions.
-        mask: bool [B], false where a position is padding; None where the tail never pads.
-    """
-
-    step: int
-    epoch: int
-    sample_ids: Int64Array
-    mask: npt.NDArray[np.bool_] | None
 
 
 _Span = tuple[Int64Array, Int64Array]  # first place of each, and the one behind its last
@@ -118,8 +101,8 @@ class Plan:
         """What a rank reads in a step; `world_size` divides G and `rank` is below it."""
         return self.batches(step, 1, rank, world_size)[0]
 
-    def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> list[BatchPlan]:
-        """What a rank reads in successive steps: one evaluation of the permutation for all of them."""
+    def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> StripPlan:
+        """What a rank reads in successive steps, maybe none: one evaluation of the permutation for all of them."""
         global_size = self.order.global_batch_size
         size = global_size // world_size
         first_epoch, first_place = divmod(first_step * global_size + rank * size, self.epoch_length)
@@ -132,18 +115,11 @@ class Plan:
         if mask is not None:
             places %= self.num_samples
         sample_ids = np.empty(len(places), np.int64)
-        for epoch in range(int(epochs[-1]) + 1):
+        for epoch in range(int(epochs[-1]) + 1 if len(epochs) else 0):
             of_epoch = slice(*np.searchsorted(epochs, (epoch, epoch + 1)).tolist())
             sample_ids[of_epoch] = self._epochs.of(first_epoch + epoch)(places[of_epoch])
-        return [
-            BatchPlan(
-                first_step + index,
-                (first_step + index) * global_size // self.epoch_length,
-                sample_ids[index * size : (index + 1) * size],
-                None if mask is None else mask[index * size : (index + 1) * size],
-            )
-            for index in range(num_steps)
-        ]
+        mask = None if mask is None else mask.reshape(num_steps, size)
+        return StripPlan(first_step, sample_ids.reshape(num_steps, size), mask, global_size, self.epoch_length)
 
     def num_steps(self, num_epochs: int) -> int:
         """Whole steps in so many epochs; what is left of the last one with `wrap` is not handed out."""
@@ -195,7 +171,7 @@ class Plan:
         size, num_ahead = self.order.global_batch_size, min(2 * self.order.window_blocks, self.num_samples)
         first_step, skipped = divmod(position, size)
         batches = self.batches(first_step, -(-(skipped + num_ahead) // size), 0, 1)
-        drawn = table.block_of(np.concatenate([batch.sample_ids for batch in batches])[skipped:])
+        drawn = table.block_of(batches.sample_ids.reshape(-1)[skipped:])
         found, ahead = np.unique(drawn, return_index=True)
         at = np.minimum(np.searchsorted(found, blocks), len(found) - 1)
         return position + np.where(found[at] == blocks, ahead[at], len(drawn))

@@ -1,9 +1,8 @@
-"""What a feed fetches next: steps are planned and laid out ahead, and several small batches are read together."""
+"""What a feed fetches next: steps are planned and laid out ahead, and several small batches are a strip, read together."""
 
 import asyncio
-import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,18 +14,45 @@ from gyre_daemon.cache import CachedStorage
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import first_error
 from gyre_daemon.fair import FairExecutor, Flow
-from gyre_daemon.fetch import NOTHING_AHEAD, Ahead, Batch, Fetch, Fetcher
-from gyre_daemon.plan import NEVER, BatchPlan, Order, Plan
+from gyre_daemon.fetch import NOTHING_AHEAD, Ahead, Fetch, Fetcher, Strip
+from gyre_daemon.plan import NEVER, Order, Plan
+from gyre_daemon.steps import StripPlan
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window
 
 _MAX_PREPARED = 64  # batches that are laid out at once
 _PLANNED_POSITIONS = 1 << 14  # at once: 2 ms
 _MAX_BLOCKS_AHEAD = 64
-_BULK_BYTES = 4 << 20  # batches that are read together where that is cheaper
 
-Begun = list[tuple[Fetch, Slot]]
-Outcome = Batch | Exception
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A strip that is to be read, and where it goes."""
+
+    fetch: Fetch
+    slot: Slot
+
+    @property
+    def first_step(self) -> int:
+        """The strip's."""
+        return self.fetch.plan.first_step
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a strip.
+
+    Attributes:
+        strip: its batches, whole but for those that failed.
+        errors: by step, why a batch failed.
+    """
+
+    strip: Strip
+    errors: Mapping[int, Exception]
+
+    def good(self, steps: range) -> range:
+        """These steps up to the first that failed; empty where that is the first of all."""
+        return next((range(steps.start, step) for step in steps if step in self.errors), steps) if self.errors else steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,47 +91,44 @@ class Prefetcher:
         self._fetcher = Fetcher(spec.dataset, workers)
         self._share = share
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
-        self._next_to_plan = first_step
         self._next_to_begin = first_step
-        self._plans: deque[BatchPlan] = deque()  # not laid out
+        self._plans = spec.plan.batches(first_step, 0, spec.rank, spec.world_size)  # not laid out
         blockwise = spec.order.mode == "block"
         self._ahead = Ahead(spec.order.io_block_bytes, self._next_use) if blockwise else NOTHING_AHEAD
         storage = spec.dataset.storage
         self._announcer = _Announcer(spec, storage) if blockwise and isinstance(storage, CachedStorage) else None
 
-    @property
-    def _bulk(self) -> int:
-        """How many batches are read together: several small ones where that is cheaper, but at most a quarter of the window."""
-        if not self._spec.dataset.storage.reads_in_bulk:
-            return 1
-        return max(1, min(_BULK_BYTES // self._share.batch_bytes, self._share.num_ahead // 4))
-
     def may_begin(self, window: Window) -> bool:
-        """There is room for as many steps as are read together, or for the last ones."""
+        """There is room for a whole strip, or for the last steps."""
         room = window.room
-        return room >= self._bulk or (room > 0 and window.next_to_begin + room == window.end_step)
+        return room >= self._share.num_together or (room > 0 and window.next_to_begin + room == window.end_step)
 
-    def begin(self, window: Window, arenas: Arenas) -> Begun:
-        """Begin the steps that are read together, as far as there are slots for them; call only where it may."""
-        begun: Begun = []
-        for _ in range(min(window.room, self._bulk)):
-            fetch = self._next_fetch(window)
-            slot = arenas.take(fetch.layout.num_bytes)
-            if slot is None:
-                break
-            self._fetches.popleft()
-            self._next_to_begin = window.begin() + 1
-            begun.append((fetch, slot))
-        return begun
+    def begin(self, window: Window, arenas: Arenas) -> Begun | None:
+        """Begin a strip, if there is a slot for it; call only where it may."""
+        fetch, num_steps = self._next_fetch(window), min(window.room, self._share.num_together)
+        if num_steps < len(fetch.plan):
+            self._fetches.insert(1, fetch.part(num_steps, len(fetch.plan)))
+            fetch = self._fetches[0] = fetch.part(0, num_steps)
+        slot = arenas.take(fetch.layout.num_bytes)
+        if slot is None:
+            return None
+        self._fetches.popleft()
+        self._next_to_begin = window.begin(len(fetch.plan)).stop
+        return Begun(fetch, slot)
 
-    async def fill(self, begun: Begun, flow: Flow, delays: Delays) -> Sequence[Outcome]:
-        """Read batches into their slots; where some fail, which do; `delays` are told what it took."""
+    async def fill(self, begun: Begun, flow: Flow, delays: Delays) -> Outcome:
+        """Read a strip into its slot; where some batches fail, which do; `delays` are told what it took."""
+        fetch, slot = begun.fetch, begun.slot
         try:
-            return await self._fetcher.fill(begun, flow, self._ahead, delays)
+            return Outcome(await self._fetcher.fill(fetch, slot, flow, self._ahead, delays), {})
         except Exception as error:
-            if len(begun) == 1:
-                return [first_error(error) if isinstance(error, ExceptionGroup) else error]
-        return [outcome for single in begun for outcome in await self.fill([single], flow, delays)]
+            failure = first_error(error) if isinstance(error, ExceptionGroup) else error
+        if len(fetch.plan) == 1:
+            return Outcome(Strip(fetch.plan, fetch.layout, slot), {fetch.plan.first_step: failure})
+        singles = [Begun(fetch.part(row, row + 1), slot) for row in range(len(fetch.plan))]
+        outcomes = [await self.fill(single, flow, delays) for single in singles]
+        errors = {step: error for outcome in outcomes for step, error in outcome.errors.items()}
+        return Outcome(Strip(fetch.plan, fetch.layout, slot), errors)
 
     def _next_use(self, block_bytes: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """In how many samples from now blocks of this size are read again; see `Reads.next_use`."""
@@ -115,14 +138,15 @@ class Prefetcher:
         return np.where(uses == NEVER, NEVER, uses - position)
 
     def _next_fetch(self, window: Window) -> Fetch:
-        """The step to begin next, laid out together with those that follow it."""
+        """The strip to begin next, laid out together with those that follow it."""
         if not self._fetches:
-            wanted = max(self._bulk, min(window.size, _MAX_PREPARED))
+            together = self._share.num_together
+            wanted = max(together, min(window.size, _MAX_PREPARED) // together * together)
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
             self._plan(wanted)
-            plans = [self._plans.popleft() for _ in range(wanted)]
-            self._fetches.extend(self._fetcher.prepare(plans))
+            self._fetches.extend(self._fetcher.prepare(self._plans[:wanted], together))
+            self._plans = self._plans[wanted:]
             if self._announcer:
                 self._announcer.announce(self._plans, wanted, window.end_step, self._flow)
         return self._fetches[0]
@@ -134,9 +158,7 @@ class Prefetcher:
             return
         positions = self._spec.order.global_batch_size // self._spec.world_size
         num_steps = max(num_missing, min(_PLANNED_POSITIONS // positions, 4 * _MAX_PREPARED))
-        plans = self._spec.plan.batches(self._next_to_plan, num_steps, self._spec.rank, self._spec.world_size)
-        self._next_to_plan += len(plans)
-        self._plans.extend(plans)
+        self._plans += self._spec.plan.batches(self._plans.stop_step, num_steps, self._spec.rank, self._spec.world_size)
 
 
 class _Announcer:
@@ -155,7 +177,7 @@ class _Announcer:
         samples_ahead = num_blocks * spec.dataset.num_samples // max(1, self._table.num_blocks)
         self.num_steps = -(-samples_ahead // spec.order.global_batch_size)
 
-    def announce(self, plans: Sequence[BatchPlan], num_taken: int, end_step: int | None, flow: Flow) -> None:
+    def announce(self, plans: StripPlan, num_taken: int, end_step: int | None, flow: Flow) -> None:
         """The blocks of the next steps will be read, in this order.
 
         Args:
@@ -165,12 +187,13 @@ class _Announcer:
             flow: the job.
         """
         self._num_announced = max(0, self._num_announced - num_taken)
-        fresh = list(itertools.islice(plans, self._num_announced, self.num_steps))
+        fresh = plans[self._num_announced : self.num_steps]
         self._num_announced += len(fresh)
-        ids = [plan.sample_ids for plan in fresh if end_step is None or plan.step < end_step]
-        if not ids:
+        if end_step is not None:
+            fresh = fresh[: max(0, end_step - fresh.first_step)]
+        if not fresh:
             return
-        blocks = self._table.block_of(np.concatenate(ids))
+        blocks = self._table.block_of(fresh.sample_ids.reshape(-1))
         _, first = np.unique(blocks, return_index=True)
         telling = asyncio.create_task(self._storage.expect(self._block_bytes, blocks[np.sort(first)], flow))
         self._telling.add(telling)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.permutation import Int64Array
-from gyre_daemon.plan import BatchPlan, Plan
+from gyre_daemon.plan import Plan
+from gyre_daemon.steps import BatchPlan, StripPlan
 
 _MAX_MATES = 1024  # of a batch that are looked at
 _NUM_BATCHES = 64  # of an order that are looked at
@@ -81,17 +82,21 @@ class ShuffleMeter:
         self._last: list[ShuffleQuality] = []
         self._num_seen = 0
 
+    def due(self, plan: StripPlan) -> list[BatchPlan]:
+        """Of batches that were read, those that are to be looked at."""
+        every = 1 if self._num_seen < _METER_ALL else 16 if self._num_seen < _METER_MANY else 256
+        seen, self._num_seen = self._num_seen, self._num_seen + len(plan)
+        return [plan[row] for row in range(-(seen + 1) % every, len(plan), every)]
+
     def add(self, plan: BatchPlan, first_place: int) -> None:
-        """A batch was read.
+        """Look at a batch.
 
         Args:
             plan: of one rank's part of it.
             first_place: where in its epoch the part begins; see `Plan.first_place`.
         """
-        every = 1 if self._num_seen < _METER_ALL else 16 if self._num_seen < _METER_MANY else 256
-        self._num_seen += 1
         num_mates = min(len(plan.sample_ids), _MAX_MATES)
-        if self._num_seen % every or num_mates < 2 or self._num_samples < 2:
+        if num_mates < 2 or self._num_samples < 2:
             return
         mates = np.linspace(0, len(plan.sample_ids) - 1, num_mates).astype(np.int64)
         places = (first_place + mates) % self._num_samples

@@ -11,7 +11,7 @@ from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.plan import Order, check_ranks
 
 MAX_EPOCHS = 1 << 32
-_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
+_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 12 << 20, 4, 96  # the window, unless it is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +77,6 @@ class SessionRequest:
         """The memory that it would like to have."""
         batch_bytes = max_batch_bytes(self.dataset.index, self.order.global_batch_size // self.reader.world_size)
         num_ahead = self.prefetch_batches or min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
-        return divide(batch_bytes, num_ahead, max(limit_bytes, batch_bytes), may_grow=not self.prefetch_batches)
+        in_strips = self.dataset.storage.reads_in_bulk
+        limit_bytes = max(limit_bytes, batch_bytes)
+        return divide(batch_bytes, num_ahead, limit_bytes, in_strips=in_strips, may_grow=not self.prefetch_batches)

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gyre_daemon.arena import Budget, Share, divide
+from gyre_daemon.arena import Budget, Share
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Machinery
-from gyre_daemon.fetch import Batch
+from gyre_daemon.fetch import Strip
 from gyre_daemon.jobs import SessionTotals
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.occupancy import Occupancy
@@ -84,7 +84,7 @@ class Session:
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
         self._shown: ShownArenas | None = None
-        self._payloads: deque[Batch] = deque()
+        self._payloads: deque[memoryview] = deque()
         self._payload: memoryview | None = None
         self._sendable = asyncio.Event()
         self._payload_ready = asyncio.Event()
@@ -138,10 +138,10 @@ class Session:
         """Of the first arena that batches lie in."""
         return self._path.feed.arenas.first.num_bytes
 
-    def arena_number(self, batch: Batch) -> int:
-        """What the client calls the arena where a batch lies."""
+    def arena_number(self, strip: Strip) -> int:
+        """What the client calls the arena where batches lie."""
         assert self._shown
-        number = self._shown.number(batch.slot.arena)
+        number = self._shown.number(strip.slot.arena)
         assert number is not None
         return number
 
@@ -193,13 +193,13 @@ class Session:
         self._note_window()
         self._sendable.set()
 
-    def release(self, step: int) -> None:
-        """The client no longer needs the memory of a step; unknown steps and second releases change nothing."""
+    def release(self, first_step: int) -> None:
+        """The client no longer needs the strip that it got from this step on; a second release changes nothing."""
         if not self._ended:
-            self._path.release(step)
+            self._path.release(first_step)
 
-    async def next_batch(self) -> Batch | None:
-        """The batch of the next step, once it is whole and the client has credit for it; None after the last.
+    async def next_strip(self) -> Strip | None:
+        """Batches of the next steps, at least one, once they are whole and the client has credit for them; None after the last.
 
         Raises:
             GyreError: the step failed, or the session ended; Draining where the daemon wants to stop and nothing is left to
@@ -208,9 +208,9 @@ class Session:
         while True:
             if self._ended:
                 raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
-            batch = self.ready_batch()
-            if batch:
-                return batch
+            strip = self.ready_strip()
+            if strip:
+                return strip
             if self._path.at_end:
                 return None
             if self._drained:
@@ -219,25 +219,25 @@ class Session:
                 )
             await self._wait_until_sendable()
 
-    def ready_batch(self) -> Batch | None:
-        """The batch of the next step if it can be sent now.
+    def ready_strip(self, max_batches: int = _MAX_CREDITS) -> Strip | None:
+        """Batches of the next steps that can be sent now, and lie in one piece of memory.
 
         Raises:
             GyreError: the step failed.
         """
         if not self.credits or not self._path.head_is_ready:
             return None
-        outcome = self._path.take()
-        if isinstance(outcome, Exception):
-            raise outcome
+        taken = self._path.take(min(self.credits, max_batches))
+        if isinstance(taken, Exception):
+            raise taken
         if self._shown is None:
-            self._payloads.append(outcome)
+            self._payloads.extend(taken.payloads)
             self._payload_ready.set()
-        elif self._shown.number(outcome.slot.arena) is None:
+        elif self._shown.number(taken.slot.arena) is None:
             raise LeaseExpired("the client left the side channel, where it gets its batches' memory; open the session again")
-        self.credits -= 1
-        self._count(outcome)
-        return outcome
+        self.credits -= len(taken.plan)
+        self._count(taken)
+        return taken
 
     @property
     def head_is_whole(self) -> bool:
@@ -245,7 +245,7 @@ class Session:
         return self._path.head_is_whole
 
     async def next_payload(self) -> int:
-        """Go on to the next batch that `next_batch` gave, for the stream that carries payload.
+        """Go on to the next batch that `next_strip` gave, for the stream that carries payload.
 
         Returns:
             Its length in bytes; 0 after the session's last.
@@ -254,7 +254,7 @@ class Session:
         while not self._payloads and not self._ended:
             self._payload_ready.clear()
             await self._payload_ready.wait()
-        self._payload = self._payloads.popleft().payload if self._payloads else None
+        self._payload = self._payloads.popleft() if self._payloads else None
         return self._payload.nbytes if self._payload else 0
 
     def payload_part(self, begin: int, num_bytes: int) -> memoryview | None:
@@ -296,16 +296,17 @@ class Session:
         request, budget = self.request, self._environment.budget
         share = request.wanted_share(self._environment.machinery.arena_limit_bytes)
         if share.num_bytes > budget.free_bytes:
-            share = divide(share.batch_bytes, share.num_ahead, budget.free_bytes, may_grow=share.may_grow)
+            share = request.wanted_share(budget.free_bytes)
         budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
         return share
 
-    def _count(self, batch: Batch) -> None:
-        reader = self.request.reader
-        self.shuffle.add(batch.plan, self.plan.first_place(batch.plan.step, reader.rank, reader.world_size))
+    def _count(self, strip: Strip) -> None:
+        reader, num_bytes = self.request.reader, strip.num_bytes
+        for batch in self.shuffle.due(strip.plan):
+            self.shuffle.add(batch, self.plan.first_place(batch.step, reader.rank, reader.world_size))
         for counts in (self.counts, self._environment.metrics):
-            counts.num_batches_sent += 1
-            counts.num_bytes_sent += batch.layout.num_bytes
+            counts.num_batches_sent += len(strip.plan)
+            counts.num_bytes_sent += num_bytes
 
     def _note_window(self) -> None:
         """Batches behind one that is missing cannot be sent, and do not count as ready here."""

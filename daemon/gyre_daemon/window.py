@@ -1,12 +1,30 @@
 """The prefetch window: which steps are fetched, ready, sent and held, and by whom. A state machine: nothing waits.
 
-Several readers of the same batches look at one window, each with a view of its own. A step is `in flight` from `begin` to
-`seal`, then ready for every view until that view sends it, and held from there until that view releases it. Its memory is free
-when it is sealed and no view needs it any more. Steps are begun in order, and each view sends them in order; they are sealed
-and released in any. The window bounds how far the steps that are begun run ahead of the view that is furthest.
+Successive steps that are begun together are a *strip*: they are in flight from `begin` to `seal`, and share one piece of
+memory. Several readers of the same steps look at one window, each with a view of its own. A sealed strip is ready for every
+view until that view has sent all of it; what is sent at once is held until that view releases it. A strip's memory is free
+when it is sealed and no view needs any part of it any more. Steps are begun in order, and each view sends them in order; strips
+are sealed, and what was sent is released, in any. The window bounds how far the steps that are begun run ahead of the view that
+is furthest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class _Strip:
+    """Steps begun together.
+
+    Attributes:
+        steps: all of them.
+        num_needs: how many views are to send some of them, and how many parts of them are held.
+        is_sealed: they are whole.
+    """
+
+    steps: range
+    num_needs: int
+    is_sealed: bool = False
 
 
 class Window:
@@ -18,14 +36,13 @@ class Window:
         Args:
             first_step: the first to begin.
             size: how many steps may be in flight or ready ahead of the furthest view.
-            on_free: called with each step whose memory nobody needs any more.
+            on_free: called with the first step of each strip whose memory nobody needs any more.
         """
         self.size = size
         self.next_to_begin = first_step
         self.views: list[View] = []
         self._on_free = on_free
-        self._needs: dict[int, int] = {}  # of each step that is in flight or in memory: views that are to send it or hold it
-        self._sealed: set[int] = set()
+        self._strips: dict[int, _Strip] = {}  # by each step that is in flight or in memory
 
     @property
     def room(self) -> int:
@@ -45,23 +62,32 @@ class Window:
 
     def has(self, step: int) -> bool:
         """A view may begin at this step: it and all that were begun after it are still here."""
-        return step <= self.next_to_begin and all(later in self._needs for later in range(step, self.next_to_begin))
+        while (strip := self._strips.get(step)) is not None:
+            step = strip.steps.stop
+        return step == self.next_to_begin
+
+    def strip_of(self, step: int) -> int:
+        """The first step of a strip that is in flight or in memory, by any of its steps."""
+        return self._strips[step].steps.start
 
     def is_sealed(self, step: int) -> bool:
         """The step is whole and in memory."""
-        return step in self._sealed
+        strip = self._strips.get(step)
+        return strip is not None and strip.is_sealed
 
-    def begin(self) -> int:
-        """The step to fetch next; call only where there is room."""
-        step = self.next_to_begin
-        self.next_to_begin += 1
-        self._needs[step] = sum(view.wants(step) for view in self.views)
-        return step
+    def begin(self, num_steps: int) -> range:
+        """The steps to fetch next, as one strip; call only where there is room for them."""
+        steps = range(self.next_to_begin, self.next_to_begin + num_steps)
+        self.next_to_begin = steps.stop
+        strip = _Strip(steps, sum(view.wants(steps) for view in self.views))
+        self._strips.update(dict.fromkeys(steps, strip))
+        return steps
 
-    def seal(self, step: int) -> None:
-        """A step's batch is whole."""
-        self._sealed.add(step)
-        self._free_if_unneeded(step)
+    def seal(self, first_step: int) -> None:
+        """A strip is whole."""
+        strip = self._strips[first_step]
+        strip.is_sealed = True
+        self._free_if_unneeded(strip)
 
     def join(self, first_step: int, end_step: int | None, *, is_active: bool = True) -> "View":
         """One reader more, where the window `has` its first step.
@@ -73,8 +99,8 @@ class Window:
         """
         view = View(self, first_step, end_step, is_active=is_active)
         self.views.append(view)
-        for step in range(first_step, self.next_to_begin):
-            self._needs[step] += view.wants(step)
+        for strip in self._strips_from(first_step):
+            strip.num_needs += view.wants(strip.steps)
         return view
 
     def laggard(self) -> "View | None":
@@ -83,15 +109,20 @@ class Window:
         behind = [view for view in self.views if view.next_to_send < front]
         return min(behind, key=lambda view: view.oldest_needed, default=None)
 
-    def _unneeded(self, step: int) -> None:
-        self._needs[step] -= 1
-        self._free_if_unneeded(step)
+    def _strips_from(self, step: int) -> "Iterator[_Strip]":
+        while strip := self._strips.get(step):
+            step = strip.steps.stop
+            yield strip
 
-    def _free_if_unneeded(self, step: int) -> None:
-        if step in self._sealed and not self._needs[step]:
-            self._sealed.remove(step)
-            del self._needs[step]
-            self._on_free(step)
+    def _unneeded(self, strip: _Strip) -> None:
+        strip.num_needs -= 1
+        self._free_if_unneeded(strip)
+
+    def _free_if_unneeded(self, strip: _Strip) -> None:
+        if strip.is_sealed and not strip.num_needs:
+            for step in strip.steps:
+                del self._strips[step]
+            self._on_free(strip.steps.start)
 
 
 class View:
@@ -101,6 +132,7 @@ class View:
         next_to_send: the step it sends next.
         end_step: that it no longer wants; None for no end.
         is_active: whether steps are fetched ahead for it.
+        num_held: steps sent and not released.
     """
 
     def __init__(self, window: Window, first_step: int, end_step: int | None, *, is_active: bool) -> None:
@@ -108,11 +140,12 @@ class View:
         self.next_to_send = first_step
         self.end_step = end_step
         self.is_active = is_active
-        self._held: set[int] = set()
+        self.num_held = 0
+        self._held: dict[int, tuple[range, _Strip]] = {}  # by the first step of what was sent at once
 
-    def wants(self, step: int) -> bool:
-        """It is still to send this step."""
-        return self.next_to_send <= step and (self.end_step is None or step < self.end_step)
+    def wants(self, steps: range) -> bool:
+        """It is still to send some of these steps."""
+        return self._num_wanted(steps) > 0
 
     @property
     def at_end(self) -> bool:
@@ -133,39 +166,41 @@ class View:
     @property
     def num_ready(self) -> int:
         """Sealed and not sent."""
-        return sum(self._window.is_sealed(self.next_to_send + ahead) for ahead in range(self.num_begun))
-
-    @property
-    def num_held(self) -> int:
-        """Sent and not released."""
-        return len(self._held)
+        strips = self._window._strips_from(self.next_to_send)
+        return sum(self._num_wanted(strip.steps) for strip in strips if strip.is_sealed)
 
     @property
     def oldest_needed(self) -> int:
         """The first step that stays in memory for it."""
         return min(self._held, default=self.next_to_send)
 
-    def send(self) -> int:
-        """The step it sends now, and holds from now on; call only where the head is sealed."""
-        step = self.next_to_send
-        self.next_to_send += 1
-        self._held.add(step)
-        return step
+    def send(self, max_steps: int) -> range:
+        """The steps of one strip that it sends now and holds from now on, at least one; call only where the head is sealed."""
+        strip = self._window._strips[self.next_to_send]
+        steps = range(self.next_to_send, min(self._stop(strip.steps), self.next_to_send + max_steps))
+        self.next_to_send = steps.stop
+        self._held[steps.start] = steps, strip
+        self.num_held += len(steps)
+        strip.num_needs += self.wants(strip.steps)  # what is held takes the place of what was to be sent
+        return steps
 
-    def release(self, step: int) -> bool:
-        """A step that was sent is no longer needed; False where it is not held (twice released, or never sent)."""
-        if step not in self._held:
+    def release(self, first_step: int) -> bool:
+        """What was sent from this step on at once is no longer needed; False where nothing is held that begins there."""
+        held = self._held.pop(first_step, None)
+        if held is None:
             return False
-        self._held.remove(step)
-        self._window._unneeded(step)
+        steps, strip = held
+        self.num_held -= len(steps)
+        self._window._unneeded(strip)
         return True
 
     def cut(self, end_step: int) -> None:
         """Want no step from `end_step` on that was not sent yet."""
-        unwanted = range(max(end_step, self.next_to_send), self.next_to_send + self.num_begun)
+        wanted = [strip for strip in self._window._strips_from(self.next_to_send) if self.wants(strip.steps)]
         self.end_step = max(end_step, self.next_to_send)
-        for step in unwanted:
-            self._window._unneeded(step)
+        for strip in wanted:
+            if not self.wants(strip.steps):
+                self._window._unneeded(strip)
 
     def extend(self, end_step: int | None) -> None:
         """Want more after all; only where no step was begun that it had not wanted."""
@@ -173,7 +208,14 @@ class View:
         self.end_step = end_step
 
     def leave(self) -> frozenset[int]:
-        """Look no longer; the steps that are still held, each until its `release`."""
+        """Look no longer; what is still held, each by its first step, until its `release`."""
         self.cut(self.next_to_send)
         self._window.views.remove(self)
         return frozenset(self._held)
+
+    def _num_wanted(self, steps: range) -> int:
+        return max(0, self._stop(steps) - max(steps.start, self.next_to_send))
+
+    def _stop(self, steps: range) -> int:
+        """The step behind the last of these that it wants."""
+        return steps.stop if self.end_step is None else min(steps.stop, self.end_step)

@@ -68,12 +68,12 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
         for size in (64, 1024):
             fetcher, plan = Fetcher(dataset, workers), Plan(Order("full", "wrap", 1, size), dataset.num_samples)
             plans, arena = plan.batches(0, 2, 0, 1), Arena(2 << 20)
-            for each in plans:
+            for row in range(2):
                 before = calls.num
-                (fetch,) = fetcher.prepare([each])
+                (fetch,) = fetcher.prepare(plans[row : row + 1], 1)
                 slot = arena.take(fetch.layout.num_bytes)
                 assert slot
-                await fetcher.fill([(fetch, slot)], NO_JOB)
+                await fetcher.fill(fetch, slot, NO_JOB)
             counts.append(calls.num - before)
         catalog.close()
     return counts

@@ -66,7 +66,7 @@ def test_second_job_reads_nothing(daemon: Daemon) -> None:
         assert right(daemon, one)
         assert [session.num_sharing for session in status(daemon).sessions] == [2, 2]
         bytes_per_batch = BATCH * LENGTH * 4
-        assert num_bytes_read(daemon) <= (400 + 3 * 64) * bytes_per_batch
+        assert num_bytes_read(daemon) <= (400 + 3 * 96) * bytes_per_batch
 
 
 def test_other_orders_share_nothing(daemon: Daemon) -> None:

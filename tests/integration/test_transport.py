@@ -164,29 +164,27 @@ def test_small_batches_share_a_read_and_a_message_and_credit_bounds_them(daemon:
         dataset=pb.DatasetRef(name="tokens"),
         order=pb.OrderSpec(global_batch_size=20),
         reader=pb.Reader(job="hand", world_size=1),
-        prefetch_batches=64,
+        prefetch_batches=60,
     )
     with grpc.insecure_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
         opened = stub.OpenSession(request, timeout=10)
         deadline = time.monotonic() + 30
-        while stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10).num_ready < 64:
+        while stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10).num_ready < 60:
             assert time.monotonic() < deadline
         messages.put(pb.StreamRequest(attach=pb.Attach(session_id=opened.session_id)))
-        messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=40)))
+        messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=50)))
         stream: Any = stub.Stream(iter(messages.get, None), timeout=30)
-        received = [next(stream).batches for _ in range(2)]
-        assert [len(batches.batches) for batches in received] == [32, 8]
-        assert all(batches.tensors and not any(batch.tensors for batch in batches.batches) for batches in received)
-        assert [batch.step for batches in received for batch in batches.batches] == list(range(40))
+        received = next(stream).batches
+        assert [(strip.first_step, len(strip.cursors)) for strip in received.strips] == [(0, 20), (20, 20), (40, 10)]
+        assert all(len(strip.layouts) == 1 for strip in received.strips), "all batches have one layout"
         state = stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10)
-        assert (state.credits, state.num_batches_sent, state.num_held) == (0, 40, 40)
-        messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=3, released_steps=range(40))))
-        assert len(next(stream).batches.batches) == 3
+        assert (state.credits, state.num_batches_sent, state.num_held) == (0, 50, 50)
+        messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=3, released_steps=[0, 20, 40, 40, 41, 7])))
+        (strip,) = next(stream).batches.strips
+        assert (strip.first_step, len(strip.cursors)) == (50, 3), "what is left of a strip travels by itself"
         assert stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10).num_held == 3
         explained = stub.ExplainStep(pb.ExplainStepRequest(dataset=pb.DatasetRef(name="tokens"), step=5), timeout=10)
-        assert explained.accounts[0].stop_step - explained.accounts[0].first_step == 16, (
-            "a quarter of the window is read at once"
-        )
+        assert explained.accounts[0].stop_step - explained.accounts[0].first_step == 20, "a third of the window is read at once"
         messages.put(None)
         stream.cancel()

@@ -93,9 +93,11 @@ def test_the_memory_of_an_arena_is_there_before_it_is_filled() -> None:
     arena.close()
 
 
-@given(st.integers(1, 1 << 28), st.integers(1, 1024), st.integers(0, 1 << 30))
-def test_a_share_holds_a_batch_and_takes_no_more_than_it_may(batch_bytes: int, num_ahead: int, limit: int) -> None:
-    share = divide(batch_bytes, num_ahead, limit)
+@given(st.integers(1, 1 << 28), st.integers(1, 1024), st.integers(0, 1 << 30), st.booleans())
+def test_a_share_holds_a_batch_and_takes_no_more_than_it_may(
+    batch_bytes: int, num_ahead: int, limit: int, in_strips: bool
+) -> None:
+    share = divide(batch_bytes, num_ahead, limit, in_strips=in_strips)
     one = whole_pages(batch_bytes)
     assert share.num_bytes % one == 0
     assert one <= share.num_bytes <= max(one, limit)
@@ -104,8 +106,19 @@ def test_a_share_holds_a_batch_and_takes_no_more_than_it_may(batch_bytes: int, n
     num_slots = share.num_bytes // one
     if num_slots > 1:
         assert share.num_ahead + share.num_queued + share.num_kept == num_slots
-    if limit >= one * (2 * num_ahead + max(2, num_ahead // 4)):
-        assert (share.num_ahead, share.num_queued) == (num_ahead, num_ahead)
+    if limit >= one * (2 * num_ahead + max(2, 2 * num_ahead // 3)):
+        assert (share.num_ahead, share.num_queued) == (num_ahead, num_ahead - num_ahead % share.num_together)
+
+
+@given(st.integers(1, 1 << 24), st.integers(1, 1024), st.integers(0, 1 << 30))
+def test_a_share_has_room_for_the_strips_that_its_client_uses(batch_bytes: int, num_ahead: int, limit: int) -> None:
+    share = divide(batch_bytes, num_ahead, limit, in_strips=True)
+    assert 1 <= share.num_together <= max(1, share.num_ahead // 3), "three strips at least are under way"
+    assert share.num_together == 1 or share.num_together * whole_pages(batch_bytes) <= 4 << 20
+    assert share.num_queued % share.num_together == 0, "a client asks for whole strips"
+    if share.num_together > 1:
+        assert share.num_kept >= 2 * share.num_together, "the one in use, and the one before it"
+    assert divide(batch_bytes, num_ahead, limit).num_together == 1
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 300))

@@ -10,7 +10,8 @@ from gyre_daemon.cache import Arrays
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.formats import FieldSpec, SampleIndex, make_format
 from gyre_daemon.formats.webdataset import WebdatasetIndex, WebdatasetOptions
-from gyre_daemon.plan import BatchPlan, Order, Plan, Tail
+from gyre_daemon.plan import Order, Plan, Tail
+from gyre_daemon.steps import BatchPlan, StripPlan
 from gyre_daemon.storage import Shard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,14 +28,17 @@ ragged = st.just(FieldSpec("", np.dtype("u1"), (), ragged=True, codec="bytes"))
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[BatchPlan, list[FieldSpec], npt.NDArray[np.int64]]:
+def strips(draw: st.DrawFn) -> tuple[StripPlan, list[FieldSpec], npt.NDArray[np.int64]]:
+    """Samples of several batches, and the sizes of their fields."""
     specs = draw(st.lists(fixed | ragged, min_size=1, max_size=4))
     fields = [FieldSpec(f"field{n}", spec.dtype, spec.shape, spec.ragged, spec.codec) for n, spec in enumerate(specs)]
-    num_samples = draw(st.integers(1, 9))
-    ids = np.array(draw(st.lists(st.integers(0, 2**62), min_size=num_samples, max_size=num_samples)), np.int64)
-    mask = np.array(draw(st.lists(st.booleans(), min_size=num_samples, max_size=num_samples))) if draw(st.booleans()) else None
-    rows = [[draw(st.integers(0, 200)) if spec.ragged else sample_bytes(spec) for spec in fields] for _ in range(num_samples)]
-    return BatchPlan(3, 0, ids, mask), fields, np.array(rows, np.int64).reshape(num_samples, len(fields))
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    num = shape[0] * shape[1]
+    ids = np.array(draw(st.lists(st.integers(0, 2**62), min_size=num, max_size=num)), np.int64)
+    mask = np.array(draw(st.lists(st.booleans(), min_size=num, max_size=num))) if draw(st.booleans()) else None
+    rows = [[draw(st.integers(0, 200)) if spec.ragged else sample_bytes(spec) for spec in fields] for _ in range(num)]
+    plan = StripPlan(3, ids.reshape(shape), None if mask is None else mask.reshape(shape), shape[1], 1000)
+    return plan, fields, np.array(rows, np.int64).reshape(num, len(fields))
 
 
 def sample_bytes(spec: FieldSpec) -> int:
@@ -61,42 +65,83 @@ def check_layout(layout: BatchLayout, fields: Sequence[FieldSpec], sizes: npt.ND
         assert tensor.shape == ((sizes[:, column].sum(),) if spec.ragged else (len(sizes), *spec.shape))
 
 
-@given(batches())
-def test_layout_and_own_tensors(batch: tuple[BatchPlan, list[FieldSpec], npt.NDArray[np.int64]]) -> None:
-    plan, fields, sizes = batch
+@given(strips())
+def test_layout_and_own_tensors(strip: tuple[StripPlan, list[FieldSpec], npt.NDArray[np.int64]]) -> None:
+    plan, fields, sizes = strip
     layout = LayoutMaker(fields).make(plan, sizes)
-    check_layout(layout, fields, sizes)
-    payload = np.full(layout.num_bytes + 100, 0xA5, np.uint8)
-    write_own_tensors(plan, layout, payload.data)
+    memory = np.full(layout.num_bytes + 100, 0xA5, np.uint8)
+    write_own_tensors(plan, layout, memory.data)
+    end = 0
+    for batch, one, offset, its in zip(plan, layout.batches, layout.offsets.tolist(), by_batch(plan, sizes), strict=True):
+        assert offset % 4096 == 0
+        assert (memory[end:offset] == 0xA5).all(), "nothing is written between batches"
+        end = offset + one.num_bytes
+        check_layout(one, fields, its)
+        check_own_tensors(batch, one, fields, its, memory[offset:end])
+    assert end == layout.num_bytes
+    assert (memory[end:] == 0xA5).all(), "nothing is written beyond the strip"
+
+
+def check_own_tensors(
+    batch: BatchPlan,
+    layout: BatchLayout,
+    fields: Sequence[FieldSpec],
+    sizes: npt.NDArray[np.int64],
+    payload: npt.NDArray[np.uint8],
+) -> None:
     tensors = {
         spec.name: payload[spec.offset_bytes : spec.offset_bytes + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
         for spec in layout.tensors
     }
-    assert tensors["sample_id"].tolist() == plan.sample_ids.tolist()
-    assert ("mask" in tensors) == (plan.mask is not None)
-    if plan.mask is not None:
-        assert tensors["mask"].tolist() == plan.mask.tolist()
+    assert tensors["sample_id"].tolist() == batch.sample_ids.tolist()
+    assert ("mask" in tensors) == (batch.mask is not None)
+    if batch.mask is not None:
+        assert tensors["mask"].tolist() == batch.mask.tolist()
     for column, spec in enumerate(fields):
         if spec.ragged:
             assert tensors[f"{spec.name}.offsets"].tolist() == [0, *np.cumsum(sizes[:, column]).tolist()]
         assert (tensors[spec.name].view(np.uint8) == 0xA5).all(), "the samples' own places are left to the samples"
     for begin, end in layout.gaps:
         assert not payload[begin:end].any(), "gaps are zeroed, whatever was there"
-    assert (payload[layout.num_bytes :] == 0xA5).all(), "nothing is written beyond the batch"
 
 
-@given(batches())
-def test_layouts_are_not_mixed_up(batch: tuple[BatchPlan, list[FieldSpec], npt.NDArray[np.int64]]) -> None:
+@given(strips(), st.data())
+def test_places_and_parts_are_those_of_the_batches(
+    strip: tuple[StripPlan, list[FieldSpec], npt.NDArray[np.int64]], data: st.DataObject
+) -> None:
+    plan, fields, sizes = strip
+    layout = LayoutMaker(fields).make(plan, sizes)
+    apart = [batch.places + offset for batch, offset in zip(layout.batches, layout.offsets, strict=True)]
+    assert layout.places().tolist() == np.concatenate(apart).tolist()
+    begin = data.draw(st.integers(0, len(plan) - 1))
+    end = data.draw(st.integers(begin + 1, len(plan)))
+    part = layout.part(begin, end)
+    assert part.places().tolist() == np.concatenate(apart[begin:end]).tolist(), "they stay where they are"
+    assert part.num_bytes == part.offsets[-1] + part.batches[-1].num_bytes
+    assert [batch.step for batch in plan[begin:end]] == list(range(3 + begin, 3 + end))
+    assert (plan[:begin] + plan[begin:]).sample_ids.tolist() == plan.sample_ids.tolist()
+
+
+@given(strips())
+def test_layouts_are_not_mixed_up(strip: tuple[StripPlan, list[FieldSpec], npt.NDArray[np.int64]]) -> None:
     """A maker that has laid out other batches lays out as a fresh one does."""
-    plan, fields, sizes = batch
-    masked = replace(plan, mask=np.ones(len(plan.sample_ids), bool) if plan.mask is None else None)
-    longer = replace(plan, sample_ids=np.tile(plan.sample_ids, 2), mask=None)
+    plan, fields, sizes = strip
+    masked = replace(plan, mask=np.ones(plan.sample_ids.shape, bool) if plan.mask is None else None)
+    longer = replace(plan, sample_ids=np.tile(plan.sample_ids, (1, 2)), mask=None)
+    more = replace(plan, sample_ids=np.tile(plan.sample_ids, (2, 1)), mask=None)
     maker = LayoutMaker(fields)
     maker.make(masked, sizes)
     maker.make(longer, np.tile(sizes, (2, 1)))
+    maker.make(more, np.tile(sizes, (2, 1)))
     again, fresh = maker.make(plan, sizes), LayoutMaker(fields).make(plan, sizes)
-    assert (again.tensors, again.gaps, again.num_bytes) == (fresh.tensors, fresh.gaps, fresh.num_bytes)
-    assert again.places.tolist() == fresh.places.tolist()
+    assert (again.num_bytes, again.offsets.tolist()) == (fresh.num_bytes, fresh.offsets.tolist())
+    for one, other in zip(again.batches, fresh.batches, strict=True):
+        assert (one.tensors, one.gaps, one.num_bytes) == (other.tensors, other.gaps, other.num_bytes)
+        assert one.places.tolist() == other.places.tolist()
+
+
+def by_batch(plan: StripPlan, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return sizes.reshape(*plan.sample_ids.shape, sizes.shape[1])
 
 
 def ragged_index(sizes: list[list[int]]) -> SampleIndex:
@@ -132,9 +177,9 @@ def test_no_batch_is_larger_than_its_bound(
     maker = LayoutMaker(index.fields)
     for step in range(6):
         for rank in range(world_size):
-            batch = plan.batch(step, rank, world_size)
-            sizes = index.locate(batch.sample_ids).size
-            layout = maker.make(batch, sizes)
+            batch = plan.batches(step, 1, rank, world_size)
+            sizes = index.locate(batch.sample_ids.reshape(-1)).size
+            (layout,) = maker.make(batch, sizes).batches
             assert layout.num_bytes <= bound
             stored = np.where([spec.ragged for spec in index.fields], sizes, 8)
             check_layout(layout, index.fields, stored)
@@ -144,8 +189,8 @@ def test_no_batch_is_larger_than_its_bound(
 def test_the_bound_of_fixed_sizes_is_close(length: int, size: int, tail: Tail) -> None:
     shard = Shard("0.bin", 1000 * length * 2, "")
     index = make_format("wiki", DatasetConfig("/", "tokens", {"sequence_length": length})).assemble([shard], [])
-    batch = Plan(Order("full", tail, 0, size), 1000).batch(0)
-    layout = LayoutMaker(index.fields).make(batch, index.locate(batch.sample_ids).size)
+    batch = Plan(Order("full", tail, 0, size), 1000).batches(0, 1, 0, 1)
+    (layout,) = LayoutMaker(index.fields).make(batch, index.locate(batch.sample_ids.reshape(-1)).size).batches
     bound = max_batch_bytes(index, size)
     assert layout.num_bytes <= bound <= layout.num_bytes + 6 * ALIGNMENT_BYTES + size
 

@@ -1,4 +1,6 @@
-"""The prefetch window against a simple model: of every view, a set of what it wants, and one of what it holds."""
+"""The prefetch window against a simple model: of every view, a set of what it wants, and one of what it holds.
+
+The window counts by strips, the model looks at every step."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +18,7 @@ class Reader:
     next_to_send: int
     end_step: int | None
     is_active: bool
-    held: set[int] = field(default_factory=set)
+    held: dict[int, range] = field(default_factory=dict)  # by the first step of what was sent at once
     has_left: bool = False
 
     def wants(self, step: int) -> bool:
@@ -24,20 +26,35 @@ class Reader:
 
 
 class WindowModel(RuleBasedStateMachine):
-    """Steps go from in flight to sealed to freed; readers come, send, release, cut and leave."""
+    """Strips go from in flight to sealed to freed; readers come, send, release, cut and leave."""
 
-    @initialize(first=st.integers(0, 1000), size=st.integers(1, 5))
+    @initialize(first=st.integers(0, 1000), size=st.integers(1, 8))
     def start(self, first: int, size: int) -> None:
         self.first, self.size = first, size
-        self.freed: list[int] = []
-        self.window = Window(first, size, self.freed.append)
-        self.num_begun = 0
-        self.sealed: set[int] = set()
+        self.freed_strips: list[int] = []
+        self.window = Window(first, size, self.freed_strips.append)
+        self.strips: dict[int, range] = {}  # by first step
+        self.sealed_strips: set[int] = set()
         self.readers: list[Reader] = []
 
     @property
     def present(self) -> list[Reader]:
         return [reader for reader in self.readers if not reader.has_left]
+
+    @property
+    def num_begun(self) -> int:
+        return sum(map(len, self.strips.values()))
+
+    @property
+    def sealed(self) -> set[int]:
+        return {step for first in self.sealed_strips for step in self.strips[first]}
+
+    @property
+    def freed(self) -> set[int]:
+        return {step for first in self.freed_strips for step in self.strips[first]}
+
+    def strip_of(self, step: int) -> range:
+        return next(strip for strip in self.strips.values() if step in strip)
 
     def in_memory(self, step: int) -> bool:
         return self.first <= step < self.first + self.num_begun and step not in self.freed
@@ -54,8 +71,8 @@ class WindowModel(RuleBasedStateMachine):
             view = self.window.join(step, end, is_active=is_active)
             self.readers.append(Reader(view, step, end, is_active))
 
-    @rule()
-    def begin(self) -> None:
+    @rule(num_steps=st.integers(1, 4))
+    def begin(self, num_steps: int) -> None:
         active = [reader.next_to_send for reader in self.present if reader.is_active]
         step = self.first + self.num_begun
         room = 0
@@ -65,28 +82,33 @@ class WindowModel(RuleBasedStateMachine):
                 room = max(0, min(room, max(reader.end_step for reader in self.present if reader.end_step is not None) - step))
         assert self.window.room == room
         if room:
-            assert self.window.begin() == step
-            self.num_begun += 1
+            steps = range(step, step + min(room, num_steps))
+            assert self.window.begin(len(steps)) == steps
+            self.strips[step] = steps
 
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
-        in_flight = [step for step in range(self.first, self.first + self.num_begun) if step not in self.sealed]
+        in_flight = sorted(self.strips.keys() - self.sealed_strips)
         if in_flight:
-            step = data.draw(st.sampled_from(in_flight))
-            self.sealed.add(step)
-            self.window.seal(step)
+            first_step = data.draw(st.sampled_from(in_flight))
+            self.sealed_strips.add(first_step)
+            self.window.seal(first_step)
 
     @precondition(lambda self: self.present)
-    @rule(data=st.data())
-    def send(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), max_steps=st.integers(1, 5))
+    def send(self, data: st.DataObject, max_steps: int) -> None:
         reader = data.draw(st.sampled_from(self.present))
         step = reader.next_to_send
         possible = step in self.sealed and self.in_memory(step) and reader.wants(step)
         assert reader.view.head_is_sealed == possible
         if possible:
-            assert reader.view.send() == step
-            reader.next_to_send += 1
-            reader.held.add(step)
+            strip = self.strip_of(step)
+            assert self.window.strip_of(step) == strip.start
+            wanted = [later for later in range(step, min(strip.stop, step + max_steps)) if reader.wants(later)]
+            sent = reader.view.send(max_steps)
+            assert list(sent) == wanted
+            reader.next_to_send = sent.stop
+            reader.held[step] = sent
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data(), step=st.integers(-3, 1020))
@@ -95,7 +117,7 @@ class WindowModel(RuleBasedStateMachine):
         if data.draw(st.booleans()) and reader.held:
             step = data.draw(st.sampled_from(sorted(reader.held)))
         assert reader.view.release(step) == (step in reader.held)
-        reader.held.discard(step)
+        reader.held.pop(step, None)
         assert not reader.view.release(step), "a second release changes nothing"
 
     @precondition(lambda self: self.present)
@@ -119,17 +141,18 @@ class WindowModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         reader = data.draw(st.sampled_from(self.present))
-        assert reader.view.leave() == reader.held
+        assert reader.view.leave() == reader.held.keys()
         reader.has_left = True
 
     @invariant()
     def memory_is_free_exactly_when_nobody_needs_it(self) -> None:
-        assert len(self.freed) == len(set(self.freed))
-        for step in range(self.first, self.first + self.num_begun):
-            needed = any(reader.wants(step) or step in reader.held for reader in self.readers)
-            assert (step in self.freed) >= (step in self.sealed and not needed)
-            assert not (step in self.freed and needed)
-            assert not (step in self.freed and step not in self.sealed)
+        assert len(self.freed_strips) == len(set(self.freed_strips))
+        for first, steps in self.strips.items():
+            needed = any(reader.wants(step) for reader in self.readers for step in steps)
+            needed = needed or any(sent.start in steps for reader in self.readers for sent in reader.held.values())
+            assert (first in self.freed_strips) >= (first in self.sealed_strips and not needed)
+            assert not (first in self.freed_strips and needed)
+            assert not (first in self.freed_strips and first not in self.sealed_strips)
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -137,13 +160,13 @@ class WindowModel(RuleBasedStateMachine):
             begun = [step for step in range(self.first, self.first + self.num_begun) if reader.wants(step)]
             assert reader.view.num_begun == len(begun)
             assert reader.view.num_ready == len(set(begun) & self.sealed)
-            assert reader.view.num_held == len(reader.held)
+            assert reader.view.num_held == sum(map(len, reader.held.values()))
             assert reader.view.next_to_send == reader.next_to_send
             assert reader.view.at_end == (reader.next_to_send == reader.end_step)
 
     @invariant()
     def laggard_needs_the_oldest_step(self) -> None:
-        oldest = {reader.view: min(reader.held | {reader.next_to_send}) for reader in self.present}
+        oldest = {reader.view: min([*reader.held, reader.next_to_send]) for reader in self.present}
         laggard = self.window.laggard()
         if laggard is not None:
             assert oldest[laggard] == min(oldest.values())
@@ -159,10 +182,10 @@ def test_who_is_behind_is_the_laggard_also_where_the_furthest_keeps_an_older_ste
     front, behind, further_behind = (window.join(0, None) for _ in range(3))
     assert window.laggard() is None
     for _ in range(6):
-        window.seal(window.begin())
+        window.seal(window.begin(1).start)
     for view, num_sent in ((front, 6), (behind, 4), (further_behind, 3)):
         for step in range(num_sent):
-            view.send()
+            view.send(1)
             if (view, step) != (front, 0):
                 view.release(step)
     assert front.oldest_needed == 0

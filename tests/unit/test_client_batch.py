@@ -1,7 +1,9 @@
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
-from gyre_client.batch import PayloadBuffer, read_layout
+from gyre_client.batch import PayloadBuffer, TensorPlace, read_layouts
 from gyre_client.errors import DaemonFault, InvalidRequest
 from gyre_client.text import objects, texts
 from gyre_protos.v1 import loader_pb2 as pb
@@ -14,8 +16,13 @@ def filled(*chunks: bytes) -> PayloadBuffer:
     return buffer
 
 
+def places_of(layout: list[pb.Tensor]) -> Sequence[TensorPlace]:
+    (read,) = read_layouts(pb.Strip(cursors=[b"x"], layouts=[pb.Layout(tensors=layout)]))
+    return read.places
+
+
 def tensors_of(buffer: PayloadBuffer, layout: list[pb.Tensor]) -> dict[str, torch.Tensor]:
-    return {place.name: place.view(buffer.memory) for place in read_layout(layout)}
+    return {place.name: place.view(buffer.memory) for place in places_of(layout)}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,7 @@ def test_tensors_have_the_dtype_shape_and_values_of_the_arrays(dtype: str) -> No
     tensors = tensors_of(filled(payload[:70], payload[70:]), [pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)])
     assert tensors["x"].dtype == getattr(torch, dtype)
     assert np.array_equal(tensors["x"].numpy(), array)
-    (place,) = read_layout([pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)])
+    (place,) = places_of([pb.Tensor(name="x", dtype=dtype, shape=[3, 4], offset_bytes=64)])
     elsewhere = torch.tensor(list(payload), dtype=torch.uint8)
     copied = place.view_on_device(elsewhere)
     assert copied.dtype == tensors["x"].dtype
@@ -63,7 +70,7 @@ def test_empty_tensors_and_payloads() -> None:
     tensors = tensors_of(filled(b"\x00\x3c"), layout)
     assert tensors["none"].shape == (0, 5)
     assert tensors["scalar"].item() == 1.0
-    copied = {place.name: place.view_on_device(torch.tensor([0, 0x3C], dtype=torch.uint8)) for place in read_layout(layout)}
+    copied = {place.name: place.view_on_device(torch.tensor([0, 0x3C], dtype=torch.uint8)) for place in places_of(layout)}
     assert copied["none"].shape == (0, 5)
     assert copied["scalar"].item() == 1.0
     assert PayloadBuffer(0).num_missing == 0
@@ -83,7 +90,17 @@ def test_a_layout_that_lies_is_refused(place: pb.Tensor) -> None:
     with pytest.raises(DaemonFault, match="tensor 'x'"):
         tensors_of(filled(bytes(64)), [place])
     with pytest.raises(DaemonFault, match="tensor 'x'"):
-        read_layout([place])[0].view_on_device(torch.zeros(64, dtype=torch.uint8))
+        places_of([place])[0].view_on_device(torch.zeros(64, dtype=torch.uint8))
+
+
+def test_a_strip_has_one_layout_for_all_batches_or_one_each() -> None:
+    layouts = [pb.Layout(num_bytes=num_bytes) for num_bytes in (64, 128, 192)]
+    three = [b"a", b"b", b"c"]
+    assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts[:1]))] == [64, 64, 64]
+    assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts))] == [64, 128, 192]
+    for wrong in (layouts[:2], []):
+        with pytest.raises(DaemonFault, match=f"the 3 batches from step 7 on come with {len(wrong)} layouts"):
+            read_layouts(pb.Strip(first_step=7, cursors=three, layouts=wrong))
 
 
 def test_a_chunk_that_spans_two_batches_is_refused() -> None:

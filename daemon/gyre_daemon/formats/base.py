@@ -51,6 +51,10 @@ class Extents:
     start: npt.NDArray[np.int64]
     size: npt.NDArray[np.int64]
 
+    def part(self, some: slice) -> "Extents":
+        """Some of the samples."""
+        return Extents(self.shard[some], self.start[some], self.size[some])
+
 
 class SampleIndex(Protocol):
     """All samples of a dataset, by sample id in `[0, num_samples)`."""

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
-from gyre_daemon.fetch import Batch
+from gyre_daemon.fetch import Strip
 from gyre_daemon.service import convert
 from gyre_daemon.session import Session
 
-_MAX_BATCHES_PER_MESSAGE = 32
+_MAX_BATCHES_PER_MESSAGE = 64  # of some 300 bytes each
 _GOODBYE_RETRY_S = 1.0
 
 
@@ -50,15 +50,15 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
         while True:
             try:
                 async with asyncio.timeout(lease_s / 4):
-                    batch = await session.next_batch()
+                    strip = await session.next_strip()
             except TimeoutError:
                 yield pb.StreamResponse(heartbeat=pb.Heartbeat())
                 continue
-            if batch is None:
+            if strip is None:
                 yield pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=session.num_steps or 0))
                 break
-            message = _batches(session, batch)
-            del batch  # the call of a client that is frozen keeps this frame, which must not keep an arena
+            message = batches(session, strip)
+            del strip  # the call of a client that is frozen keeps this frame, which must not keep an arena
             yield message
     except Draining as reason:
         yield pb.StreamResponse(goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S))
@@ -70,12 +70,13 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
     await listening  # the client reads the rest of its payload and hangs up
 
 
-def _batches(session: Session, first: Batch) -> pb.StreamResponse:
+def batches(session: Session, first: Strip) -> pb.StreamResponse:
     """One message with all batches that can be sent now; one that failed is left for the next call."""
-    batches = [first]
-    while len(batches) < _MAX_BATCHES_PER_MESSAGE and session.head_is_whole:
-        batch = session.ready_batch()
-        if batch is None:
+    strips, num_batches = [first], len(first.plan)
+    while num_batches < _MAX_BATCHES_PER_MESSAGE and session.head_is_whole:
+        strip = session.ready_strip(_MAX_BATCHES_PER_MESSAGE - num_batches)
+        if strip is None:
             break
-        batches.append(batch)
-    return convert.from_batches(batches, session)
+        strips.append(strip)
+        num_batches += len(strip.plan)
+    return convert.from_strips(strips, session)

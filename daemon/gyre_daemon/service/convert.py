@@ -14,7 +14,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.cost import Prices, Question, Report
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.fetch import Batch
+from gyre_daemon.fetch import Strip
 from gyre_daemon.formats import FieldSpec
 from gyre_daemon.metrics import CacheCounts
 from gyre_daemon.plan import MAX_START_POSITION, Order, OrderMode, Tail
@@ -174,30 +174,35 @@ def from_cache(counts: CacheCounts) -> pb.CacheCount:
     return pb.CacheCount(**dataclasses.asdict(counts))
 
 
-def from_batches(batches: list[Batch], session: Session) -> pb.StreamResponse:
-    """One message for several batches; a layout that all of them have is written once."""
-    first = batches[0].layout
-    shared = all(batch.layout is first for batch in batches)
-    message = pb.Batches(tensors=_from_layout(first) if shared else [])
-    for batch in batches:
-        step, num_bytes = batch.plan.step, batch.layout.num_bytes
-        entry = message.batches.add(step=step, epoch=batch.plan.epoch, cursor=session.cursor_at(step + 1))
-        if not shared:
-            entry.tensors.extend(_from_layout(batch.layout))
-        if session.shares_arena:
-            entry.arena.arena = session.arena_number(batch)
-            entry.arena.offset_bytes = batch.slot.offset_bytes
-            entry.arena.num_bytes = num_bytes
-        else:
-            entry.inline.num_bytes = num_bytes
-    return pb.StreamResponse(batches=message)
+def from_strips(strips: list[Strip], session: Session) -> pb.StreamResponse:
+    """One message for several strips."""
+    return pb.StreamResponse(batches=pb.Batches(strips=[_from_strip(strip, session) for strip in strips]))
 
 
-def _from_layout(layout: BatchLayout) -> list[pb.Tensor]:
-    return [
-        pb.Tensor(name=spec.name, dtype=_name_of(spec.dtype), shape=spec.shape, offset_bytes=spec.offset_bytes)
-        for spec in layout.tensors
-    ]
+def _from_strip(strip: Strip, session: Session) -> pb.Strip:
+    """A layout that all batches have is written once."""
+    plan, layout = strip.plan, strip.layout
+    message = pb.Strip(
+        first_step=plan.first_step,
+        cursors=[session.cursor_at(step + 1) for step in range(plan.first_step, plan.stop_step)],
+        layouts=[_from_layout(layout.shared)] if layout.shared else [_from_layout(batch) for batch in layout.batches],
+    )
+    if session.shares_arena:
+        message.arena.arena = session.arena_number(strip)
+        message.arena.offsets_bytes.extend((layout.offsets + strip.slot.offset_bytes).tolist())
+    else:
+        message.inline.SetInParent()
+    return message
+
+
+def _from_layout(layout: BatchLayout) -> pb.Layout:
+    return pb.Layout(
+        tensors=[
+            pb.Tensor(name=spec.name, dtype=_name_of(spec.dtype), shape=spec.shape, offset_bytes=spec.offset_bytes)
+            for spec in layout.tensors
+        ],
+        num_bytes=layout.num_bytes,
+    )
 
 
 @functools.cache

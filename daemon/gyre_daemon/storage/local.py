@@ -1,8 +1,9 @@
 """Local files: no task and no object per sample. A batch's reads are copied out of mapped files in a few thread jobs."""
 
 import asyncio
+import itertools
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import aiofiles
 import numpy as np
 
 from gyre_daemon.errors import InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
-from gyre_daemon.fair import FairExecutor
+from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
@@ -38,18 +39,32 @@ class LocalStorage:
 
     async def read(self, reads: Reads) -> None:
         """See `Storage.read`."""
-        self._bounds.check(reads)
-        reads = reads.nonempty()
-        num_jobs = min(self._workers.num_threads, 1 + int(reads.size.sum()) // _MIN_JOB_BYTES, len(reads))
-        if num_jobs == 0:
+        num_bytes = int(reads.size.sum())
+        cuts = self.cuts(len(reads), num_bytes)
+        parts = [partial(reads.part, slice(*cut)) for cut in itertools.pairwise(cuts)]
+        await self.read_made(parts, reads.flow, num_bytes, reads.urgency)
+
+    def cuts(self, num_reads: int, num_bytes: int) -> list[int]:
+        """Where so many reads are best cut into jobs for several threads: from 0 to the end."""
+        num_jobs = max(1, min(self._workers.num_threads, 1 + num_bytes // _MIN_JOB_BYTES, num_reads))
+        return [num_reads * job // num_jobs for job in range(num_jobs + 1)]
+
+    async def read_made(self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int) -> None:
+        """Do reads that are worked out in the threads that do them: the event loop has other things to do.
+
+        Args:
+            makes: each gives some of the reads, from which `flow` and `urgency` need not tell anything.
+            flow: see `Reads`.
+            num_bytes: about how much it is.
+            urgency: see `Reads`.
+        """
+        cost = num_bytes / len(makes)
+        if len(makes) == 1:
+            await self._run(makes[0], flow, cost, urgency)
             return
-        if num_jobs == 1:
-            await self._run(reads)
-            return
-        length = -(-len(reads) // num_jobs)
         async with asyncio.TaskGroup() as group:
-            for begin in range(0, len(reads), length):
-                group.create_task(self._run(reads.part(slice(begin, begin + length))))
+            for make in makes:
+                group.create_task(self._run(make, flow, cost, urgency))
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -68,13 +83,23 @@ class LocalStorage:
         """See `Storage.local_path`."""
         return self._paths[shard]
 
-    async def _run(self, reads: Reads) -> None:
+    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int) -> None:
         outcome: Outcome = "error"
+        made: list[tuple[int, int]] = []  # reads and bytes, once they are known
         try:
-            await self._workers.run(reads.flow, float(reads.size.sum()), reads.urgency, partial(self._read_all, reads))
+            await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made))
             outcome = "ok"
         finally:
-            self._metrics.count_requests(RequestLabels("file", "read", outcome), len(reads), int(reads.size.sum()))
+            for num_reads, num_bytes in made:
+                self._metrics.count_requests(RequestLabels("file", "read", outcome), num_reads, num_bytes)
+
+    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]]) -> None:
+        reads = make()
+        self._bounds.check(reads)
+        reads = reads.nonempty()
+        if len(reads):
+            made.append((len(reads), int(reads.size.sum())))
+            self._read_all(reads)
 
     def _read_all(self, reads: Reads) -> None:
         is_touched = np.zeros(len(self.shards), np.bool_)

@@ -932,7 +932,7 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
-    """The payload of these steps is no longer needed: the client has copied it or dropped it."""
+    """The payloads of the strips that begin with these steps are no longer needed: the client has copied them or dropped them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1007,45 +1007,42 @@ Global___StreamResponse: _TypeAlias = StreamResponse  # noqa: Y015
 class Batches(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    BATCHES_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
+    STRIPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Batch]: ...
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]:
-        """of every batch that names none itself"""
-
+    def strips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Strip]: ...
     def __init__(
         self,
         *,
-        batches: _abc.Iterable[Global___Batch] | None = ...,
-        tensors: _abc.Iterable[Global___Tensor] | None = ...,
+        strips: _abc.Iterable[Global___Strip] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["strips", b"strips"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Batches: _TypeAlias = Batches  # noqa: Y015
 
 @_typing.final
-class Batch(_message.Message):
+class Strip(_message.Message):
+    """Successive steps of which the client lets go together."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    STEP_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    CURSOR_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
+    LAYOUTS_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
     ARENA_FIELD_NUMBER: _builtins.int
-    step: _builtins.int
-    epoch: _builtins.int
-    """of the global batch's first position"""
-    cursor: _builtins.bytes
-    """resumes after this batch"""
+    first_step: _builtins.int
     @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def cursors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """one a step: each resumes after it"""
+
+    @_builtins.property
+    def layouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Layout]:
+        """one a step, or one for all of them"""
+
     @_builtins.property
     def inline(self) -> Global___InlinePayload: ...
     @_builtins.property
@@ -1053,22 +1050,47 @@ class Batch(_message.Message):
     def __init__(
         self,
         *,
-        step: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        tensors: _abc.Iterable[Global___Tensor] | None = ...,
-        cursor: _builtins.bytes = ...,
+        first_step: _builtins.int = ...,
+        cursors: _abc.Iterable[_builtins.bytes] | None = ...,
+        layouts: _abc.Iterable[Global___Layout] | None = ...,
         inline: Global___InlinePayload | None = ...,
         arena: Global___ArenaSlot | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "inline", b"inline", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "cursor", b"cursor", "epoch", b"epoch", "inline", b"inline", "payload", b"payload", "step", b"step", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "cursors", b"cursors", "first_step", b"first_step", "inline", b"inline", "layouts", b"layouts", "payload", b"payload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_payload: _TypeAlias = _typing.Literal["inline", "arena"]  # noqa: Y015
     _WhichOneofArgType_payload: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_payload) -> _WhichOneofReturnType_payload | None: ...
 
-Global___Batch: _TypeAlias = Batch  # noqa: Y015
+Global___Strip: _TypeAlias = Strip  # noqa: Y015
+
+@_typing.final
+class Layout(_message.Message):
+    """What a batch's payload is made of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """of the payload"""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[Global___Tensor] | None = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Layout: _TypeAlias = Layout  # noqa: Y015
 
 @_typing.final
 class Tensor(_message.Message):
@@ -1103,30 +1125,29 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class ArenaSlot(_message.Message):
-    """The payload lies in an arena. It stays as it is until the step is released, and where the session ends before that, until the
+    """The payloads lie in an arena. They stay as they are until the strip is released, and where the session ends before that, until the
     client's connection to the side channel ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    OFFSET_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
     ARENA_FIELD_NUMBER: _builtins.int
-    offset_bytes: _builtins.int
-    """a multiple of the page size"""
-    num_bytes: _builtins.int
+    OFFSETS_BYTES_FIELD_NUMBER: _builtins.int
     arena: _builtins.int
     """the session's so many-th, from 0"""
+    @_builtins.property
+    def offsets_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each step's payload; multiples of the page size that rise, and no payload reaches the next"""
+
     def __init__(
         self,
         *,
-        offset_bytes: _builtins.int = ...,
-        num_bytes: _builtins.int = ...,
         arena: _builtins.int = ...,
+        offsets_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "num_bytes", b"num_bytes", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "offsets_bytes", b"offsets_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1134,20 +1155,16 @@ Global___ArenaSlot: _TypeAlias = ArenaSlot  # noqa: Y015
 
 @_typing.final
 class InlinePayload(_message.Message):
-    """The payload follows on ReadPayload."""
+    """The payloads follow on ReadPayload, one step's after the other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    num_bytes: _builtins.int
     def __init__(
         self,
-        *,
-        num_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
