@@ -16,8 +16,8 @@ import torch
 from gyre_client.address import parse_address
 from gyre_client.connection import Connection
 from gyre_daemon.permutation import Int64Array
-from gyre_daemon.plan import BatchPlan
 from gyre_daemon.quality import ShuffleMeter
+from gyre_daemon.steps import StripPlan
 from torch.utils.data import default_collate
 from webdataset.filters import _shuffle as buffered
 
@@ -57,9 +57,10 @@ class Buffer:
         self._files = Files(stored.folder)
         self._samples = Samples(stored, self._files)
         self._shards = stored.places[:, 0]
+        self._num_samples = len(stored.places)
         self._random = random.Random(seed)
         self._buffer_samples, self._shuffle_shards = buffer_samples, shuffle_shards
-        self._meter = ShuffleMeter(len(stored.places))
+        self._meter = ShuffleMeter(self._num_samples)
         self.batches: Batches = self._batches()
 
     def quality(self) -> Quality:
@@ -73,7 +74,7 @@ class Buffer:
 
     def _batches(self) -> Batches:
         for step, (place, ids) in enumerate(self._ids()):
-            self._meter.add(BatchPlan(step, 0, ids, None), place)
+            self._meter.add(StripPlan(step, ids[None], None, BATCH_SIZE, self._num_samples), {step: place}.__getitem__)
             batch: dict[str, torch.Tensor] = default_collate([self._samples[index] for index in ids])
             yield batch
 

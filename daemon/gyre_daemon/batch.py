@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,7 @@ class BatchLayout:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StripLayout:
     """Where K batches lie in one piece of memory, each on pages of its own.
 
@@ -73,16 +74,17 @@ class StripLayout:
     offsets: npt.NDArray[np.int64]
     num_bytes: int
 
-    @property
+    @cached_property
     def shared(self) -> BatchLayout | None:
         """The layout that all batches have, if there is one."""
         first = self.batches[0]
         return first if all(each is first for each in self.batches) else None
 
+    @cached_property
     def places(self) -> npt.NDArray[np.int64]:
         """Of all samples, int64 [K * B, F, 2]: as a batch's, but in the strip's memory."""
-        shared, offsets = self.shared, self.offsets[:, None, None, None]
-        places = shared.places[None] if shared else np.stack([each.places for each in self.batches])
+        offsets = self.offsets[:, None, None, None]
+        places = self.shared.places[None] if self.shared else np.stack([each.places for each in self.batches])
         return (places + offsets).reshape(-1, *places.shape[2:])
 
     def part(self, begin: int, end: int) -> "StripLayout":

@@ -117,7 +117,7 @@ class _Bulk:
 
     @classmethod
     def of(cls, fetch: Fetch, slot: Slot, some: slice) -> "_Bulk":
-        places, extents = fetch.layout.places()[some], fetch.extents.part(some)
+        places, extents = fetch.layout.places[some], fetch.extents.part(some)
         sample_ids, addresses = fetch.plan.sample_ids.reshape(-1)[some], places[:, :, 0] + slot.address
         return cls(sample_ids, slot, extents.shard, extents.start, extents.size, addresses, places[:, :, 1] - places[:, :, 0])
 

@@ -8,14 +8,14 @@ Three numbers, each 0 for an order by sample id and 1 for a uniform one, since e
   taking a run from each displaces and mixes well, but its batches know few places.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gyre_daemon.permutation import Int64Array
 from gyre_daemon.plan import Plan
-from gyre_daemon.steps import BatchPlan, StripPlan
+from gyre_daemon.steps import StripPlan
 
 _MAX_MATES = 1024  # of a batch that are looked at
 _NUM_BATCHES = 64  # of an order that are looked at
@@ -82,25 +82,25 @@ class ShuffleMeter:
         self._last: list[ShuffleQuality] = []
         self._num_seen = 0
 
-    def due(self, plan: StripPlan) -> list[BatchPlan]:
-        """Of batches that were read, those that are to be looked at."""
-        every = 1 if self._num_seen < _METER_ALL else 16 if self._num_seen < _METER_MANY else 256
-        seen, self._num_seen = self._num_seen, self._num_seen + len(plan)
-        return [plan[row] for row in range(-(seen + 1) % every, len(plan), every)]
-
-    def add(self, plan: BatchPlan, first_place: int) -> None:
-        """Look at a batch.
+    def add(self, plan: StripPlan, first_place: Callable[[int], int]) -> None:
+        """Batches were read.
 
         Args:
-            plan: of one rank's part of it.
-            first_place: where in its epoch the part begins; see `Plan.first_place`.
+            plan: of one rank's parts of them.
+            first_place: given a step, where in its epoch the rank's part begins; see `Plan.first_place`.
         """
-        num_mates = min(len(plan.sample_ids), _MAX_MATES)
+        every = 1 if self._num_seen < _METER_ALL else 16 if self._num_seen < _METER_MANY else 256
+        seen, self._num_seen = self._num_seen, self._num_seen + len(plan)
+        for row in range(-(seen + 1) % every, len(plan), every):
+            self._look_at(plan.sample_ids[row], first_place(plan.first_step + row))
+
+    def _look_at(self, sample_ids: Int64Array, first_place: int) -> None:
+        num_mates = min(len(sample_ids), _MAX_MATES)
         if num_mates < 2 or self._num_samples < 2:
             return
-        mates = np.linspace(0, len(plan.sample_ids) - 1, num_mates).astype(np.int64)
+        mates = np.linspace(0, len(sample_ids) - 1, num_mates).astype(np.int64)
         places = (first_place + mates) % self._num_samples
-        self._last = [*self._last[1 - _LAST_BATCHES :], batch_quality(plan.sample_ids[mates], places, self._num_samples)]
+        self._last = [*self._last[1 - _LAST_BATCHES :], batch_quality(sample_ids[mates], places, self._num_samples)]
 
     @property
     def quality(self) -> ShuffleQuality | None:

@@ -302,8 +302,7 @@ class Session:
 
     def _count(self, strip: Strip) -> None:
         reader, num_bytes = self.request.reader, strip.num_bytes
-        for batch in self.shuffle.due(strip.plan):
-            self.shuffle.add(batch, self.plan.first_place(batch.step, reader.rank, reader.world_size))
+        self.shuffle.add(strip.plan, lambda step: self.plan.first_place(step, reader.rank, reader.world_size))
         for counts in (self.counts, self._environment.metrics):
             counts.num_batches_sent += len(strip.plan)
             counts.num_bytes_sent += num_bytes

@@ -170,7 +170,7 @@ def test_a_client_that_stops_in_the_middle_of_a_payload_keeps_no_memory(gyred: S
         )
         still = threading.Event()
         stream = stub.Stream(itertools.chain(said, silence(still)))
-        assert next(iter(stream)).batches
+        assert next(iter(stream)).batches.strips
         payload = stub.ReadPayload(pb.ReadPayloadRequest(session_id=opened.session_id))
         assert next(iter(payload)).data
         assert holdings(daemon)["arenas"] > 0

@@ -21,9 +21,9 @@ Script = Callable[["Server", int], Iterator[pb.StreamResponse]]
 
 
 def batch(step: int, num_bytes: int = 8) -> pb.StreamResponse:
-    tensors = [pb.Tensor(name="x", dtype="uint8", shape=[num_bytes])]
-    one = pb.Batch(step=step, tensors=tensors, cursor=b"%d" % (step + 1), inline=pb.InlinePayload(num_bytes=num_bytes))
-    return pb.StreamResponse(batches=pb.Batches(batches=[one]))
+    layout = pb.Layout(tensors=[pb.Tensor(name="x", dtype="uint8", shape=[num_bytes])], num_bytes=num_bytes)
+    strip = pb.Strip(first_step=step, layouts=[layout], cursors=[b"%d" % (step + 1)], inline=pb.InlinePayload())
+    return pb.StreamResponse(batches=pb.Batches(strips=[strip]))
 
 
 END = pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=3))
@@ -142,7 +142,7 @@ def test_a_payload_that_lies_is_a_fault_and_not_tried_again(connect: Any, payloa
 
 
 def test_a_payload_of_an_unknown_kind_is_a_fault(connect: Any) -> None:
-    response = pb.StreamResponse(batches=pb.Batches(batches=[pb.Batch(step=4)]))
+    response = pb.StreamResponse(batches=pb.Batches(strips=[pb.Strip(first_step=4)]))
     stream, _ = connect(lambda server, session: iter([response]), [])
     with pytest.raises(DaemonFault, match="payload of step 4"):
         stream.take()

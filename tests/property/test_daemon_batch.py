@@ -112,11 +112,11 @@ def test_places_and_parts_are_those_of_the_batches(
     plan, fields, sizes = strip
     layout = LayoutMaker(fields).make(plan, sizes)
     apart = [batch.places + offset for batch, offset in zip(layout.batches, layout.offsets, strict=True)]
-    assert layout.places().tolist() == np.concatenate(apart).tolist()
+    assert layout.places.tolist() == np.concatenate(apart).tolist()
     begin = data.draw(st.integers(0, len(plan) - 1))
     end = data.draw(st.integers(begin + 1, len(plan)))
     part = layout.part(begin, end)
-    assert part.places().tolist() == np.concatenate(apart[begin:end]).tolist(), "they stay where they are"
+    assert part.places.tolist() == np.concatenate(apart[begin:end]).tolist(), "they stay where they are"
     assert part.num_bytes == part.offsets[-1] + part.batches[-1].num_bytes
     assert [batch.step for batch in plan[begin:end]] == list(range(3 + begin, 3 + end))
     assert (plan[:begin] + plan[begin:]).sample_ids.tolist() == plan.sample_ids.tolist()

@@ -7,8 +7,9 @@ import numpy.typing as npt
 import pytest
 from gyre_daemon.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
-from gyre_daemon.plan import BatchPlan, Order, OrderMode, Plan
+from gyre_daemon.plan import Order, OrderMode, Plan
 from gyre_daemon.quality import ShuffleMeter, ShuffleQuality, expected_quality
+from gyre_daemon.steps import StripPlan
 
 N, G = 200_000, 256
 
@@ -16,8 +17,10 @@ N, G = 200_000, 256
 def measured(ids: npt.NDArray[np.int64]) -> ShuffleQuality:
     """Of a whole epoch in this order, as a session would see it."""
     meter = ShuffleMeter(len(ids))
-    for step in range(len(ids) // G):
-        meter.add(BatchPlan(step, 0, ids[step * G : (step + 1) * G], None), step * G)
+    num_steps, together = len(ids) // G, 7
+    for step in range(0, num_steps, together):
+        some = ids[step * G : min(step + together, num_steps) * G].reshape(-1, G)
+        meter.add(StripPlan(step, some, None, G, len(ids)), lambda step: step * G)
     assert meter.quality is not None
     return meter.quality
 
@@ -106,14 +109,35 @@ def test_a_narrow_window_is_found_out() -> None:
     assert quality.spread < 0.1
 
 
+def looked_at(together: int) -> list[int]:
+    """The steps of 5,000 batches that a meter looks at where so many come at once."""
+    ids, steps = np.random.default_rng(0).permutation(20_000).reshape(-1, 4), []
+
+    def first_place(step: int) -> int:
+        steps.append(step)
+        return 4 * step
+
+    meter = ShuffleMeter(ids.size)
+    for begin in range(0, len(ids), together):
+        meter.add(StripPlan(begin, ids[begin : begin + together], None, 4, ids.size), first_place)
+    return steps
+
+
+def test_batches_count_one_by_one_however_many_come_at_once() -> None:
+    steps = looked_at(1)
+    assert steps[:32] == list(range(32)), "all of the first"
+    assert len(steps) == 32 + (2048 - 32) // 16 + (5000 - 2048) // 256
+    assert looked_at(5)[-8:] == looked_at(31)[-8:] == steps[-8:]
+
+
 def test_nothing_to_shuffle() -> None:
     assert expected_quality(Plan(Order("full", "wrap", 0, 1), 1)).worst == 1.0
     meter = ShuffleMeter(1)
-    meter.add(BatchPlan(0, 0, np.array([0, 0]), None), 0)
+    meter.add(StripPlan(0, np.array([[0, 0]]), None, 2, 1), lambda step: 0)
     assert meter.quality is None
     meter = ShuffleMeter(10)
     assert meter.quality is None
-    meter.add(BatchPlan(0, 0, np.array([3]), None), 0)
+    meter.add(StripPlan(0, np.array([[3]]), None, 1, 10), lambda step: 0)
     assert meter.quality is None, "one sample has no mates"
 
 
