@@ -106,6 +106,8 @@ class Attachment:
             case "inline":
                 memories = [self._read_payload(layout.num_bytes) for layout in layouts]
                 self.outbox.release(strip.first_step, len(memories))
+            case "arena" if self._is_closed:  # by the watch, while this was still in gRPC's hands
+                raise self._silence()
             case _:
                 raise DaemonFault(f"the payload of step {strip.first_step} comes in a way that this client does not know")
         columns = zip(strip.cursors, memories, layouts, strict=True)
@@ -155,10 +157,11 @@ class Attachment:
                 call.cancel()  # type: ignore[no-untyped-call]
 
     def _error(self, failure: grpc.RpcError) -> GyreError:
-        if self._silent_for_s is None:
-            return error_from(failure, self._connection.address)
+        return error_from(failure, self._connection.address) if self._silent_for_s is None else self._silence()
+
+    def _silence(self) -> DaemonUnavailable:
         return DaemonUnavailable(
-            f"the daemon at {self._connection.address.text} was silent for {self._silent_for_s:.1f} s, "
+            f"the daemon at {self._connection.address.text} was silent for {self._silent_for_s or 0.0:.1f} s, "
             f"longer than the lease of {self._lease_s:.1f} s"
         )
 

@@ -34,7 +34,7 @@ def steps(loader: Loader, num: int) -> list[list[int]]:
 @pytest.fixture
 def uninterrupted(daemon: Any) -> list[list[int]]:
     with Loader("numbers", batch_size=8, address=daemon.address) as loader:
-        return steps(loader, 300)
+        return steps(loader, 500)
 
 
 def kill(daemon: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_daemon_that_comes_back_is_read_on_from(
             end(daemon)
             restart = threading.Timer(0.3, daemon.restart)
             restart.start()
-            seen += steps(loader, 50)  # more than can be in the queue
+            seen += steps(loader, 150)  # more than can be in the queue
             restart.join()
         seen += steps(loader, len(uninterrupted) - len(seen))
         assert seen == uninterrupted

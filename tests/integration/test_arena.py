@@ -60,31 +60,39 @@ def test_transport_is_chosen_by_itself_and_changes_nothing(daemon: Daemon) -> No
     assert all(same(first, second) for first, second in zip(*batches, strict=True))
 
 
-def test_kept_tensors_stay_as_they_are_however_many(daemon: Daemon) -> None:
-    wanted = read(daemon.address, 300)
-    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=4, address=daemon.address) as loader:
-        kept = [next(iter(loader)) for _ in range(300)]  # many times the slots there are
+@pytest.mark.parametrize(("prefetch_batches", "num_slots"), [(4, 20), (60, 160)], ids=["batches", "strips"])
+def test_kept_tensors_stay_as_they_are_however_many(daemon: Daemon, prefetch_batches: int, num_slots: int) -> None:
+    wanted = read(daemon.address, 600)
+    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address) as loader:
+        kept = [next(iter(loader)) for _ in range(600)]  # many times the slots there are
         held = status(daemon).sessions[0].num_held
-    assert held <= 20
+    assert held <= num_slots
     assert all(same(batch, other) for batch, other in zip(kept, wanted, strict=True))
     daemon.kill()
     assert all(same(batch, other) for batch, other in zip(kept, wanted, strict=True))
 
 
-def test_one_view_of_one_tensor_keeps_its_batch(daemon: Daemon) -> None:
-    wanted = read(daemon.address, 100)
-    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=4, address=daemon.address) as loader:
-        rows = [next(iter(loader))["tokens"][7, 2:5] for _ in range(100)]
+@pytest.mark.parametrize("prefetch_batches", [4, 60], ids=["batches", "strips"])
+def test_one_view_of_one_tensor_keeps_its_batch(daemon: Daemon, prefetch_batches: int) -> None:
+    wanted = read(daemon.address, 300)
+    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address) as loader:
+        rows = [next(iter(loader))["tokens"][7, 2:5] for _ in range(300)]
     assert all(torch.equal(row, batch["tokens"][7, 2:5]) for row, batch in zip(rows, wanted, strict=True))
 
 
-def test_writing_into_a_batch_harms_neither_it_nor_a_later_one(daemon: Daemon) -> None:
-    wanted = read(daemon.address, 200)
-    writer, bystander = (Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, address=daemon.address) for _ in range(2))
+@pytest.mark.parametrize("prefetch_batches", [2, 60], ids=["batches", "strips"])
+def test_writing_into_a_batch_harms_neither_it_nor_a_later_one(daemon: Daemon, prefetch_batches: int) -> None:
+    wanted = read(daemon.address, 400)
+    writer, bystander = (
+        Loader("tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address) for _ in range(2)
+    )
     with writer, bystander:
+        before = None
         for expected in wanted:
             batch, other = next(iter(writer)), next(iter(bystander))
             assert same(batch, expected)
+            assert before is None or all((tensor == 99).all() for tensor in before.values()), "nor an earlier one"
+            before = batch
             for tensor in batch.values():
                 tensor.fill_(99)
             assert all((tensor == 99).all() for tensor in batch.values())
