@@ -18,7 +18,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
-from tests.object_server.script import Script
+from tests.object_server.script import Rule, Script
 
 NUM_OBJECTS, OBJECT_BYTES = 8, 8 << 20
 BLOCK_BYTES = 256 << 10
@@ -118,6 +118,29 @@ def test_resident_memory_is_that_of_budget_and_cache(
     assert status(daemon).cache.memory_bytes <= cache
     assert max(seen) > min(seen[1:]) + cache, "it did work"
     assert max(seen) <= budget + cache + SLACK_BYTES
+
+
+@pytest.mark.parametrize(("sample_bytes", "num_in_flight"), [(4 << 10, 1000), (100 << 10, 50)])
+def test_resident_memory_is_bounded_while_thousands_of_bodies_stand_still(
+    start: Callable[..., Daemon],
+    server: ObjectServerProcess,
+    tokens: npt.NDArray[np.int32],
+    sample_bytes: int,
+    num_in_flight: int,
+) -> None:
+    """Half of a body is held beside its place until the rest is there: no more of them than there are places."""
+    budget = 48 << 20
+    daemon = start(sample_bytes, memory_budget=budget, session_memory=budget, cache_memory=0, hedge=False, max_requests=4096)
+    server.follow(Script(rules=[Rule("slow", delay_s=0.5)]))
+    server.forget()
+    try:
+        with watched(daemon) as seen:
+            read(daemon, tokens, sample_bytes, (2 << 20) // sample_bytes, 1, 28)
+    finally:
+        server.follow(FIRST_BYTE)
+    assert server.counts()["most_in_flight"] >= num_in_flight
+    assert max(seen) > min(seen[1:]) + budget // 2, "it did work"
+    assert max(seen) <= budget + SLACK_BYTES
 
 
 @pytest.mark.parametrize("order", ["full", "block"])

@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         if method == "GET":
             rule = self._director.begin(path)
             self._is_reading = True
-        delay_s = self._director.first_byte_s() + (rule.delay_s if rule else 0.0)
+        delay_s = self._director.first_byte_s() + (rule.delay_s if rule and rule.fault == "delay" else 0.0)
         if rule and rule.fault == "silence":
             return
         if delay_s:
@@ -104,7 +104,8 @@ class Connection(asyncio.Protocol):
             self._send_read(method, stored, head, rule)
 
     def _send_read(self, method: str, stored: Stored | None, head: bytes, rule: Rule | None) -> None:
-        self._end_read()
+        if rule is None or rule.fault != "slow":
+            self._end_read()
         if rule and rule.fault == "status":
             self._send(rule.status, b"<Error><Code>SlowDown</Code></Error>")
             return
@@ -139,8 +140,15 @@ class Connection(asyncio.Protocol):
             if fault == "reset":
                 self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HANG_UP)
             self._transport.close()
+        elif rule and fault == "slow":
+            self._send(status, body[: len(body) // 2], about, declared=len(body))
+            self._timer = self._loop.call_later(rule.delay_s, self._send_rest, body[len(body) // 2 :])
         else:
             self._send(status, body, about)
+
+    def _send_rest(self, rest: memoryview) -> None:
+        self._transport.write(rest)
+        self._end_read()
 
     def _send(self, status: int, body: bytes | memoryview, about: str = "", declared: int | None = None) -> None:
         self._director.counts.answers[status] += 1

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Fault = Literal["status", "reset", "truncate", "short", "other etag", "silence", "delay"]
+Fault = Literal["status", "reset", "truncate", "short", "other etag", "silence", "delay", "slow"]
 _SIGMAS_TO_P99 = 2.3263
 
 
@@ -17,12 +17,12 @@ class Rule:
     Attributes:
         fault: an HTTP `status` instead of an answer, a connection that is `reset` or closed in mid-body (`truncate`), a body of
             half the length that declares itself as such (`short`), the right bytes with an `other etag`, no answer at all
-            (`silence`), or an answer that comes late (`delay`).
+            (`silence`), an answer that comes late (`delay`), or a body whose second half comes late (`slow`).
         share: of the reads that match, drawn at random.
         match: text in the path.
         count: how many reads at most; None for no end.
         status: for `status`.
-        delay_s: for `delay`.
+        delay_s: for `delay` and `slow`.
     """
 
     fault: Fault
