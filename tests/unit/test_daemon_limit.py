@@ -98,3 +98,24 @@ def test_a_storage_that_is_slower_for_good_is_the_new_normal() -> None:
     play(limit, 2, first_byte_s=0.02)
     play(limit, 1200, first_byte_s=0.2)
     assert limit.limit == 512
+
+
+def test_where_more_at_once_are_answered_later_it_grows_gently() -> None:
+    limit = AdaptiveLimit(1000)
+    play(limit, 1, first_byte_s=0.02)
+    assert limit.limit == 512
+    play(limit, 1, first_byte_s=0.04)
+    assert limit.limit == 640
+    play(limit, 1, first_byte_s=0.025)
+    assert limit.limit == 1000
+
+
+def test_a_round_is_of_what_was_sent_at_the_new_limit() -> None:
+    limit = AdaptiveLimit(2000)
+    play(limit, 1)
+    for _ in range(256):  # sent before
+        assert not limit.done(0, 512, 0.02)
+    for _ in range(511):
+        assert not limit.done(1, 512, 0.02)
+    assert limit.done(1, 512, 0.02)
+    assert limit.limit == 1024

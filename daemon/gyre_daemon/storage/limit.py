@@ -1,8 +1,9 @@
 """How many requests an endpoint takes at once: found by trying, as TCP finds a rate. Pure: no event loop, no clock.
 
 Time goes in rounds: as many answers as the limit lets be in flight. A round that used the whole limit and in which nothing was
-refused raises it: twofold until the first sign of too much, then by a constant. A round in which some were refused lowers it to
-what got through; and one whose first bytes came much later than they did at their best, by a tenth.
+refused raises it: twofold until the first sign of too much, by a quarter where first bytes come later already, and then by a
+constant. A round in which some were refused lowers it to what got through; and one whose first bytes came much later than they
+did at their best, by a tenth. What was sent before the limit was lowered or doubled says nothing about the new one.
 """
 
 import statistics
@@ -11,6 +12,7 @@ _START = 256
 _FLOOR = 4
 _SLOW_FLOOR = 64  # slowness alone takes the limit no lower: long tails and busy processors are slow, too
 _STEP = 8
+_GENTLY, _LATER = 1.25, 1.5  # where first bytes come later than so many times their best, twice as many would bring no more
 _SLOWER, _SLACK_S, _SHRINK = 2.0, 0.06, 0.9  # answers that wait for a busy loop of ours come tens of milliseconds later
 _MAX_SAMPLES = 64
 _MEMORY_ROUNDS = 500  # for so many the best round is remembered
@@ -85,14 +87,23 @@ class AdaptiveLimit:
         self._was_refused = self._num_refused > 0
         through = 1 - self._num_refused / self._num_done
         self._num_failed_rounds = 0 if through else self._num_failed_rounds + 1
-        is_slow = self._best.is_slower(statistics.median(self._waits_s)) if self._waits_s else False
+        median_s = statistics.median(self._waits_s) if self._waits_s else 0.0
+        is_slow = self._best.is_slower(median_s) if self._waits_s else False
         if self._was_refused:
             self._lower(self._limit * through, self._floor)
         elif is_slow and self._limit > _SLOW_FLOOR:
             self._lower(self._limit * _SHRINK, _SLOW_FLOOR)
         elif self._most_in_flight * 8 >= self.limit * 7:
-            self._limit = min(self._ceiling, self._limit * 2 if self._doubles else self._limit + _STEP)
+            self._raise(median_s)
         self._begin_round()
+
+    def _raise(self, median_s: float) -> None:
+        if self._doubles:
+            limit = self._limit * (2 if self._best.is_near(median_s) else _GENTLY)
+            self._counts_from = self.round  # a round of what was sent at the new limit
+        else:
+            limit = self._limit + _STEP
+        self._limit = min(self._ceiling, limit)
 
     def _lower(self, limit: float, floor: int) -> None:
         self._doubles = False
@@ -107,6 +118,10 @@ class _Best:
     def __init__(self) -> None:
         self._recent_s = self._older_s = float("inf")
         self._num_rounds = 0
+
+    def is_near(self, median_s: float) -> bool:
+        """Whether a round was about as fast as the best."""
+        return median_s <= min(self._recent_s, self._older_s) * _LATER
 
     def is_slower(self, median_s: float) -> bool:
         """Whether a round was much slower than the best; takes it in."""
