@@ -8,6 +8,7 @@ from gyre_daemon.storage.hedges import Hedges, most_needed_first
 from gyre_daemon.storage.request import Request, Try
 
 _MAX_HEDGES = 2  # of one request: where one in a hundred takes seconds, both of two do so in every fortieth batch of 256
+_LEAST_TWIN_S = 0.1  # before a third: what took milliseconds is late by chance
 _MORE_PATIENT = 1.5  # with what is not needed first: most of it comes before anybody waits for it
 
 
@@ -56,7 +57,7 @@ class Watch:
         late_s = self._hedges.late_after_s(size)
         if late_s is None or not self._hedges.may_take:
             return []
-        late = self._late(size, now - late_s, now - late_s * _MORE_PATIENT, needed_first)
+        late = self._late(size, now, late_s, needed_first)
         taken = []
         for request in most_needed_first(late):
             if self._hedges.take(is_needed_first=_is_first(request, needed_first)):
@@ -65,13 +66,15 @@ class Watch:
                 taken.append(request)
         return taken
 
-    def _late(self, size: int, before: float, long_before: float, needed_first: Mapping[Flow, int]) -> dict[Request, Try]:
-        """What was sent before a time, if it is needed first, or else long before."""
+    def _late(self, size: int, now: float, late_s: float, needed_first: Mapping[Flow, int]) -> dict[Request, Try]:
         late = {}
         for try_ in self._under_way[size]:
-            if try_.sent_at > before:
+            waited_s = now - try_.sent_at
+            if waited_s < late_s:
                 break
-            if try_.sent_at <= long_before or _is_first(try_.request, needed_first):
+            if try_.is_hedge and waited_s < _LEAST_TWIN_S:
+                continue
+            if waited_s >= late_s * _MORE_PATIENT or _is_first(try_.request, needed_first):
                 late[try_.request] = try_
         return late
 
