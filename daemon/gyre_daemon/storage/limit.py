@@ -12,7 +12,7 @@ _START = 256
 _FLOOR = 4
 _SLOW_FLOOR = 64  # slowness alone takes the limit no lower: long tails and busy processors are slow, too
 _STEP = 8
-_GENTLY, _LATER = 1.25, 1.5  # where first bytes come later than so many times their best, twice as many would bring no more
+_GENTLY, _LATER, _JITTER_S = 1.25, 1.5, 0.005  # where first bytes come so much later, twice as many would bring no more
 _SLOWER, _SLACK_S, _SHRINK = 2.0, 0.06, 0.9  # answers that wait for a busy loop of ours come tens of milliseconds later
 _MAX_SAMPLES = 64
 _MEMORY_ROUNDS = 500  # for so many the best round is remembered
@@ -121,7 +121,7 @@ class _Best:
 
     def is_near(self, median_s: float) -> bool:
         """Whether a round was about as fast as the best."""
-        return median_s <= min(self._recent_s, self._older_s) * _LATER
+        return median_s <= min(self._recent_s, self._older_s) * _LATER + _JITTER_S
 
     def is_slower(self, median_s: float) -> bool:
         """Whether a round was much slower than the best; takes it in."""
