@@ -13,6 +13,7 @@ from benchmarks.loader.markdown import table
 
 Result = dict[str, float]
 
+BLOCK, WEBDATASET, MOSAIC = "Gyre, order `block`", "webdataset, 2 workers", "mosaicml-streaming, 2 workers"
 RINAS, GYRE = "paper-style RINAS, 8 workers", "Gyre"
 UNHEDGED, BARRIER = "Gyre, no second requests", "Gyre, a barrier per batch"
 UNHEDGED_BARRIER = "Gyre, a barrier per batch, no second requests"
@@ -85,6 +86,9 @@ def _verdict(found: Findings) -> Iterator[tuple[str, str, str, str]]:
         yield _at_most("T, requests with second ones to without, at the barrier", 1.06, extra)
     if found.part == "S":
         yield ("S, `full` cold, to RINAS with 8 workers", "-", f"{found.ratio(GYRE, RINAS):.2f}", "-")
+    if found.part == "shards":
+        for other in found.rounds.keys() - {BLOCK}:
+            yield (f"T, `block` to {other}", "-", f"{found.ratio(BLOCK, other):.2f}", "-")
     if found.part == "orders":
         yield _at_least("T, `block` cold, samples/s", 30_000, found.median("block", "samples_per_s"))
         yield _at_least("T, `block`, worst of displacement, spread, mixing", 0.95, found.median("block", "quality"))
@@ -108,6 +112,15 @@ def _section(found: Findings) -> list[str]:
         return ["## What a request costs the daemon, by client", "", found.text, ""]
     if found.part == "orders":
         return ["## Blocks and the cache", "", load, "", *_orders(found), ""]
+    if found.part == "shards":
+        return [
+            "## T by whole shards",
+            "",
+            f"{found.text} Mixing is how far apart in the dataset batch-mates lie, on average; 1 for a uniform shuffle. {load}",
+            "",
+            *_shards(found),
+            "",
+        ]
     note = (
         " Requests per sample count what was prefetched and not taken; CPU is that of reader, workers and daemon, in "
         "microseconds, and the server's beside it. "
@@ -138,6 +151,22 @@ def _readers(found: Findings) -> list[str]:
         f"{row} " + ", ".join(f"{each['samples_per_s']:,.0f}" for each in its) for row, its in found.rounds.items()
     )
     return [*table(header, rows), "", f"The rounds in their order, samples/s: {rates}."]
+
+
+def _shards(found: Findings) -> list[str]:
+    header = ("reader", "samples/s", "first batch, s", "p99 wait, ms", "mixing", "CPU us per sample")
+    rows = [
+        (
+            row,
+            f"{found.median(row, 'samples_per_s'):,.0f}",
+            f"{found.median(row, 'first_batch_s'):.2f}",
+            f"{found.median(row, 'p99_wait_s') * 1000:.0f}",
+            f"{found.median(row, 'mixing'):.2f}",
+            f"{found.median(row, 'cpu_us_per_sample'):,.0f}",
+        )
+        for row in found.rounds
+    ]
+    return table(header, rows)
 
 
 def _orders(found: Findings) -> list[str]:

@@ -1,11 +1,12 @@
 """Object storage: `python -m benchmarks.loader.objects [--full] [--only PART ...] [--keep FOLDER] [--out STEM]`.
 
 Objects of about 8 MiB lie on a server in a process of its own, whose answers begin late: lognormal, p50 20 ms, p99 200 ms. In
-each round all readers take turns, each in a new process, from nothing but imported modules. There are four parts, each of some
+each round all readers take turns, each in a new process, from nothing but imported modules. There are five parts, each of some
 minutes; what is found is kept in a folder, so that they can be run one by one, and the report is made of all that is there.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.loader import clients, objectorders, objectreport
 from benchmarks.loader.data import write_tokens
@@ -35,7 +37,7 @@ class Reader:
 
     Attributes:
         label: for the table.
-        kind: `gyre` or `rinas`.
+        kind: `gyre` or `rinas`; in the part `shards` `block`, `webdataset` or `mosaic`.
         prefetch_batches: the window; 0 for the default.
         hedge: late requests are sent twice.
         share: of the batches that others take: what is slow need not take all.
@@ -95,7 +97,12 @@ SCALES = {
     ),
     "S": (Scale(800, 100 << 10, 80, 64, 8, 1), Scale(2_000, 100 << 10, 80, 64, 24, 2)),
 }
-PARTS = ("T", "S", "orders", "clients")
+PARTS = ("T", "S", "orders", "shards", "clients")
+SHARD_READERS = [
+    Reader(objectreport.BLOCK, "block"),
+    Reader(objectreport.WEBDATASET, "webdataset"),
+    Reader(objectreport.MOSAIC, "mosaic"),
+]
 
 
 def write_objects(root: Path, num_samples: int, sample_bytes: int = SAMPLE_BYTES, object_samples: int = OBJECT_SAMPLES) -> None:
@@ -113,7 +120,10 @@ def write_objects(root: Path, num_samples: int, sample_bytes: int = SAMPLE_BYTES
 
 def read(reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale, seed: int) -> Result:
     """One reader's turn, with a daemon that is new and has the dataset open."""
-    config: dict[str, object] = {"uri": f"{server.url}/data/{{0000..{scale.num_objects - 1:04}}}.bin", "cache": False}
+    config: dict[str, object] = {
+        "uri": f"{server.url}/data/{{0000..{scale.num_objects - 1:04}}}.bin",
+        "cache": reader.kind == "block",
+    }
     more = [f"hedge = {json.dumps(reader.hedge)}", f"prefetch_batches = {reader.prefetch_batches}"]
     num_batches = round(scale.num_batches * reader.share)
     num_samples = num_batches * scale.batch_size
@@ -135,23 +145,30 @@ def read(reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale
 
 def perform(task: dict[str, object]) -> Result:
     """In the reader's process: open, read, and say how it went."""
-    from benchmarks.loader import objectreaders  # noqa: PLC0415  (imports torch, in the readers only)
+    from benchmarks.loader import objectreaders, shardreaders  # noqa: PLC0415  (imports torch, in the readers only)
 
-    open_batches = objectreaders.prepare(task)
+    of_shards = task["kind"] in {reader.kind for reader in SHARD_READERS}
+    open_batches = (shardreaders if of_shards else objectreaders).prepare(task)
     cpu_before_s, began = _own_cpu_s(), time.perf_counter()
     batches = open_batches()
     waits_s: list[float] = []
     first_batch_s = 0.0
     num_batches, batch_size = int(str(task["num_batches"])), int(str(task["batch_size"]))
+    ids: list[npt.NDArray[np.int64]] = []
     for _ in range(num_batches):
         asked = time.perf_counter()
-        next(batches).sum()
+        batch = next(batches)
+        batch.sum()
         waits_s.append(time.perf_counter() - asked)
         first_batch_s = first_batch_s or time.perf_counter() - began
+        if of_shards:
+            ids.append(batch[:, 0].numpy().astype(np.int64))
     elapsed_s = time.perf_counter() - began
     used_s = _own_cpu_s() - cpu_before_s
     later = sorted(waits_s[len(waits_s) // 5 :])
+    found: Result = {"mixing": shardreaders.mixing(ids, int(str(task["num_samples"])))} if of_shards else {}
     return {
+        **found,
         "first_batch_s": first_batch_s,
         "samples_per_s": num_batches * batch_size / elapsed_s,
         "cpu_us_per_sample": used_s / (num_batches * batch_size) * 1e6,
@@ -165,11 +182,11 @@ def _own_cpu_s() -> float:
     return cpu_s(family(os.getpid()))
 
 
-def take_turns(scale: Scale, server: ObjectServerProcess, folder: Path) -> dict[str, list[Result]]:
+def take_turns(readers: Sequence[Reader], scale: Scale, server: ObjectServerProcess, folder: Path) -> dict[str, list[Result]]:
     """All rounds of all readers."""
-    results: dict[str, list[Result]] = {reader.label: [] for reader in READERS}
+    results: dict[str, list[Result]] = {reader.label: [] for reader in readers}
     for round_ in range(scale.num_rounds):
-        for reader in READERS:
+        for reader in readers:
             print(f"round {round_ + 1}: {reader.label}", file=sys.stderr, flush=True)
             results[reader.label].append(read(reader, server, folder, scale, seed=round_))
     return results
@@ -182,18 +199,26 @@ def measure(part: str, folder: Path, *, is_full: bool) -> Findings:
     if part == "clients":
         return Findings(part, load_before, {}, clients.report(scale.num_rounds, 4000))
     write_objects(folder / "objects", scale.num_samples, scale.sample_bytes, scale.object_samples)
+    if part == "shards":
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.shardreaders", str(folder / "objects")], check=True
+        )
+        scale = replace(scale, num_batches=scale.num_samples // scale.batch_size)
     with object_server(folder / "objects") as server:
         server.follow(FIRST_BYTE)
         if part == "orders":
             data, latency = folder / "objects" / "data", FIRST_BYTE
             place = objectorders.Place(server, data, scale.options, scale.num_samples, scale.sample_bytes, latency)
             return Findings(part, load_before, objectorders.measure(place, scale.num_rounds))
+        has_mosaic = importlib.util.find_spec("streaming") is not None
+        shard_readers = [each for each in SHARD_READERS if each.kind != "mosaic" or has_mosaic]
+        readers = shard_readers if part == "shards" else READERS
         about = (
-            f"{part}: {scale.num_samples:,} samples of {scale.sample_bytes:,} bytes in {scale.num_objects} objects, batch "
-            f"{scale.batch_size}, {scale.num_batches} batches per turn (a tenth with a barrier), medians of {scale.num_rounds} "
-            "interleaved rounds."
+            f"{'T' if part == 'shards' else part}: {scale.num_samples:,} samples of {scale.sample_bytes:,} bytes in "
+            f"{scale.num_objects} objects, batch {scale.batch_size}, {scale.num_batches} batches per turn (a tenth with a "
+            f"barrier), medians of {scale.num_rounds} interleaved rounds."
         )
-        return Findings(part, load_before, take_turns(scale, server, folder), about)
+        return Findings(part, load_before, take_turns(readers, scale, server, folder), about)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
