@@ -1,7 +1,8 @@
 """The memory of one feed: arenas that a session reserved, and what is added to them while subscribers wait for storage.
 
 To touch fresh memory takes a second per some GiB. So a first arena is small and allocated by all threads at once; the rest of
-the share follows while the first batches are read, step by step: a feed that is closed meanwhile leaves no thread busy.
+the share follows in pieces of that size, each when batches have no room without it: who reads as fast as batches come never
+needs most of it. Every piece is allocated step by step: a feed that is closed meanwhile leaves no thread busy.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from gyre_daemon.arena import Arena, Budget, Share, Slot
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.fair import FairExecutor, Flow
 
-_FIRST_BYTES = 8 << 20  # or one strip
+_PIECE_BYTES = 8 << 20  # or one strip
 _STEP_BYTES = 8 << 20  # that are allocated in one job of a thread
 _LINGER_S = 2.0
 
@@ -71,6 +72,12 @@ class Arenas:
         self._leaving: list[Arena] = []
         self._growing: asyncio.Task[None] | None = None
         self._has_shrunk = asyncio.Event()
+        self._is_short = asyncio.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        """All of the share is there."""
+        return sum(arena.num_bytes for arena in self._own) >= self._share.num_bytes
 
     @property
     def first(self) -> Arena:
@@ -92,22 +99,33 @@ class Arenas:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        strip_bytes = self._share.batch_bytes * self._share.num_together
-        first_bytes = min(self._share.num_bytes, max(1, _FIRST_BYTES // strip_bytes) * strip_bytes)
-        await self._make(first_bytes, flow, self._own)
+        await self._make(min(self._piece_bytes, self._share.num_bytes), flow, self._own)
 
-    async def complete(self, flow: Flow) -> None:
-        """Make what the share has beyond the first arena.
+    async def complete(self, flow: Flow, made: Callable[[], None]) -> None:
+        """Make what the share has beyond the first arena, each piece when somebody found no slot.
+
+        Args:
+            flow: for whom.
+            made: called when there is a piece more.
 
         Raises:
             Overloaded: the machine has no such memory.
         """
-        if self.first.num_bytes < self._share.num_bytes:
-            await self._make(self._share.num_bytes - self.first.num_bytes, flow, self._own)
+        missing = self._share.num_bytes - self.first.num_bytes
+        while missing:
+            await self._is_short.wait()
+            num_bytes = self._piece_bytes if missing >= 2 * self._piece_bytes else missing
+            await self._make(num_bytes, flow, self._own)
+            missing -= num_bytes
+            self._is_short.clear()
+            made()
 
     def take(self, num_bytes: int) -> Slot | None:
-        """A free slot, or None until one is put back."""
-        return next((slot for arena in self._own + self._added if (slot := arena.take(num_bytes))), None)
+        """A free slot, or None until one is put back or another arena is there."""
+        slot = next((slot for arena in self._own + self._added if (slot := arena.take(num_bytes))), None)
+        if slot is None:
+            self._is_short.set()
+        return slot
 
     def put_back(self, slot: Slot) -> None:
         """Nobody reads the slot any more."""
@@ -148,6 +166,12 @@ class Arenas:
         for arenas in (self._own, self._added, self._leaving):
             arenas.clear()
         self._has_shrunk.set()
+
+    @property
+    def _piece_bytes(self) -> int:
+        """Some whole strips."""
+        strip_bytes = self._share.batch_bytes * self._share.num_together
+        return max(1, _PIECE_BYTES // strip_bytes) * strip_bytes
 
     def _drop_empty(self) -> None:
         for arena in [arena for arena in self._leaving if not arena.held_bytes]:

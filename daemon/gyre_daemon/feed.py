@@ -234,17 +234,13 @@ class Feed:
         await self.arenas.allocate(self.owner.flow)
         self._started.set()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._complete_arenas())
+            group.create_task(self.arenas.complete(self.owner.flow, self.look_again))
             while True:
                 self._changed.clear()
                 while begun := self._begin():
                     group.create_task(_leaving_nothing(self._fill(begun)))
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._wait()
-
-    async def _complete_arenas(self) -> None:
-        await self.arenas.complete(self.owner.flow)
-        self.look_again()
 
     def _run_done(self, task: asyncio.Task[None]) -> None:
         """A feed that cannot go on tells its subscribers instead of leaving them to wait."""
@@ -307,7 +303,7 @@ class Feed:
         if self._is_draining or not self._prefetcher.may_begin(self.window):
             return None
         begun = self._prefetcher.begin(self.window, self.arenas)
-        self._is_full = begun is None
+        self._is_full = begun is None and self.arenas.is_complete
         if begun:
             self._slots[begun.first_step] = begun.slot
         return begun

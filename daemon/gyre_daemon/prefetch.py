@@ -21,6 +21,7 @@ from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window
 
 _MAX_PREPARED = 64  # batches that are laid out at once
+_FIRST_BYTES = 4 << 20  # so many at first: a first batch does not wait for many others
 _PLANNED_POSITIONS = 1 << 14  # at once: 2 ms
 _MAX_BLOCKS_AHEAD = 64
 
@@ -92,6 +93,7 @@ class Prefetcher:
         self._share = share
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
+        self._num_prepared = max(1, min(_FIRST_BYTES // share.batch_bytes, _MAX_PREPARED))  # grows
         self._plans = spec.plan.batches(first_step, 0, spec.rank, spec.world_size)  # not laid out
         blockwise = spec.order.mode == "block"
         self._ahead = Ahead(spec.order.io_block_bytes, self._next_use) if blockwise else NOTHING_AHEAD
@@ -140,8 +142,9 @@ class Prefetcher:
     def _next_fetch(self, window: Window) -> Fetch:
         """The strip to begin next, laid out together with those that follow it."""
         if not self._fetches:
-            together = self._share.num_together
-            wanted = max(together, min(window.size, _MAX_PREPARED) // together * together)
+            together = min(self._share.num_together, self._num_prepared)
+            wanted = self._num_prepared // together * together
+            self._num_prepared = min(2 * wanted, window.size if self._announcer else _MAX_PREPARED)
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
             self._plan(wanted)

@@ -11,7 +11,9 @@ from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.plan import Order, check_ranks
 
 MAX_EPOCHS = 1 << 32
-_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 12 << 20, 4, 96  # the window, unless it is asked for
+_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
+_STRIPS_AHEAD_BYTES, _MAX_IN_STRIPS = 12 << 20, 96  # the same where several batches make a strip
+_FEW_STRIPS, _FEW_STRIPS_BYTES = 12, 40 << 20  # batches: three strips of four, as far as the bytes are enough for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,16 @@ class SessionRequest:
     def wanted_share(self, limit_bytes: int) -> Share:
         """The memory that it would like to have."""
         batch_bytes = max_batch_bytes(self.dataset.index, self.order.global_batch_size // self.reader.world_size)
-        num_ahead = self.prefetch_batches or min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
         in_strips = self.dataset.storage.reads_in_bulk
+        num_ahead = self.prefetch_batches or (_in_strips(batch_bytes) if in_strips else _one_by_one(batch_bytes))
         limit_bytes = max(limit_bytes, batch_bytes)
         return divide(batch_bytes, num_ahead, limit_bytes, in_strips=in_strips, may_grow=not self.prefetch_batches)
+
+
+def _one_by_one(batch_bytes: int) -> int:
+    return min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
+
+
+def _in_strips(batch_bytes: int) -> int:
+    few = max(_MIN_AHEAD, min(_FEW_STRIPS, _FEW_STRIPS_BYTES // batch_bytes))
+    return min(max(_STRIPS_AHEAD_BYTES // batch_bytes, few), _MAX_IN_STRIPS)

@@ -19,7 +19,7 @@ from gyre_daemon.storage.openfiles import OpenShard, OpenShards, file_error
 from gyre_daemon.storage.readahead import ReadAhead
 
 _STREAM_CHUNK_BYTES = 8 << 20
-_MIN_JOB_BYTES = 4 << 20  # less is not worth a second thread
+_MIN_JOB_BYTES = 16 << 20  # less is not worth a second thread: it takes 4 ms, and batches behind it have threads too
 
 
 class LocalStorage:

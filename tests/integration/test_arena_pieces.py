@@ -1,0 +1,44 @@
+"""The memory of a feed is there when batches need it, and not before."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from gyre_daemon.arena import Budget, Slot, divide
+from gyre_daemon.arenas import Arenas, Mapped
+from gyre_daemon.fair import NO_JOB, FairExecutor
+
+BATCH_BYTES = 1 << 20
+
+
+@pytest.mark.parametrize(("num_ahead", "strip_bytes"), [(12, 4 << 20), (1, 1 << 20), (48, 13 << 20)])
+def test_a_piece_follows_when_there_is_no_slot(num_ahead: int, strip_bytes: int) -> None:
+    async def fill() -> tuple[int, list[Slot]]:
+        share = divide(BATCH_BYTES, num_ahead, 1 << 30, in_strips=True)
+        assert share.num_together * BATCH_BYTES == strip_bytes
+        with ThreadPoolExecutor(2) as threads:
+            arenas = Arenas(share, Budget(0), Mapped(1 << 30), 1 << 30, FairExecutor(threads, 2))
+            await arenas.allocate(NO_JOB)
+            first_bytes = arenas.first.num_bytes
+            made = asyncio.Event()
+            completing = asyncio.create_task(arenas.complete(NO_JOB, made.set))
+            slots: list[Slot] = []
+            while len(slots) < share.num_bytes // strip_bytes:
+                was_complete = arenas.is_complete
+                if slot := arenas.take(strip_bytes):
+                    slots.append(slot)
+                    await asyncio.sleep(0)
+                    assert arenas.is_complete == was_complete, "nothing is made while there are slots"
+                else:
+                    assert not arenas.is_complete, "what a share promises is there"
+                    await made.wait()
+                    made.clear()
+            held_bytes = arenas.held_bytes
+            completing.cancel()
+            arenas.close()
+        assert held_bytes == len(slots) * strip_bytes
+        return first_bytes, slots
+
+    first_bytes, slots = asyncio.run(fill())
+    assert strip_bytes <= first_bytes <= max(8 << 20, strip_bytes)
+    assert len({(slot.arena, slot.offset_bytes) for slot in slots}) == len(slots)
