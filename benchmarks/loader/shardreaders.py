@@ -86,7 +86,7 @@ def _mosaic(task: dict[str, Any]) -> Callable[[], Batches]:
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     streaming.base.util.clean_stale_shared_memory()
-    copied = tempfile.TemporaryDirectory(prefix="gyre-mds-")
+    copied = tempfile.TemporaryDirectory(prefix="gyre-mds-", ignore_cleanup_errors=True)  # its workers may write still
 
     def begin() -> Batches:
         dataset = streaming.StreamingDataset(
