@@ -120,7 +120,7 @@ def test_resident_memory_is_that_of_budget_and_cache(
     assert max(seen) <= budget + cache + SLACK_BYTES
 
 
-@pytest.mark.parametrize(("sample_bytes", "num_in_flight"), [(4 << 10, 500), (100 << 10, 50)])
+@pytest.mark.parametrize(("sample_bytes", "num_in_flight"), [(4 << 10, 250), (100 << 10, 50)])
 def test_resident_memory_is_bounded_while_hundreds_of_bodies_stand_still(
     start: Callable[..., Daemon],
     server: ObjectServerProcess,
