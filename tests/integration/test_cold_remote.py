@@ -139,7 +139,7 @@ def test_resident_memory_is_bounded_while_hundreds_of_bodies_stand_still(
     finally:
         server.follow(FIRST_BYTE)
     assert server.counts()["most_in_flight"] >= num_in_flight
-    assert max(seen) > min(seen[1:]) + budget // 2, "it did work"
+    assert max(seen) > min(seen[1:]) + budget // 4, "it did work"
     assert max(seen) <= budget + SLACK_BYTES
 
 
