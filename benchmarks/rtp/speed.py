@@ -1,78 +1,145 @@
-"""Time of a step on gloo: contenders take turns in the same processes, rounds interleaved, ratios of medians.
+"""Time of a step on gloo, and what of it the processor works: contenders take turns in the same processes, round by round.
 
-python -m benchmarks.rtp.speed [--ranks 2] [--rounds 20] [--recompute]
+python -m benchmarks.rtp.speed [--shape small|narrow] [--ranks 2] [--rounds 20] [--recompute]
+
+One more turn is Gyre's with the hops left out: what it takes less is theirs. The narrow shape has next to nothing to compute:
+what its computing thread takes is Python's.
 """
 
 import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from gyre_trainer.mesh import make_mesh
+from gyre_trainer.ring import Direction, Hop, Ring, Stream
 from torch import Tensor, nn
 
 from benchmarks.rtp.contenders import Contender, How, build
 from benchmarks.rtp.ranks import run_on_ranks
-from benchmarks.rtp.workloads import SMALL, Workload, make_batch, make_optimizer
+from benchmarks.rtp.workloads import NARROW, SMALL, Workload, make_batch, make_optimizer
 
 _HOWS = (How.DDP, How.FSDP2_LAYER, How.FSDP2_SUB_BLOCK, How.GYRE)
+_SHAPES = {"small": SMALL, "narrow": NARROW}
 _NUM_WARM_UP_STEPS = 3
 
 
-def step_seconds(workload: Workload, contenders: list[Contender], num_rounds: int) -> list[list[float]]:
-    """Of each contender, the seconds of its step in each round, the slowest rank's."""
+@dataclass(frozen=True)
+class Turn:
+    """Who takes a step; without its hops Gyre computes as much, with whatever lies in its buffers."""
+
+    contender: Contender
+    hops: bool = True
+
+    @property
+    def label(self) -> str:
+        return self.contender.label + ", its hops left out" * (not self.hops)
+
+
+class Took(NamedTuple):
+    """Seconds of one step on one rank: on the clock, of the processor, and of that in the thread that computes."""
+
+    wall: float
+    cpu: float
+    computing: float
+
+
+Round = tuple[Took, ...]  # by rank
+
+
+def _turns(*, recompute: bool) -> list[Turn]:
+    contenders = [Contender(how, recompute and how is not How.DDP) for how in _HOWS]
+    return [*map(Turn, contenders), Turn(contenders[-1], hops=False)]
+
+
+def measure(workload: Workload, num_ranks: int, num_rounds: int, *, recompute: bool) -> dict[str, list[Round]]:
+    """Of each turn, its rounds."""
+    taken = _turns(recompute=recompute)
+    ranks = run_on_ranks(num_ranks, steps, workload, taken, num_rounds)
+    return {turn.label: list(zip(*found, strict=True)) for turn, *found in zip(taken, *ranks, strict=True)}
+
+
+def steps(workload: Workload, taken: list[Turn], num_rounds: int) -> list[list[Took]]:
+    """Of each turn, what its step took of this rank in each round."""
     mesh, device = make_mesh("cpu"), torch.device("cpu")
-    models = [build(contender, workload, mesh, device, fake=False) for contender in contenders]
+    models = [build(turn.contender, workload, mesh, device, fake=False) for turn in taken]
     optimizers = [make_optimizer(workload, model) for model in models]
     batch = make_batch(workload, 1, device)
-    seconds: list[list[float]] = [[] for _ in contenders]
-    for round_ in range(_NUM_WARM_UP_STEPS + num_rounds):
-        for model, optimizer, found in zip(models, optimizers, seconds, strict=True):
-            took = _step(model, optimizer, batch)
-            if round_ >= _NUM_WARM_UP_STEPS:
-                found.append(took)
-    return seconds
+    found: list[list[Took]] = [[] for _ in taken]
+    for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
+        for turn, model, optimizer, rounds in zip(taken, models, optimizers, found, strict=True):
+            with nullcontext() if turn.hops else _without_hops():
+                rounds.append(_step(model, optimizer, batch))
+    return [rounds[_NUM_WARM_UP_STEPS:] for rounds in found]
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> float:
+def _without_hops() -> AbstractContextManager[object]:
+    def stay(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
+        return Hop((), ring.roll_call)
+
+    return patch.object(Ring, "shift", stay)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> Took:
     dist.barrier()
-    before = time.perf_counter()
+    before = _clocks()
     model(*batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-    took = torch.tensor(time.perf_counter() - before)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return took.item()
+    return Took(*(after - then for after, then in zip(_clocks(), before, strict=True)))
 
 
-def table(seconds: dict[str, list[float]]) -> str:
-    """Medians beside DDP's and the better FSDP2's, round by round."""
-    fsdp2 = min((label for label in seconds if label.startswith("FSDP2")), key=lambda label: statistics.median(seconds[label]))
-    ddp = next(label for label in seconds if label.startswith("DDP"))
-    lines = [f"| | ms, median | quartiles | to DDP | to {fsdp2} |", "|---|---:|---:|---:|---:|"]
-    for label, found in seconds.items():
-        low, middle, high = (1e3 * value for value in statistics.quantiles(found, n=4))
-        ratios = [statistics.median(a / b for a, b in zip(found, seconds[other], strict=True)) for other in (ddp, fsdp2)]
-        lines.append(f"| {label} | {middle:.0f} | {low:.0f}-{high:.0f} | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+def _clocks() -> Took:
+    return Took(time.perf_counter(), time.process_time(), time.thread_time())
+
+
+def table(found: dict[str, list[Round]]) -> str:
+    """Medians of the slowest rank's time and the ranks' mean of the processor's, each also beside DDP's, round by round."""
+    wall = {label: [max(took.wall for took in ranks) for ranks in rounds] for label, rounds in found.items()}
+    cpu = {label: _means(rounds, lambda took: took.cpu) for label, rounds in found.items()}
+    ddp = next(label for label in found if label.startswith("DDP"))
+    fsdp2 = min((label for label in found if label.startswith("FSDP2")), key=lambda label: statistics.median(wall[label]))
+    lines = [
+        f"| | ms, median | quartiles | to DDP | to {fsdp2} | CPU, ms | to DDP | computing thread, ms | waiting, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for label, rounds in found.items():
+        low, middle, high = (1e3 * value for value in statistics.quantiles(wall[label], n=4))
+        ratios = _ratio(wall[label], wall[ddp]), _ratio(wall[label], wall[fsdp2]), _ratio(cpu[label], cpu[ddp])
+        computing, waiting = _means(rounds, lambda took: took.computing), _means(rounds, lambda took: took.wall - took.cpu)
+        cells = [label, f"{middle:.0f}", f"{low:.0f}-{high:.0f}", f"{ratios[0]:.2f}", f"{ratios[1]:.2f}", _ms(cpu[label])]
+        lines.append(f"| {' | '.join([*cells, f'{ratios[2]:.2f}', _ms(computing), _ms(waiting)])} |")
     return "\n".join(lines)
 
 
-def measure(workload: Workload, num_ranks: int, num_rounds: int, *, recompute: bool) -> dict[str, list[float]]:
-    contenders = [Contender(how, recompute and how is not How.DDP) for how in _HOWS]
-    seconds = run_on_ranks(num_ranks, step_seconds, workload, contenders, num_rounds)[0]
-    return {contender.label: found for contender, found in zip(contenders, seconds, strict=True)}
+def _means(rounds: list[Round], seconds: Callable[[Took], float]) -> list[float]:
+    return [statistics.mean(map(seconds, ranks)) for ranks in rounds]
+
+
+def _ratio(found: list[float], beside: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(found, beside, strict=True))
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.0f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=_SHAPES, default="small")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--recompute", action="store_true")
     options = parser.parse_args()
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
-    print(table(measure(SMALL, options.ranks, options.rounds, recompute=options.recompute)))
+    print(table(measure(_SHAPES[options.shape], options.ranks, options.rounds, recompute=options.recompute)))
 
 
 if __name__ == "__main__":

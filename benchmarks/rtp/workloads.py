@@ -58,6 +58,8 @@ SMALL = Workload(
     dtype=torch.float32,
     optimizer="sgd",
 )
+# As many modules with next to nothing to compute: what a step takes then is Python's.
+NARROW = replace(SMALL, model=replace(SMALL.model, dim=48, hidden_dim=96, max_seq_len=8))
 DEEP = replace(SMALL.with_layers(12), optimizer="adamw")
 LLAMA_8B = Workload(GPTConfig(128_256, 32, 4096, 32, 8, 14_336, 8192, rope_theta=500_000.0, norm="layer"))
 LLAMA_70B = Workload(GPTConfig(128_256, 80, 8192, 64, 8, 28_672, 8192, rope_theta=500_000.0, norm="layer"))

@@ -10,7 +10,8 @@ from benchmarks.rtp.contenders import Contender, How
 from benchmarks.rtp.floor import floor_bytes
 from benchmarks.rtp.gpu import cross_entropy_table, slices_table
 from benchmarks.rtp.live import fake_step
-from benchmarks.rtp.workloads import SMALL, TOY, Workload
+from benchmarks.rtp.speed import Took, measure, table
+from benchmarks.rtp.workloads import NARROW, SMALL, TOY, Workload
 
 CPU = torch.device("cpu")
 BLOCK = GPTConfig(64, 1, 32, 4, 4, 64, 16, norm="layer")
@@ -46,3 +47,18 @@ def test_no_counted_peak_is_below_its_computed_floor(how: How, workload: Workloa
     for recompute, per_block in ((False, False), (True, False), (True, True)):
         contender = Contender(how, recompute, per_block=per_block)
         assert floor_bytes(contender, workload, 2) <= fake_step(contender, workload, 2).peak_bytes
+
+
+def test_a_step_s_time_stands_beside_what_the_processor_works() -> None:
+    found = measure(NARROW, 2, 2, recompute=False)
+    assert list(found) == ["DDP", "FSDP2 per layer", "FSDP2 per sub-block", "Gyre", "Gyre, its hops left out"]
+    for rounds in found.values():
+        assert [len(ranks) for ranks in rounds] == [2, 2]
+        assert all(min(took) > 0 for ranks in rounds for took in ranks)
+
+
+def test_ratios_of_steps_are_of_the_slowest_rank_and_of_all_ranks_work() -> None:
+    ddp, fsdp2 = (Took(0.5, 0.25, 0.125), Took(1, 0.75, 0.375)), (Took(2, 1, 1), Took(2, 1, 1))
+    gyre = (Took(1.5, 1, 0.75), Took(1, 0.5, 0.25))
+    rows = table({"DDP": [ddp] * 2, "FSDP2": [fsdp2] * 2, "Gyre": [gyre] * 2}).splitlines()
+    assert cells(rows[-1]) == ["Gyre", "1500", "1500-1500", "1.50", "0.75", "750", "1.50", "500", "500"]
