@@ -142,9 +142,11 @@ class Prefetcher:
     def _next_fetch(self, window: Window) -> Fetch:
         """The strip to begin next, laid out together with those that follow it."""
         if not self._fetches:
+            if self._announcer:
+                self._num_prepared = min(window.size, _MAX_PREPARED)
             together = min(self._share.num_together, self._num_prepared)
             wanted = self._num_prepared // together * together
-            self._num_prepared = min(2 * wanted, window.size if self._announcer else _MAX_PREPARED)
+            self._num_prepared = min(2 * wanted, _MAX_PREPARED)
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
             self._plan(wanted)
