@@ -1,99 +1,15 @@
 """The engine over a source that answers when and what a test says."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
-import numpy as np
 import pytest
-from gyre_daemon.errors import GyreError, NotAllowed, StorageUnavailable
-from gyre_daemon.fair import Flow
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Delays, Reads, Shard
+from gyre_daemon.errors import GyreError, StorageUnavailable
+from gyre_daemon.storage import Delays
 from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.entrance import Entrance
-from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Done
 
-from tests.contract.places import noise, run
-
-DATA = noise(3, 4096)
-SHARD = Shard("0.bin", len(DATA), '"v1"')
-FORBIDDEN = Answer(403)
-JOB = Flow("a")
-
-
-class Asked:
-    """A request that waits for the test's answer."""
-
-    first_byte_at = None
-
-    def __init__(self, start: int, stop: int, done: Done) -> None:
-        self.start, self.stop, self._done = start, stop, done
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-    def answer(self, answer: Answer | None = None) -> None:
-        assert not self.is_cancelled
-        self._done(answer or Answer(206, DATA[self.start : self.stop], '"v1"', len(DATA)))
-
-
-class ScriptedSource:
-    def __init__(self) -> None:
-        self.asked: list[Asked] = []
-        self.refreshed: list[int] = []
-        self.at_once: Callable[[Asked], object] | None = None
-
-    def get(self, path: str, start: int, stop: int, done: Done) -> Asked:
-        asked = Asked(start, stop, done)
-        self.asked.append(asked)
-        if self.at_once:
-            asyncio.get_running_loop().call_soon(self.at_once, asked)
-        return asked
-
-    def refresh(self, status: int) -> None:
-        self.refreshed.append(status)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    @property
-    def waiting(self) -> list[Asked]:
-        return [asked for asked in self.asked if not asked.is_cancelled]
-
-
-class Engine:
-    def __init__(self, max_requests: int = 8, deadline_s: float = 10.0) -> None:
-        self.source, self.metrics = ScriptedSource(), Metrics()
-        self.endpoint = Endpoint("there", "test", Terms(max_requests, deadline_s), self.metrics)
-        self.storage = RemoteStorage(self.source, self.endpoint, ["there/0.bin"], [SHARD])
-
-    def read(self, *starts: int, urgency: int = 0, delays: Delays | None = None) -> "asyncio.Task[list[bytes]]":
-        """Read 16 bytes at each of these places."""
-
-        async def whole() -> list[bytes]:
-            memory = [np.zeros(16, np.uint8) for _ in starts]
-            one = Reads.into(memory, [0] * len(starts), list(starts))
-            columns = one.shard, one.start, one.size, one.target, one.sample, one.memory
-            await self.storage.read(Reads(*columns, flow=JOB, urgency=urgency, delays=delays))
-            return [each.tobytes() for each in memory]
-
-        return asyncio.create_task(whole())
-
-    def outcomes(self) -> dict[str, int]:
-        return {labels.outcome: count.num_requests for labels, count in self.metrics.storage.items()}
-
-
-def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run(asyncio.wait_for(scene(), 30))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  it is the engine's state that is looked at
-        await asyncio.sleep(0.002)
+from tests.contract.engine import DATA, JOB, Asked, Engine, ScriptedSource, play, until
 
 
 def test_two_who_want_the_same_bytes_are_one_request() -> None:
@@ -252,100 +168,6 @@ def test_nothing_is_sent_twice_while_the_storage_refuses() -> None:
             asked.answer()
         await asyncio.gather(refused, late)
         assert engine.outcomes() == {"ok": 82, "refused": 1}
-
-    play(scene)
-
-
-def test_credentials_are_read_again_once_for_all_that_was_sent_with_the_old_ones() -> None:
-    async def scene() -> None:
-        engine = Engine()
-        reading = engine.read(0, 100, 200)
-        await until(lambda: len(engine.source.asked) == 3)
-        for asked in engine.source.asked[:3]:
-            asked.answer(FORBIDDEN)
-        await until(lambda: len(engine.source.asked) == 6)
-        assert engine.source.refreshed == [403]
-        for asked in engine.source.asked[3:]:
-            asked.answer()
-        assert await reading == [DATA[0:16], DATA[100:116], DATA[200:216]]
-
-    play(scene)
-
-
-def test_credentials_that_are_refused_again_are_an_error() -> None:
-    async def scene() -> None:
-        engine = Engine()
-        engine.source.at_once = lambda asked: asked.answer(FORBIDDEN)
-        with pytest.raises(NotAllowed):
-            await engine.read(0)
-        assert len(engine.source.asked) == 2
-        assert engine.outcomes() == {"retried": 1, "error": 1}
-
-    play(scene)
-
-
-def test_only_a_few_ask_while_credentials_are_in_doubt_and_all_others_once_they_are_accepted() -> None:
-    async def scene() -> None:
-        engine = Engine(max_requests=64)
-        reading, source = engine.read(*range(0, 640, 16)), engine.source
-        await until(lambda: len(source.asked) == 40)
-        for asked in source.asked[:40]:
-            asked.answer(FORBIDDEN)
-        await until(lambda: len(source.asked) >= 44)
-        another = engine.read(2000)
-        await asyncio.sleep(0.02)
-        assert len(source.asked) <= 40 + 4 * 3, "four at once, and again after pauses that grow"
-        source.at_once = Asked.answer
-        for asked in source.asked[40:]:
-            asked.answer()
-        assert len(await reading) == 40
-        assert await another == [DATA[2000:2016]]
-        assert engine.outcomes() == {"retried": 40, "ok": 41}
-
-    play(scene)
-
-
-def test_jobs_that_come_back_again_and_again_ask_little_while_credentials_are_refused() -> None:
-    async def scene() -> None:
-        engine = Engine(max_requests=64)
-        engine.source.at_once = lambda asked: asked.answer(FORBIDDEN)
-        for _ in range(4):
-            with pytest.raises(NotAllowed):
-                await engine.read(*range(0, 640, 16))
-        assert len(engine.source.asked) <= 40 + 4 * 8
-        engine.source.at_once = Asked.answer
-        assert len(await engine.read(*range(0, 640, 16))) == 40
-
-    play(scene)
-
-
-def test_an_object_that_is_forbidden_by_itself_keeps_no_other_for_long() -> None:
-    async def scene() -> None:
-        engine = Engine(max_requests=64)
-        engine.source.at_once = lambda asked: asked.answer(FORBIDDEN if asked.start == 0 else None)
-        for number in range(5):
-            outcomes = await asyncio.gather(engine.read(0), engine.read(160 + 16 * number), return_exceptions=True)
-            assert isinstance(outcomes[0], NotAllowed)
-            assert outcomes[1] == [DATA[160 + 16 * number : 176 + 16 * number]]
-
-    play(scene)
-
-
-def test_a_twin_that_was_sent_with_old_credentials_says_nothing_about_new_ones() -> None:
-    async def scene() -> None:
-        engine = Engine()
-        engine.source.at_once = Asked.answer
-        await engine.read(*range(0, 1280, 16))
-        engine.source.at_once = None
-        engine.source.asked.clear()
-        late = engine.read(2000)
-        await until(lambda: len(engine.source.asked) == 2)
-        for asked in engine.source.asked[:2]:
-            asked.answer(FORBIDDEN)
-        await until(lambda: len(engine.source.asked) == 3)
-        engine.source.asked[2].answer()
-        assert await late == [DATA[2000:2016]]
-        assert engine.source.refreshed == [403]
 
     play(scene)
 
