@@ -142,7 +142,7 @@ class Prefetcher:
     def _next_fetch(self, window: Window) -> Fetch:
         """The strip to begin next, laid out together with those that follow it."""
         if not self._fetches:
-            if self._announcer:
+            if self._announcer:  # blocks are announced behind what is laid out, which must not lag behind the window
                 self._num_prepared = min(window.size, _MAX_PREPARED)
             together = min(self._share.num_together, self._num_prepared)
             wanted = self._num_prepared // together * together
