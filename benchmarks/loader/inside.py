@@ -134,7 +134,7 @@ async def _read(session: Session, duration_s: float) -> tuple[int, int]:
         assert first
         message = control.batches(session, first)
         message.SerializeToString()
-        num_sent = sum(len(strip.cursors) for strip in message.batches.strips)
+        num_sent = sum(len(strip.cursors.own) for strip in message.batches.strips)
         for strip in message.batches.strips:
             session.release(strip.first_step)
         session.add_credit(num_sent)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import grpc
@@ -11,14 +11,14 @@ import numpy.typing as npt
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.arena import Arenas
-from gyre_client.batch import Batch, Layout, PayloadBuffer, read_layouts
+from gyre_client.batch import Cursors, Layout, PayloadBuffer, Strip, read_cursors, read_layouts
 from gyre_client.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
 from gyre_client.outbox import Outbox
 from gyre_client.wire import chunk_data
 
 HEARTBEATS_PER_LEASE = 4
-TOGETHER_PER_GRANT = 4
+TOGETHER_PER_GRANT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Attachment:
         self._is_closed = False
         self._stream = connection.stream(self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch))
 
-    def strips(self) -> Iterator[list[Batch]]:
-        """Yields the session's batches as they arrive whole, several at once; ends where the stream of batches does.
+    def strips(self) -> Iterator[Strip]:
+        """Yields the session's batches as they arrive whole, in strips; ends where the stream of batches does.
 
         Raises:
             GyreError: Why the session ended before that.
@@ -77,7 +77,7 @@ class Attachment:
                 match response.WhichOneof("event"):
                     case "batches":
                         for strip in response.batches.strips:
-                            yield self._receive(strip)
+                            yield from self._receive(strip)
                     case "end_of_stream":
                         return
                     case "goodbye":
@@ -98,33 +98,29 @@ class Attachment:
         arenas = self._arenas
         return arenas is not None and arenas.num_lent - num_unread > self._max_kept
 
-    def _receive(self, strip: pb.Strip) -> list[Batch]:
-        layouts = read_layouts(strip)
+    def _receive(self, strip: pb.Strip) -> Iterator[Strip]:
+        cursors, layouts = read_cursors(strip.cursors), read_layouts(strip)
         match strip.WhichOneof("payload"):
             case "arena" if arenas := self._arenas:
-                memories = self._lent(strip, arenas, layouts)
+                yield self._lent(strip, arenas, cursors, layouts)
             case "inline":
-                memories = [self._read_payload(layout.num_bytes) for layout in layouts]
-                self.outbox.release(strip.first_step, len(memories))
+                for row, layout in enumerate(layouts):
+                    memory = self._read_payload(layout.num_bytes)
+                    yield Strip(strip.first_step + row, replace(cursors, own=cursors.own[row : row + 1]), [layout], memory)
+                self.outbox.release(strip.first_step, len(layouts))
             case "arena" if self._is_closed:  # by the watch, while this was still in gRPC's hands
                 raise self._silence()
             case _:
                 raise DaemonFault(f"the payload of step {strip.first_step} comes in a way that this client does not know")
-        columns = zip(strip.cursors, memories, layouts, strict=True)
-        return [
-            Batch(step, cursor, memory, layout.places)
-            for step, (cursor, memory, layout) in enumerate(columns, strip.first_step)
-        ]
 
-    def _lent(self, strip: pb.Strip, arenas: Arenas, layouts: Sequence[Layout]) -> list[npt.NDArray[np.uint8]]:
-        """Each batch's memory; all of it is lent as one piece, and released when the last tensor in it is gone."""
+    def _lent(self, strip: pb.Strip, arenas: Arenas, cursors: Cursors, layouts: Sequence[Layout]) -> Strip:
+        """All its memory is lent as one piece, and released when the last tensor in it is gone."""
         offsets = list(strip.arena.offsets_bytes)
-        returned = partial(self.outbox.release, strip.first_step, len(offsets))
+        returned = partial(self.outbox.release, strip.first_step, len(layouts))
         try:
             begin, end = offsets[0], offsets[-1] + layouts[-1].num_bytes
-            memory = arenas.get(strip.arena.arena).lend(begin, end, len(offsets), returned)
-            pairs = zip(offsets, layouts, strict=True)
-            return [memory[offset - begin : offset - begin + layout.num_bytes] for offset, layout in pairs]
+            memory = arenas.get(strip.arena.arena).lend(begin, end, len(layouts), returned)
+            return Strip(strip.first_step, cursors, layouts, memory, [offset - begin for offset in offsets])
         except (IndexError, ValueError):
             raise DaemonFault(f"step {strip.first_step} lies outside its arena") from None
 

@@ -1,5 +1,6 @@
 """A batch: tensors over one piece of memory, its own or a slot of the session's arena."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.errors import DaemonFault
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for each batch, and a frozen one takes three times as long
 class Batch:
     """One rank's part of one global step.
 
@@ -42,6 +43,81 @@ class Batch:
         copy = PayloadBuffer(len(self.memory))
         copy.append(self.memory.data)
         return Batch(self.step, self.cursor, copy.memory, self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Cursors:
+    """The cursors of successive batches, as they travel.
+
+    Attributes:
+        common: What all have, behind their first `num_before` bytes.
+        num_before: See there.
+        own: What each has beside it.
+    """
+
+    common: bytes
+    num_before: int
+    own: Sequence[bytes]
+
+    def at(self, row: int) -> bytes:
+        """Returns the cursor that resumes after a batch."""
+        own = self.own[row]
+        return own[: self.num_before] + self.common + own[self.num_before :]
+
+
+class Strip:
+    """Successive batches in one piece of memory, which lives as long as the strip or a tensor in it."""
+
+    def __init__(
+        self,
+        first_step: int,
+        cursors: Cursors,
+        layouts: "Sequence[Layout]",
+        memory: npt.NDArray[np.uint8],
+        offsets: Sequence[int] = (0,),
+    ) -> None:
+        """None of them is taken yet.
+
+        Args:
+            first_step: Of the first.
+            cursors: One each.
+            layouts: One each.
+            memory: uint8, where all of them lie.
+            offsets: Where each begins there.
+
+        Raises:
+            ValueError: They are not as many as the layouts.
+        """
+        if len(offsets) != len(layouts):
+            raise ValueError(f"{len(layouts)} batches at {len(offsets)} places")
+        self.first_step = first_step
+        self._cursors = cursors
+        self._layouts = layouts
+        self._memory = memory
+        self._offsets = offsets
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        """How many of them there are."""
+        return len(self._offsets)
+
+    @property
+    def is_taken(self) -> bool:
+        """None of them is left."""
+        return self._num_taken == len(self._offsets)
+
+    @property
+    def last_cursor(self) -> bytes:
+        """Resumes after all of them."""
+        return self._cursors.at(len(self) - 1)
+
+    def take(self) -> Batch:
+        """Returns the next batch that is left."""
+        row = self._num_taken
+        self._num_taken = row + 1
+        layout, offset = self._layouts[row], self._offsets[row]
+        memory = self._memory[offset : offset + layout.num_bytes]
+        return Batch(self.first_step + row, self._cursors.at(row), memory, layout.places)
 
 
 class PayloadBuffer:
@@ -132,7 +208,7 @@ def read_layouts(strip: pb.Strip) -> list[Layout]:
         DaemonFault: A tensor has no dtype that torch knows, or is not aligned; or they are not as many as the batches.
     """
     layouts = [Layout([_place(tensor) for tensor in each.tensors], each.num_bytes) for each in strip.layouts]
-    num_batches = len(strip.cursors)
+    num_batches = len(strip.cursors.own)
     if len(layouts) == 1:
         return layouts * num_batches
     if len(layouts) != num_batches:
@@ -140,12 +216,24 @@ def read_layouts(strip: pb.Strip) -> list[Layout]:
     return layouts
 
 
+def read_cursors(cursors: pb.Cursors) -> Cursors:
+    """Returns a strip's cursors."""
+    return Cursors(cursors.common, cursors.num_before, list(cursors.own))
+
+
 def _place(tensor: pb.Tensor) -> TensorPlace:
     try:
-        dtype = np.dtype(tensor.dtype)
-        torch.from_numpy(np.empty(0, dtype))
+        dtype = _dtype(tensor.dtype)
     except TypeError:
         raise DaemonFault(f"the tensor {tensor.name!r} has dtype {tensor.dtype!r}, which torch does not know") from None
     if tensor.offset_bytes % dtype.itemsize:
         raise DaemonFault(f"the tensor {tensor.name!r} lies at {tensor.offset_bytes}, no place for {tensor.dtype}")
     return TensorPlace(tensor.name, dtype, tuple(tensor.shape), tensor.offset_bytes)
+
+
+@functools.lru_cache
+def _dtype(name: str) -> np.dtype[np.generic]:
+    """Raises a TypeError where torch has no such dtype."""
+    dtype = np.dtype(name)
+    torch.from_numpy(np.empty(0, dtype))
+    return dtype

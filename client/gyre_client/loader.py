@@ -121,7 +121,9 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        batch = self._stream().take()
+        held = self._held
+        stream = held.stream if held.pid == os.getpid() else None  # what is open needs no further check
+        batch = (stream or self._stream()).take()
         if batch is None:
             raise StopIteration
         self._cursor = batch.cursor

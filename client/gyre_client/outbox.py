@@ -3,7 +3,9 @@
 Credits and releases are coalesced: whatever came up since the last message travels in the next one.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from gyre_protos.v1 import loader_pb2 as pb
@@ -21,8 +23,8 @@ class Outbox:
         Args:
             session_id: Of the session to attach to.
             num_credits: The first credits; they wait for nothing.
-            num_together: So many later credits, or releases, are worth a message: a quarter of what the daemon granted leaves
-                it the rest to go on with.
+            num_together: So many later credits, or releases, are worth a message, and whatever comes up a while after the last
+                one is too: half of what the daemon granted leaves it the other half to go on with.
         """
         self._session_id = session_id
         self._num_credits = num_credits
@@ -31,6 +33,7 @@ class Outbox:
         self._is_due = num_credits > 0
         self._released: list[int] = []
         self._num_released = 0  # batches
+        self._told_at_s = -math.inf  # of what the consumer did
         self._closed = False
         self._changed = threading.Condition()
 
@@ -77,6 +80,8 @@ class Outbox:
                 waited_s, self._waited_s = self._waited_s, 0.0
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
                 self._is_due, self._num_released = bool(self._released), len(self._released)
+                if released or waited_s:
+                    self._told_at_s = time.monotonic()
             on_wake()
             if num_credits or waited_s:
                 credit = pb.Credit(num_batches=num_credits, waited_s=waited_s, released_steps=released)
@@ -87,6 +92,6 @@ class Outbox:
                 yield pb.StreamRequest(heartbeat=pb.Heartbeat())
 
     def _notify_if_due(self, num_waiting: int) -> None:
-        if num_waiting >= self._num_together:
+        if num_waiting >= self._num_together or time.monotonic() > self._told_at_s + LONG_WAIT_S:
             self._is_due = True
             self._changed.notify()

@@ -10,13 +10,12 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.arena import Arenas
 from gyre_client.attachment import Attachment, Session
-from gyre_client.batch import Batch
+from gyre_client.batch import Batch, Strip
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint
 from gyre_client.errors import DaemonFault, GyreError
@@ -51,9 +50,9 @@ class BatchStream:
         self._request = request
         self._connection = Connection(endpoint.address)
         self._outage = Outage(reattach_timeout_s)
-        self._inbox: queue.SimpleQueue[list[Batch] | GyreError | None] = queue.SimpleQueue()
-        self._taken: deque[Batch] = deque()  # out of the inbox, and not consumed
-        self._must_copy = False  # these
+        self._inbox: queue.SimpleQueue[Strip | GyreError | None] = queue.SimpleQueue()
+        self._strip: Strip | None = None  # out of the inbox, and not all of it consumed
+        self._must_copy = False  # its batches
         self._closing = threading.Event()
         self._lock = threading.RLock()  # over the three below; a garbage collection may close while its thread holds it
         self._attachment: Attachment | None = None
@@ -80,28 +79,31 @@ class BatchStream:
         Raises:
             GyreError: Why there is no next batch; again on every further call.
         """
-        if not self._taken and not self._take_strip(is_ahead=is_ahead):
-            return None
-        batch = self._taken.popleft()
+        strip = self._strip
+        if strip is None:
+            strip = self._take_strip(is_ahead=is_ahead)
+            if strip is None:
+                return None
+        batch = strip.take()
+        self._strip = None if strip.is_taken else strip
         return batch.copied() if self._must_copy else batch
 
-    def _take_strip(self, *, is_ahead: bool) -> bool:
-        """Goes on to the batches that came next; False where there are none any more."""
+    def _take_strip(self, *, is_ahead: bool) -> Strip | None:
+        """Returns the batches that came next; None where there are none any more."""
         waited_s = 0.0
         try:
             item = self._inbox.get_nowait()
         except queue.Empty:
             item, waited_s = self._wait_for_item(is_ahead=is_ahead)
-        if isinstance(item, list):
+        if isinstance(item, Strip):
             self._account_for(len(item), waited_s)
-            self._taken.extend(item)
-            return True
+            return item
         self._inbox.put(item)  # the end stays the end
         if item is None:
-            return False
+            return None
         raise item
 
-    def _wait_for_item(self, *, is_ahead: bool) -> tuple[list[Batch] | GyreError | None, float]:
+    def _wait_for_item(self, *, is_ahead: bool) -> tuple[Strip | GyreError | None, float]:
         """Returns what comes, and how long it was waited for beyond what the daemon was told meanwhile."""
         since_s = time.monotonic()
         while True:
@@ -136,7 +138,7 @@ class BatchStream:
         self._connection.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_TIMEOUT_S)
-        self._taken.clear()  # what nobody took lets go of its memory
+        self._strip = None  # what nobody took lets go of its memory
         with contextlib.suppress(queue.Empty):
             while True:
                 self._inbox.get_nowait()
@@ -178,13 +180,13 @@ class BatchStream:
     def _receive(self, session: Session) -> None:
         attachment = self._attach(session)
         try:
-            for batches in attachment.strips():
+            for strip in attachment.strips():
                 self._outage.batch_received()
-                self._request.cursor = batches[-1].cursor
+                self._request.cursor = strip.last_cursor
                 with self._lock:
-                    self._num_unread += len(batches)
-                self._inbox.put(batches)
-                del batches  # their slot is the consumer's now, and must not wait for the next ones to be released
+                    self._num_unread += len(strip)
+                self._inbox.put(strip)
+                del strip  # its slot is the consumer's now, and must not wait for the next ones to be released
         finally:
             with self._lock:
                 self._attachment = None

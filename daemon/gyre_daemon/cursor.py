@@ -1,8 +1,9 @@
 """The cursor: where a job stands. Tiny, versioned, equal on every rank, opaque to clients, refused where it does not fit."""
 
 import json
+import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 from gyre_daemon.errors import CursorRejected
@@ -10,6 +11,8 @@ from gyre_daemon.permutation import ALGORITHM_VERSION
 from gyre_daemon.plan import MAX_START_POSITION, Order
 
 _MAGIC = b"GYRE"
+_SEALED = struct.Struct("<4sI")  # magic, and checksum of the rest
+NUM_BEFORE = _SEALED.size
 _FORMAT_VERSION = 1
 _MAX_BYTES = 4096
 _MAX_POSITION = 1 << 63
@@ -35,19 +38,37 @@ class Cursor:
 
     def encode(self) -> bytes:
         """As bytes: magic, CRC-32 of the rest, format version and fields as JSON."""
-        return self.encoder()(self.position)
+        return self.encoder().encode(self.position)
 
-    def encoder(self) -> Callable[[int], bytes]:
+    def encoder(self) -> "CursorEncoder":
         """Encodes this cursor at any position; what does not change is encoded once."""
         told = {**asdict(self), "order": _given(self.order), "position": 0}
         text = json.dumps([_FORMAT_VERSION, told], separators=(",", ":"), sort_keys=True)
         before, after = (part.encode() for part in text.rsplit("0", 1))  # `position` sorts last
+        return CursorEncoder(before, zlib.crc32(before), after)
 
-        def encode(position: int) -> bytes:
-            body = b"%b%d%b" % (before, position, after)
-            return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
-        return encode
+@dataclass(frozen=True, slots=True)
+class CursorEncoder:
+    """Encodes the cursors of one job, which differ in their position and checksum alone.
+
+    Attributes:
+        common: what all have, behind their first `NUM_BEFORE` bytes.
+    """
+
+    common: bytes
+    _checksum: int  # of `common`
+    _after: bytes
+
+    def encode(self, position: int) -> bytes:
+        """The cursor at a position; see `Cursor.encode`."""
+        (own,) = self.own([position])
+        return own[:NUM_BEFORE] + self.common + own[NUM_BEFORE:]
+
+    def own(self, positions: Iterable[int]) -> list[bytes]:
+        """The cursors at positions, without what all have in common."""
+        rests = [b"%d%b" % (position, self._after) for position in positions]
+        return [_SEALED.pack(_MAGIC, zlib.crc32(rest, self._checksum)) + rest for rest in rests]
 
 
 def decode_cursor(data: bytes) -> Cursor:

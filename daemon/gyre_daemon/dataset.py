@@ -44,6 +44,11 @@ class Dataset:
         return self.index.fields
 
     @property
+    def has_equal_samples(self) -> bool:
+        """No field is ragged: all batches of one size have the same layout."""
+        return not any(spec.ragged for spec in self.fields)
+
+    @property
     def num_bytes(self) -> int:
         """Of all shards together."""
         return sum(shard.size_bytes for shard in self.storage.shards)

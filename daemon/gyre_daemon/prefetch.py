@@ -20,9 +20,9 @@ from gyre_daemon.steps import StripPlan
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window
 
-_MAX_PREPARED = 64  # batches that are laid out at once
+_MAX_PREPARED = 64  # batches that are laid out at once, unless a strip has more
 _FIRST_BYTES = 4 << 20  # so many at first: a first batch does not wait for many others
-_PLANNED_POSITIONS = 1 << 14  # at once: 2 ms
+_PLANNED_POSITIONS = 1 << 14  # at once: a millisecond
 _MAX_BLOCKS_AHEAD = 64
 
 
@@ -93,6 +93,7 @@ class Prefetcher:
         self._share = share
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
+        self._max_prepared = max(_MAX_PREPARED, share.num_together)
         self._num_prepared = max(1, min(_FIRST_BYTES // share.batch_bytes, _MAX_PREPARED))  # grows
         self._plans = spec.plan.batches(first_step, 0, spec.rank, spec.world_size)  # not laid out
         blockwise = spec.order.mode == "block"
@@ -143,10 +144,10 @@ class Prefetcher:
         """The strip to begin next, laid out together with those that follow it."""
         if not self._fetches:
             if self._announcer:  # blocks are announced behind what is laid out, which must not lag behind the window
-                self._num_prepared = min(window.size, _MAX_PREPARED)
+                self._num_prepared = min(window.size, self._max_prepared)
             together = min(self._share.num_together, self._num_prepared)
             wanted = self._num_prepared // together * together
-            self._num_prepared = min(2 * wanted, _MAX_PREPARED)
+            self._num_prepared = min(2 * wanted, self._max_prepared)
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
             self._plan(wanted)
@@ -162,7 +163,7 @@ class Prefetcher:
         if num_missing <= 0:
             return
         positions = self._spec.order.global_batch_size // self._spec.world_size
-        num_steps = max(num_missing, min(_PLANNED_POSITIONS // positions, 4 * _MAX_PREPARED))
+        num_steps = max(num_missing, _PLANNED_POSITIONS // positions)
         self._plans += self._spec.plan.batches(self._plans.stop_step, num_steps, self._spec.rank, self._spec.world_size)
 
 

@@ -12,7 +12,8 @@ from gyre_daemon.plan import Order, check_ranks
 
 MAX_EPOCHS = 1 << 32
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
-_STRIPS_AHEAD_BYTES, _MAX_IN_STRIPS = 12 << 20, 96  # the same where several batches make a strip
+_STRIPS_AHEAD_BYTES, _MANY_IN_STRIPS = 12 << 20, 96  # the same where several batches make a strip
+_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS = 768, 48 << 10  # where their layouts are equal: to plan a third of them takes 1 ms
 _FEW_STRIPS, _FEW_STRIPS_BYTES = 12, 40 << 20  # batches: three strips of four, as far as the bytes are enough for them
 
 
@@ -79,15 +80,17 @@ class SessionRequest:
         """The memory that it would like to have."""
         batch_bytes = max_batch_bytes(self.dataset.index, self.order.global_batch_size // self.reader.world_size)
         in_strips = self.dataset.storage.reads_in_bulk
-        num_ahead = self.prefetch_batches or (_in_strips(batch_bytes) if in_strips else _one_by_one(batch_bytes))
+        num_ahead = self.prefetch_batches or (self._in_strips(batch_bytes) if in_strips else _one_by_one(batch_bytes))
         limit_bytes = max(limit_bytes, batch_bytes)
         return divide(batch_bytes, num_ahead, limit_bytes, in_strips=in_strips, may_grow=not self.prefetch_batches)
+
+    def _in_strips(self, batch_bytes: int) -> int:
+        few = max(_MIN_AHEAD, min(_FEW_STRIPS, _FEW_STRIPS_BYTES // batch_bytes))
+        most = _MANY_IN_STRIPS
+        if self.dataset.has_equal_samples:
+            most = max(most, min(_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS * self.reader.world_size // self.order.global_batch_size))
+        return min(max(_STRIPS_AHEAD_BYTES // batch_bytes, few), most)
 
 
 def _one_by_one(batch_bytes: int) -> int:
     return min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
-
-
-def _in_strips(batch_bytes: int) -> int:
-    few = max(_MIN_AHEAD, min(_FEW_STRIPS, _FEW_STRIPS_BYTES // batch_bytes))
-    return min(max(_STRIPS_AHEAD_BYTES // batch_bytes, few), _MAX_IN_STRIPS)

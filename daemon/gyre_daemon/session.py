@@ -76,7 +76,7 @@ class Session:
         self.credits = 0
         self._environment = environment
         cursor = request.start_cursor()
-        self._encode_cursor = cursor.encoder()
+        self.cursors = cursor.encoder()
         self.first_step = cursor.position // order.global_batch_size
         self.num_steps = self.plan.num_steps(request.num_epochs) if request.num_epochs else None
         if self.num_steps is not None and self.first_step > self.num_steps:
@@ -168,7 +168,7 @@ class Session:
 
     def cursor_at(self, step: int) -> bytes:
         """The cursor of a client that has consumed all steps before `step`."""
-        return self._encode_cursor(step * self.request.order.global_batch_size)
+        return self.cursors.encode(step * self.request.order.global_batch_size)
 
     def attach(self) -> None:
         """A client's stream takes the session over.
@@ -198,8 +198,8 @@ class Session:
         if not self._ended:
             self._path.release(first_step)
 
-    async def next_strip(self) -> Strip | None:
-        """Batches of the next steps, at least one, once they are whole and the client has credit for them; None after the last.
+    async def next_strip(self, max_batches: int = _MAX_CREDITS) -> Strip | None:
+        """Batches of the next steps, from one to so many, once they are whole and have credit; None after the last.
 
         Raises:
             GyreError: the step failed, or the session ended; Draining where the daemon wants to stop and nothing is left to
@@ -208,7 +208,7 @@ class Session:
         while True:
             if self._ended:
                 raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
-            strip = self.ready_strip()
+            strip = self.ready_strip(max_batches)
             if strip:
                 return strip
             if self._path.at_end:

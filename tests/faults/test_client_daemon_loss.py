@@ -50,7 +50,10 @@ def test_a_daemon_that_comes_back_is_read_on_from(
     daemon: Any, uninterrupted: list[list[int]], end: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Killed or stopped at two points, with different amounts prefetched; while it is away the loader waits."""
-    with Loader("numbers", batch_size=8, address=daemon.address) as loader, caplog.at_level(logging.WARNING):
+    with (
+        Loader("numbers", batch_size=8, address=daemon.address, prefetch_batches=64) as loader,
+        caplog.at_level(logging.WARNING),
+    ):
         seen = []
         kept = []
         for num in (1, 57):

@@ -24,7 +24,7 @@ Script = Callable[["Server", int], Iterator[pb.StreamResponse]]
 
 def batch(step: int, num_bytes: int = 8) -> pb.StreamResponse:
     layout = pb.Layout(tensors=[pb.Tensor(name="x", dtype="uint8", shape=[num_bytes])], num_bytes=num_bytes)
-    strip = pb.Strip(first_step=step, layouts=[layout], cursors=[b"%d" % (step + 1)], inline=pb.InlinePayload())
+    strip = pb.Strip(first_step=step, layouts=[layout], cursors=pb.Cursors(own=[b"%d" % (step + 1)]), inline=pb.InlinePayload())
     return pb.StreamResponse(batches=pb.Batches(strips=[strip]))
 
 
@@ -153,14 +153,16 @@ def test_a_payload_of_an_unknown_kind_is_a_fault(connect: Any) -> None:
 def test_a_batch_that_was_on_its_way_when_the_client_gave_up_is_no_fault(tmp_path: Path) -> None:
     """A client that was frozen wakes, gives its session up, and may still find batches of it in gRPC's hands."""
     opened = pb.SessionOpened(session_id="1", lease_s=LEASE_S, prefetch_batches=2)
-    strip = pb.Strip(first_step=3, cursors=[b"4"], layouts=[pb.Layout(num_bytes=8)], arena=pb.ArenaSlot(offsets_bytes=[0]))
+    strip = pb.Strip(
+        first_step=3, cursors=pb.Cursors(own=[b"4"]), layouts=[pb.Layout(num_bytes=8)], arena=pb.ArenaSlot(offsets_bytes=[0])
+    )
     with Connection(parse_address(f"unix:{tmp_path}/nobody.sock")) as connection:
         attachment = Attachment(connection, Session(opened, None), 1, lambda: None)
         with pytest.raises(DaemonFault, match="payload of step 3"):
-            attachment._receive(strip)
+            next(attachment._receive(strip))
         attachment.close()
         with pytest.raises(DaemonUnavailable, match="longer than the lease"):
-            attachment._receive(strip)
+            next(attachment._receive(strip))
 
 
 def test_a_batch_that_stops_half_way_is_asked_for_again(connect: Any) -> None:

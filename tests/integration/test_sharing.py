@@ -19,7 +19,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon
 
-LENGTH, BATCH = 128, 32  # a batch is 16 KiB and more; the window is of 64
+LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def events(daemon: Daemon, name: str) -> list[dict[str, object]]:
     return [event for event in daemon.events() if event["event"] == name]
 
 
-def loader(daemon: Daemon, job: str, prefetch_batches: int = 0) -> Loader:
+def loader(daemon: Daemon, job: str, prefetch_batches: int = WINDOW) -> Loader:
     return Loader("tokens", batch_size=BATCH, seed=3, address=daemon.address, job=job, prefetch_batches=prefetch_batches)
 
 
@@ -66,7 +66,7 @@ def test_second_job_reads_nothing(daemon: Daemon) -> None:
         assert right(daemon, one)
         assert [session.num_sharing for session in status(daemon).sessions] == [2, 2]
         bytes_per_batch = BATCH * LENGTH * 4
-        assert num_bytes_read(daemon) <= (400 + 3 * 96) * bytes_per_batch
+        assert num_bytes_read(daemon) <= (400 + 3 * WINDOW) * bytes_per_batch
 
 
 def test_other_orders_share_nothing(daemon: Daemon) -> None:

@@ -176,13 +176,13 @@ def test_small_batches_share_a_read_and_a_message_and_credit_bounds_them(daemon:
         messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=50)))
         stream: Any = stub.Stream(iter(messages.get, None), timeout=30)
         received = next(stream).batches
-        assert [(strip.first_step, len(strip.cursors)) for strip in received.strips] == [(0, 20), (20, 20), (40, 10)]
+        assert [(strip.first_step, len(strip.cursors.own)) for strip in received.strips] == [(0, 20), (20, 20), (40, 10)]
         assert all(len(strip.layouts) == 1 for strip in received.strips), "all batches have one layout"
         state = stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10)
         assert (state.credits, state.num_batches_sent, state.num_held) == (0, 50, 50)
         messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=3, released_steps=[0, 20, 40, 40, 41, 7])))
         (strip,) = next(stream).batches.strips
-        assert (strip.first_step, len(strip.cursors)) == (50, 3), "what is left of a strip travels by itself"
+        assert (strip.first_step, len(strip.cursors.own)) == (50, 3), "what is left of a strip travels by itself"
         assert stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10).num_held == 3
         explained = stub.ExplainStep(pb.ExplainStepRequest(dataset=pb.DatasetRef(name="tokens"), step=5), timeout=10)
         assert explained.accounts[0].stop_step - explained.accounts[0].first_step == 20, "a third of the window is read at once"

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import pytest
-from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
+from gyre_daemon.cursor import NUM_BEFORE, Cursor, check_cursor, decode_cursor
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.plan import Order, Plan, Tail
 from hypothesis import given
@@ -43,7 +43,10 @@ def test_a_cursor_survives_its_journey(cursor: Cursor) -> None:
 
 @given(cursors(), st.integers(0, 2**62))
 def test_an_encoder_writes_what_encode_writes(cursor: Cursor, position: int) -> None:
-    assert cursor.encoder()(position) == replace(cursor, position=position).encode()
+    encoder, encoded = cursor.encoder(), replace(cursor, position=position).encode()
+    assert encoder.encode(position) == encoded
+    own = encoder.own([0, position])
+    assert own[1][:NUM_BEFORE] + encoder.common + own[1][NUM_BEFORE:] == encoded
 
 
 @given(tails, st.integers(0, 2**64 - 1), st.integers(1, 30), st.integers(1, 30), st.integers(0, 60))

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from gyre_client.batch import PayloadBuffer, TensorPlace, read_layouts
+from gyre_client.batch import Layout, PayloadBuffer, Strip, TensorPlace, read_cursors, read_layouts
 from gyre_client.errors import DaemonFault, InvalidRequest
 from gyre_client.text import objects, texts
 from gyre_protos.v1 import loader_pb2 as pb
@@ -17,7 +17,7 @@ def filled(*chunks: bytes) -> PayloadBuffer:
 
 
 def places_of(layout: list[pb.Tensor]) -> Sequence[TensorPlace]:
-    (read,) = read_layouts(pb.Strip(cursors=[b"x"], layouts=[pb.Layout(tensors=layout)]))
+    (read,) = read_layouts(pb.Strip(cursors=pb.Cursors(own=[b"x"]), layouts=[pb.Layout(tensors=layout)]))
     return read.places
 
 
@@ -95,12 +95,27 @@ def test_a_layout_that_lies_is_refused(place: pb.Tensor) -> None:
 
 def test_a_strip_has_one_layout_for_all_batches_or_one_each() -> None:
     layouts = [pb.Layout(num_bytes=num_bytes) for num_bytes in (64, 128, 192)]
-    three = [b"a", b"b", b"c"]
+    three = pb.Cursors(own=[b"a", b"b", b"c"])
     assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts[:1]))] == [64, 64, 64]
     assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts))] == [64, 128, 192]
     for wrong in (layouts[:2], []):
         with pytest.raises(DaemonFault, match=f"the 3 batches from step 7 on come with {len(wrong)} layouts"):
             read_layouts(pb.Strip(first_step=7, cursors=three, layouts=wrong))
+
+
+def test_a_strip_hands_out_its_batches_in_turn_each_where_it_lies() -> None:
+    memory = np.arange(100, dtype=np.uint8)
+    layouts = [Layout([TensorPlace("x", np.dtype(np.uint8), (num,), 1)], num + 1) for num in (3, 2)]
+    strip = Strip(7, read_cursors(pb.Cursors(common=b"-", num_before=1, own=[b"ab", b"c"])), layouts, memory, [10, 40])
+    assert (len(strip), strip.last_cursor) == (2, b"c-")
+    taken = [(strip.is_taken, strip.take()) for _ in range(len(strip))]
+    assert [(was_taken, batch.step, batch.cursor, batch.tensors["x"].tolist()) for was_taken, batch in taken] == [
+        (False, 7, b"a-b", [11, 12, 13]),
+        (False, 8, b"c-", [41, 42]),
+    ]
+    assert strip.is_taken
+    with pytest.raises(ValueError, match="2 batches at 1 places"):
+        Strip(7, read_cursors(pb.Cursors()), layouts, memory, [0])
 
 
 def test_a_chunk_that_spans_two_batches_is_refused() -> None:

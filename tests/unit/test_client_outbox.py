@@ -1,3 +1,4 @@
+import pytest
 from gyre_client.outbox import LONG_WAIT_S, MAX_RELEASES, Outbox
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -80,3 +81,19 @@ def test_a_long_wait_is_told_before_it_ends_and_a_short_one_with_the_next_credit
     outbox.note_wait(LONG_WAIT_S / 2)
     outbox.credit(2, waited_s=LONG_WAIT_S / 4)
     assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=2, waited_s=LONG_WAIT_S * 3 / 4))
+
+
+def test_a_little_waits_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    outbox = Outbox("abc", 4, num_together=3)
+    messages = outbox.messages(0.0, lambda: None)
+    assert [next(messages).WhichOneof("event") for _ in range(2)] == ["attach", "credit"]
+    due = []
+    for wait_s in (0.0, 0.0, 2 * LONG_WAIT_S):
+        now_s += wait_s
+        outbox.credit(1, waited_s=0.5)
+        due.append(outbox._is_due)
+        if due[-1]:
+            assert next(messages).credit.num_batches == 1 + (wait_s > 0)
+    assert due == [True, False, True], "how long the trainer waited first is told at once"

@@ -10,7 +10,7 @@ from gyre_daemon.fetch import Strip
 from gyre_daemon.service import convert
 from gyre_daemon.session import Session
 
-_MAX_BATCHES_PER_MESSAGE = 64  # of some 300 bytes each
+_MAX_ALIKE, _MAX_UNLIKE = 512, 64  # batches a message: some 20 bytes each where one layout serves all, some 300 otherwise
 _GOODBYE_RETRY_S = 1.0
 
 
@@ -50,7 +50,7 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
         while True:
             try:
                 async with asyncio.timeout(lease_s / 4):
-                    strip = await session.next_strip()
+                    strip = await session.next_strip(max_batches(session))
             except TimeoutError:
                 yield pb.StreamResponse(heartbeat=pb.Heartbeat())
                 continue
@@ -70,13 +70,18 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
     await listening  # the client reads the rest of its payload and hangs up
 
 
+def max_batches(session: Session) -> int:
+    """How many batches a message may have."""
+    return _MAX_ALIKE if session.request.dataset.has_equal_samples else _MAX_UNLIKE
+
+
 def batches(session: Session, first: Strip) -> pb.StreamResponse:
     """One message with all batches that can be sent now; one that failed is left for the next call."""
-    strips, num_batches = [first], len(first.plan)
-    while num_batches < _MAX_BATCHES_PER_MESSAGE and session.head_is_whole:
-        strip = session.ready_strip(_MAX_BATCHES_PER_MESSAGE - num_batches)
+    strips, num_left = [first], max_batches(session) - len(first.plan)
+    while num_left > 0 and session.head_is_whole:
+        strip = session.ready_strip(num_left)
         if strip is None:
             break
         strips.append(strip)
-        num_batches += len(strip.plan)
+        num_left -= len(strip.plan)
     return convert.from_strips(strips, session)

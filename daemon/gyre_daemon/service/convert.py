@@ -12,6 +12,7 @@ from gyre_daemon.block_order import default_io_block_bytes, default_window_block
 from gyre_daemon.cache import shared_block_bytes
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.cost import Prices, Question, Report
+from gyre_daemon.cursor import NUM_BEFORE
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetch import Strip
@@ -184,7 +185,7 @@ def _from_strip(strip: Strip, session: Session) -> pb.Strip:
     plan, layout = strip.plan, strip.layout
     message = pb.Strip(
         first_step=plan.first_step,
-        cursors=[session.cursor_at(step + 1) for step in range(plan.first_step, plan.stop_step)],
+        cursors=_from_cursors(session, range(plan.first_step, plan.stop_step)),
         layouts=[_from_layout(layout.shared)] if layout.shared else [_from_layout(batch) for batch in layout.batches],
     )
     if session.shares_arena:
@@ -193,6 +194,13 @@ def _from_strip(strip: Strip, session: Session) -> pb.Strip:
     else:
         message.inline.SetInParent()
     return message
+
+
+def _from_cursors(session: Session, steps: range) -> pb.Cursors:
+    """Of clients that have consumed each of these steps."""
+    size, encoder = session.request.order.global_batch_size, session.cursors
+    positions = range((steps.start + 1) * size, (steps.stop + 1) * size, size)
+    return pb.Cursors(common=encoder.common, num_before=NUM_BEFORE, own=encoder.own(positions))
 
 
 def _from_layout(layout: BatchLayout) -> pb.Layout:

@@ -1036,7 +1036,7 @@ class Strip(_message.Message):
     ARENA_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     @_builtins.property
-    def cursors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+    def cursors(self) -> Global___Cursors:
         """one a step: each resumes after it"""
 
     @_builtins.property
@@ -1051,12 +1051,12 @@ class Strip(_message.Message):
         self,
         *,
         first_step: _builtins.int = ...,
-        cursors: _abc.Iterable[_builtins.bytes] | None = ...,
+        cursors: Global___Cursors | None = ...,
         layouts: _abc.Iterable[Global___Layout] | None = ...,
         inline: Global___InlinePayload | None = ...,
         arena: Global___ArenaSlot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "inline", b"inline", "payload", b"payload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "cursors", b"cursors", "inline", b"inline", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "cursors", b"cursors", "first_step", b"first_step", "inline", b"inline", "layouts", b"layouts", "payload", b"payload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -1065,6 +1065,34 @@ class Strip(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_payload) -> _WhichOneofReturnType_payload | None: ...
 
 Global___Strip: _TypeAlias = Strip  # noqa: Y015
+
+@_typing.final
+class Cursors(_message.Message):
+    """Cursors that are alike but for a few bytes: each is what it has of its own, with `common` put in behind the first `num_before` bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMON_FIELD_NUMBER: _builtins.int
+    NUM_BEFORE_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    common: _builtins.bytes
+    num_before: _builtins.int
+    @_builtins.property
+    def own(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        common: _builtins.bytes = ...,
+        num_before: _builtins.int = ...,
+        own: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["common", b"common", "num_before", b"num_before", "own", b"own"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cursors: _TypeAlias = Cursors  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
