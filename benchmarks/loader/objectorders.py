@@ -81,7 +81,7 @@ def _cold(place: Place, folder: Path, seeds: Sequence[int], **options: Any) -> F
     """An epoch of each of some jobs at once, by a daemon whose cache is empty."""
     with daemon(folder, {"T": place.remote}) as serving:
         before = _status(serving)
-        cpu_before_s = cpu_s([serving.pid])
+        cpu_before_s = cpu_s(serving.pids)
         figures: list[Figures] = []
 
         def run(seed: int) -> None:
@@ -102,7 +102,7 @@ def _cold(place: Place, folder: Path, seeds: Sequence[int], **options: Any) -> F
             "blocks": after["blocks"] - before["blocks"],
             "past": after["past"] - before["past"],
             "bytes_to_data": (after["bytes"] - before["bytes"]) / place.num_bytes,
-            "cpu_us_per_sample": (cpu_s([serving.pid]) - cpu_before_s) / num_read * 1e6,
+            "cpu_us_per_sample": (cpu_s(serving.pids) - cpu_before_s) / num_read * 1e6,
         }
 
 

@@ -132,9 +132,9 @@ def read(reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale
         task["num_batches"] = num_batches
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.objects", "--task", json.dumps(task)]
         server.forget()
-        before_s, server_before_s = cpu_s([serving.pid]), cpu_s([server.pid])
+        before_s, server_before_s = cpu_s(serving.pids), cpu_s([server.pid])
         answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, stdin=subprocess.DEVNULL).stdout
-        daemon_s, server_s = cpu_s([serving.pid]) - before_s, cpu_s([server.pid]) - server_before_s
+        daemon_s, server_s = cpu_s(serving.pids) - before_s, cpu_s([server.pid]) - server_before_s
     result: Result = json.loads(answer)
     num_requests = server.counts()["reads"]
     result["cpu_us_per_sample"] += daemon_s / num_samples * 1e6

@@ -1,6 +1,7 @@
 """Processes that are measured: a daemon, and what processes take of processor and memory."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ BUDGET_BYTES = 1 << 30
 MEMORY_SLACK_BYTES = 64 << 20  # what a daemon may take beside its budget
 START_TIMEOUT_S = 60.0
 WATCH_S = 0.1
+FORKED_WATCH_S = 1.0
 
 
 @dataclass
@@ -28,17 +30,28 @@ class Daemon:
         address: of its Unix socket.
         pid: of the process.
         budget_bytes: its `memory_budget`.
-        peak_bytes: the most memory of its own (not mapped files) that it had while somebody looked, which is often.
+        peak_bytes: the most memory of their own (not mapped files) that it and its copiers had while somebody looked, which
+            is often.
     """
 
     address: str
     pid: int
     budget_bytes: int
     peak_bytes: int = 0
+    _forked_bytes: int = 0
+    _forked_seen_s: float = -math.inf
+
+    @property
+    def pids(self) -> list[int]:
+        """Its own and its copiers'."""
+        return family(self.pid)
 
     def memory_bytes(self) -> int:
-        """Its own memory now."""
-        num_bytes = own_memory_bytes(self.pid)
+        """Their own memory now; what copiers have beside the daemon's is looked up once a second, since it takes some ms."""
+        if time.monotonic() - self._forked_seen_s > FORKED_WATCH_S:
+            self._forked_bytes = sum(map(private_bytes, self.pids[1:]))
+            self._forked_seen_s = time.monotonic()
+        num_bytes = own_memory_bytes(self.pid) + self._forked_bytes
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         return num_bytes
 
@@ -140,6 +153,11 @@ def own_memory_bytes(pid: int) -> int:
     """Resident memory of one process without the files that it maps."""
     fields = _kib_fields(Path(f"/proc/{pid}/status"))
     return fields["RssAnon"] + fields["RssShmem"]
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that no other process has."""
+    return _kib_fields(Path(f"/proc/{pid}/smaps_rollup"))["Private_Dirty"]
 
 
 def _kib_fields(path: Path) -> dict[str, int]:

@@ -73,12 +73,12 @@ class Entry:
         workload.read_files()
         seeds = [100 * round_ + (0 if self.contender.same_seed else 7 * n) for n in self._numbers]
         openings = self._tell_all([["open", asdict(workload), seed] for seed in seeds])
-        daemon_before, began = cpu_s([server.pid]), time.perf_counter()
+        daemon_before, began = cpu_s(server.pids), time.perf_counter()
         runs = self._tell_all([["run", duration_s] for _ in self._numbers])
-        elapsed_s, daemon_cpu_s = time.perf_counter() - began, cpu_s([server.pid]) - daemon_before
+        elapsed_s, daemon_cpu_s = time.perf_counter() - began, cpu_s(server.pids) - daemon_before
         rates = [run["samples_per_s"] for run in runs]
         pids = [pid for job in self._jobs for pid in family(job.pid)]
-        memory = Memory.of([*pids, server.pid] if self.contender.kind == "gyre" else pids)
+        memory = Memory.of([*pids, *server.pids] if self.contender.kind == "gyre" else pids)
         self._tell_all([["close"] for _ in self._numbers])
         mean = statistics.mean(rates)
         result: Result = {

@@ -109,12 +109,12 @@ def _bulk(server: Daemon, name: str, duration_s: float) -> tuple[float, float]:
     with Loader(name, batch_size=BATCH_BYTES // SAMPLE_BYTES[name], address=server.address) as loader:
         for _ in range(16):
             touch(next(loader)["tokens"])
-        cpu_before, num_batches, began = cpu_s([server.pid]), 0, time.perf_counter()
+        cpu_before, num_batches, began = cpu_s(server.pids), 0, time.perf_counter()
         while (elapsed_s := time.perf_counter() - began) < duration_s:
             touch(next(loader)["tokens"])
             num_batches += 1
         num_bytes = num_batches * BATCH_BYTES
-        return num_bytes / elapsed_s, (cpu_s([server.pid]) - cpu_before) / num_bytes * 1e9
+        return num_bytes / elapsed_s, (cpu_s(server.pids) - cpu_before) / num_bytes * 1e9
 
 
 def _small(server: Daemon, duration_s: float) -> tuple[float, float, float]:

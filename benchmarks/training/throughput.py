@@ -129,7 +129,7 @@ class Stage:
             also_pids: tuple[int, ...] = ()
             if kind in ("full", "block"):
                 serving = stack.enter_context(daemon(self._work, {"data": {**stored.config(url), "cache": kind == "block"}}))
-                source, also_pids = replace(source, address=serving.address), (serving.pid,)
+                source, also_pids = replace(source, address=serving.address), tuple(serving.pids)
             result = take(Turn(kind, source, architecture, self._plan.duration_s, also_pids))
         return {**result, "load": load, "losses": result["losses"][:NUM_LOSSES]}
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.batch import whole_pages
+from gyre_daemon.copiers import new_key
 from gyre_daemon.errors import Overloaded
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
@@ -79,7 +80,13 @@ class Slot:
 
 
 class Arena:
-    """Slots for batches."""
+    """Slots for batches.
+
+    Attributes:
+        key: its name, which no other arena of this process has or had.
+        address: of its first byte.
+        held_bytes: of slots that are taken.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         """Map an empty file; `allocate` gives it its memory, `seal` ends that.
@@ -87,6 +94,7 @@ class Arena:
         Raises:
             Overloaded: the machine has no such memory.
         """
+        self.key = new_key()
         self.num_bytes = whole_pages(num_bytes)
         self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.descriptor)
@@ -94,7 +102,7 @@ class Arena:
             os.ftruncate(self.descriptor, self.num_bytes)
             self._mapping = mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED)
         self._memory = memoryview(self._mapping)
-        self._address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+        self.address = np.frombuffer(self._mapping, np.uint8).ctypes.data
         self._free = [(0, self.num_bytes)]  # (offset, length) of every free range, sorted, none touching the next
         self.held_bytes = 0
 
@@ -120,7 +128,7 @@ class Arena:
             if length >= needed:
                 self._free[index : index + 1] = [(offset + needed, length - needed)] if length > needed else []
                 self.held_bytes += needed
-                return Slot(self, offset, self._memory[offset : offset + needed], self._address + offset)
+                return Slot(self, offset, self._memory[offset : offset + needed], self.address + offset)
         return None
 
     def put_back(self, slot: Slot) -> None:

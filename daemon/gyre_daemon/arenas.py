@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from gyre_daemon.arena import Arena, Budget, Share, Slot
+from gyre_daemon.copiers import NO_COPIERS, Copiers
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.fair import FairExecutor, Flow
 
@@ -22,8 +23,10 @@ _LINGER_S = 2.0
 class Mapped:
     """What all arenas of a daemon have in memory: those that were closed too, until the last batch is read into them."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, copiers: Copiers = NO_COPIERS) -> None:
         self._limit_bytes = limit_bytes
+        self._copiers = copiers
+        self._unmapping: set[asyncio.Task[None]] = set()
         self._num_bytes = 0
         self._changed = asyncio.Event()
 
@@ -31,7 +34,11 @@ class Mapped:
         """One more, until nothing refers to its memory any more."""
         self._num_bytes += arena.num_bytes
         loop = asyncio.get_running_loop()
-        arena.when_unmapped(partial(_tell, loop, partial(self._gone, arena.num_bytes)))
+        arena.when_unmapped(partial(_tell, loop, partial(self._gone, arena.key, arena.num_bytes)))
+
+    def share(self, arena: Arena) -> None:
+        """Let copiers have it, before it is sealed; waits for them."""
+        self._copiers.map(arena.key, arena.descriptor, arena.num_bytes)
 
     async def room(self, num_bytes: int) -> None:
         """Wait until so much more is within the limit, which the budget has promised; but not for ever."""
@@ -41,7 +48,13 @@ class Mapped:
                     self._changed.clear()
                     await self._changed.wait()
 
-    def _gone(self, num_bytes: int) -> None:
+    def _gone(self, key: int, num_bytes: int) -> None:
+        task = asyncio.create_task(self._unmap(key, num_bytes))
+        self._unmapping.add(task)
+        task.add_done_callback(self._unmapping.discard)
+
+    async def _unmap(self, key: int, num_bytes: int) -> None:
+        await asyncio.to_thread(self._copiers.unmap, key)
         self._num_bytes -= num_bytes
         self._changed.set()
 
@@ -59,14 +72,26 @@ class Arenas:
         num_windows: how many times the share's window there is memory for.
     """
 
-    def __init__(self, share: Share, budget: Budget, mapped: Mapped, limit_bytes: int, workers: FairExecutor) -> None:
-        """No memory yet: see `allocate`."""
+    def __init__(
+        self, share: Share, budget: Budget, mapped: Mapped, limit_bytes: int, workers: FairExecutor, *, copied: bool = False
+    ) -> None:
+        """No memory yet: see `allocate`.
+
+        Args:
+            share: whose memory this is.
+            budget: of what is added.
+            mapped: told of each arena.
+            limit_bytes: of all arenas together.
+            workers: allocate.
+            copied: copiers may write into the arenas.
+        """
         self.num_windows = 1
         self._share = share
         self._budget = budget
         self._mapped = mapped
         self._limit_bytes = limit_bytes
         self._workers = workers
+        self._copied = copied
         self._own: list[Arena] = []
         self._added: list[Arena] = []
         self._leaving: list[Arena] = []
@@ -203,5 +228,7 @@ class Arenas:
         for index in range(0, len(steps), num_at_once):
             some = [partial(arena.allocate, *step) for step in steps[index : index + num_at_once]]
             await asyncio.gather(*(self._workers.run(flow, 0, 0, allocate) for allocate in some))
+        if self._copied:
+            await self._workers.run(flow, 0, 0, partial(self._mapped.share, arena))
         arena.seal()
         into.append(arena)

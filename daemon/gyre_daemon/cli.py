@@ -15,10 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
 from gyre_daemon.config import DaemonConfig, EffectiveConfig, load
+from gyre_daemon.copiers import Copiers
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import start_log
 from gyre_daemon.formats import make_format
-from gyre_daemon.limits import check_memory_budget, memory_limit_bytes
+from gyre_daemon.limits import check_memory_budget, memory_limit_bytes, raise_descriptor_limit
 from gyre_daemon.listen import parse_address, parse_metrics_address
 from gyre_daemon.server import Privacy, serve
 from gyre_daemon.storage import parse_location
@@ -90,8 +91,15 @@ def _serve(parsed: argparse.Namespace) -> int:
     start_log(config.log_level)
     reread = (lambda: _reread(parsed)) if parsed.config else None
     _collect_rarely()
-    uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy, reread))
+    raise_descriptor_limit()
+    with Copiers(_num_copiers(config)) as copiers:
+        uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy, reread, copiers))
     return 0
+
+
+def _num_copiers(config: DaemonConfig) -> int:
+    """More would have nobody to work for, or nowhere to."""
+    return min(config.num_copiers, config.num_io_threads, len(os.sched_getaffinity(0)))
 
 
 def _collect_rarely() -> None:

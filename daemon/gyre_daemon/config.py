@@ -58,6 +58,7 @@ class DaemonConfig:
         lease_s: a client silent for longer loses its session.
         drain_timeout_s: how long SIGTERM lets batches in flight finish.
         num_io_threads: threads that read local files and decode.
+        num_copiers: processes that copy local samples for them, no more than cores; with 0 the kernel copies.
         max_requests: requests in flight to one object storage, at most; how many it takes well is found out.
         read_deadline_s: after which a read from object storage fails, whatever is tried.
         hedge: late requests to object storage are sent a second time.
@@ -79,6 +80,7 @@ class DaemonConfig:
     lease_s: float = 30.0
     drain_timeout_s: float = 10.0
     num_io_threads: int = 4
+    num_copiers: int = 4
     max_requests: int = 1024
     read_deadline_s: float = 60.0
     hedge: bool = True
@@ -97,7 +99,7 @@ class DaemonConfig:
         for name in ("memory_budget", "session_memory", "lease_s", "num_io_threads", "max_requests", "read_deadline_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, but is {getattr(self, name)}")
-        for name in ("drain_timeout_s", "prefetch_batches", "cache_memory", "cache_disk"):
+        for name in ("drain_timeout_s", "num_copiers", "prefetch_batches", "cache_memory", "cache_disk"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must not be negative and must be finite, but is {getattr(self, name)}")
         if self.prefetch_batches > MAX_PREFETCH_BATCHES:

@@ -124,7 +124,9 @@ class Feed:
         self.share = share
         self.owner = owner
         self.window = Window(first_step, share.num_ahead, self._free)
-        self.arenas = Arenas(share, machinery.budget, machinery.mapped, machinery.arena_limit_bytes, machinery.workers)
+        copied = spec.dataset.storage.reads_in_bulk
+        limit_bytes = machinery.arena_limit_bytes
+        self.arenas = Arenas(share, machinery.budget, machinery.mapped, limit_bytes, machinery.workers, copied=copied)
         self.is_closed = False
         self.is_following = False
         self._machinery = machinery

@@ -234,7 +234,8 @@ class Fetcher:
                 pieces.append((start + before, after, bulk.place[:, column], everyone))
         start, size, target, sample = _in_order(pieces)
         memory = (bulk.slot.memory, *(scratch.memory for scratch in scratches))
-        return Reads(bulk.shard[sample], start, size, target.astype(np.uint64), sample, memory), scratches
+        arena = None if any(len(scratch.memory) for scratch in scratches) else bulk.slot.arena
+        return Reads(bulk.shard[sample], start, size, target.astype(np.uint64), sample, memory, arena=arena), scratches
 
     def _finish(self, placed: Sequence[_Placed]) -> None:
         for bulk, scratches in placed:

@@ -21,13 +21,13 @@ from gyre_daemon.cache import NodeCache, SidecarStore, open_disk_cache
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.census import take_census
 from gyre_daemon.config import DaemonConfig
+from gyre_daemon.copiers import Copiers
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import log_event
 from gyre_daemon.exposition import Exposition
 from gyre_daemon.fair import FairExecutor
 from gyre_daemon.feed import Machinery
 from gyre_daemon.lag import LoopLag
-from gyre_daemon.limits import raise_descriptor_limit
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
@@ -61,7 +61,9 @@ class Privacy:
     remove_dir: Path | None
 
 
-async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy | None, reread: Reread | None) -> None:
+async def serve(
+    config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy | None, reread: Reread | None, copiers: Copiers
+) -> None:
     """Serve until SIGTERM, SIGINT or the end of the owner, then drain.
 
     Args:
@@ -69,12 +71,12 @@ async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy
         fallback_index_dir: for indexes that can be stored nowhere else.
         privacy: of a daemon that belongs to one process; None for a node's.
         reread: gives the configuration anew, checked, on SIGHUP; None where there is no file to read.
+        copiers: of this daemon.
 
     Raises:
         ConfigError: an address cannot be used or is taken.
     """
     stopping = asyncio.Event()
-    raise_descriptor_limit()
     _stop_on_signals(stopping)
     if privacy:
         _stop_with_owner(privacy.parent_pid, stopping)
@@ -84,7 +86,7 @@ async def serve(config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy
     sides: list[SideChannel] = []
     try:
         sides += [SideChannel(address.path) for address in addresses if isinstance(address, UnixAddress)]
-        daemon = _Daemon(config, fallback_index_dir, executor, sides, allow_ad_hoc=privacy is not None)
+        daemon = _Daemon(config, fallback_index_dir, executor, sides, copiers, allow_ad_hoc=privacy is not None)
         if reread:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, daemon.reload, reread)
         await daemon.run(addresses, claims, stopping)
@@ -107,18 +109,19 @@ class _Daemon:
         fallback_index_dir: Path,
         executor: ThreadPoolExecutor,
         sides: Sequence[SideChannel],
+        copiers: Copiers,
         *,
         allow_ad_hoc: bool,
     ) -> None:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
         terms = Terms(config.max_requests, config.read_deadline_s, config.hedge)
-        opener = StorageOpener(workers, terms, metrics)
+        opener = StorageOpener(workers, terms, metrics, copiers)
         self._config = config
         self._cache = _make_cache(config, workers, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
         self._catalog = Catalog(config.datasets, opener, sidecars, self._cache, allow_ad_hoc=allow_ad_hoc)
-        budget, mapped = Budget(config.memory_budget), Mapped(config.memory_budget)
+        budget, mapped = Budget(config.memory_budget), Mapped(config.memory_budget, copiers)
         machinery = Machinery(budget, mapped, workers, config.session_memory, time.monotonic)
         self._sessions = SessionTable(SessionEnvironment(machinery, metrics, config.lease_s), config.job_weights)
         self._loop_lag = LoopLag()

@@ -5,6 +5,7 @@ import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,6 +95,23 @@ class HttpPlace(Place):
 
     def delete(self, name: str) -> None:
         del self._server.objects[f"{self._folder}/{name}"]
+
+
+@dataclass
+class FailingDisk:
+    """A file system on a loop device whose image is cut off when it shall fail."""
+
+    folder: Path
+    image: Path
+
+    def evict(self, name: str) -> None:
+        """Write a file out and drop it from memory."""
+        with (self.folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def fail(self) -> None:
+        os.truncate(self.image, 1 << 20)
 
 
 class Targets:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gyre_daemon.copiers import NO_COPIERS, Copiers
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.fair import FairExecutor
 from gyre_daemon.metrics import Metrics
@@ -31,16 +32,24 @@ class StorageContract:
         return Metrics()
 
     @pytest.fixture
-    def opener(self, metrics: Metrics) -> Iterator[Callable[..., Coroutine[Any, Any, Storage]]]:
+    def copiers(self) -> Copiers:
+        return NO_COPIERS
+
+    @pytest.fixture
+    def opener(self, metrics: Metrics, copiers: Copiers) -> Iterator[Callable[..., Coroutine[Any, Any, Storage]]]:
         with ThreadPoolExecutor(3) as executor:
 
-            def open_storage(uri: str, settings: Mapping[str, Any], pattern: str = "*.bin") -> Coroutine[Any, Any, Storage]:
-                opener = StorageOpener(FairExecutor(executor, 3), Terms(16, 10.0), metrics)
+            async def open_storage(uri: str, settings: Mapping[str, Any], pattern: str = "*.bin") -> Storage:
+                opener = StorageOpener(FairExecutor(executor, 3), Terms(16, 10.0), metrics, copiers)
                 openers.append(opener)
-                return opener.open(parse_location(uri), settings, pattern)
+                return self.seen(await opener.open(parse_location(uri), settings, pattern), copiers)
 
             yield open_storage
         openers.clear()
+
+    def seen(self, storage: Storage, copiers: Copiers) -> Storage:
+        """What the tests read from."""
+        return storage
 
     def names(self, opener: Any, place: Place, rest: str) -> list[str]:
         return [shard.name for shard in run(opener(place.root + rest, place.settings)).shards]

@@ -3,11 +3,7 @@
 import asyncio
 import gc
 import os
-import resource
-import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +12,8 @@ import pytest
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.storage import local
 
-from tests.contract.places import LocalPlace, Place, Targets, first_of, noise, num_descriptors, run
+from tests.contract.places import FailingDisk, LocalPlace, Place, Targets, first_of, noise, num_descriptors, run
 from tests.contract.storage_contract import StorageContract
-
-
-@pytest.fixture
-def few_descriptors() -> Iterator[int]:
-    """How many descriptors the process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = num_descriptors() + 200
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    yield limit
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class TestLocal(StorageContract):
@@ -176,7 +162,7 @@ class TestLocal(StorageContract):
         with pytest.raises(NotAllowed, match="grant its user read access"):
             run(opener(place.root, {}))
 
-    def test_a_disk_that_loses_its_blocks(self, opener: Any, failing_disk: "FailingDisk") -> None:
+    def test_a_disk_that_loses_its_blocks(self, opener: Any, failing_disk: FailingDisk) -> None:
         """The shard is what it was and cannot be read: its name is told, and the process lives."""
         (failing_disk.folder / "0.bin").write_bytes(noise(0, 4 << 20))
         failing_disk.evict("0.bin")
@@ -188,39 +174,6 @@ class TestLocal(StorageContract):
 
         with pytest.raises(StorageUnavailable, match=r"0\.bin is what it was and yet cannot be read"):
             run(read())
-
-
-@dataclass
-class FailingDisk:
-    """A file system on a loop device whose image is cut off when it shall fail."""
-
-    folder: Path
-    image: Path
-
-    def evict(self, name: str) -> None:
-        """Write a file out and drop it from memory."""
-        with (self.folder / name).open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def fail(self) -> None:
-        os.truncate(self.image, 1 << 20)
-
-
-@pytest.fixture
-def failing_disk(tmp_path: Path) -> Iterator[FailingDisk]:
-    disk = FailingDisk(tmp_path / "disk", tmp_path / "image")
-    disk.folder.mkdir()
-    with disk.image.open("wb") as file:
-        file.truncate(32 << 20)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", disk.image], check=True, capture_output=True)
-        subprocess.run(["mount", "-o", "loop", disk.image, disk.folder], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("only root, on a machine with loop devices, can have a disk that fails")
-    yield disk
-    gc.collect()  # what still maps the shard
-    subprocess.run(["umount", "-l", disk.folder], check=True)
 
 
 class TestLocalOneByOne(TestLocal):

@@ -31,16 +31,18 @@ COUNTED = """
 import asyncio, signal, sys
 from pathlib import Path
 from gyre_daemon.config import load
+from gyre_daemon.copiers import Copiers
 from gyre_daemon.events import log_event, start_log
 from gyre_daemon.server import serve
 
-async def main() -> None:
+async def main(copiers: Copiers) -> None:
     tell = lambda: log_event("tasks", {"names": sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks())})
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
-    await serve(load(Path(sys.argv[1]), {}, {}).config, Path(sys.argv[1]).parent, None, None)
+    await serve(load(Path(sys.argv[1]), {}, {}).config, Path(sys.argv[1]).parent, None, None, copiers)
 
 start_log("info")
-asyncio.run(main())
+with Copiers(2) as copiers:
+    asyncio.run(main(copiers))
 """
 
 # A client that holds a batch, and reads on when it is told to.

@@ -32,6 +32,23 @@ class Shard:
     version: str
 
 
+class Region(Protocol):
+    """An arena, as far as copiers must know it.
+
+    Attributes:
+        key: its name.
+        address: of its first byte.
+    """
+
+    @property
+    def key(self) -> int:
+        """See above."""
+
+    @property
+    def address(self) -> int:
+        """See above."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reads:
     """n reads as arrays: no object per sample.
@@ -46,6 +63,7 @@ class Reads:
         size: int64 [n], in bytes.
         target: uint64 [n], addresses.
         sample: int64 [n], equal for reads of one sample.
+        arena: that all targets lie in; None where some do not.
         memory: what owns the targets: it must live until the last byte is there, even where nobody waits for it any more.
         flow: for which job.
         urgency: among the job's reads the lowest goes first.
@@ -67,6 +85,7 @@ class Reads:
     block_bytes: int = 0
     next_use: NextUse | None = None
     delays: Delays | None = None
+    arena: Region | None = None
 
     def __len__(self) -> int:
         """The number of reads."""

@@ -11,6 +11,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
+from gyre_daemon.copiers import NO_COPIERS, Copiers
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable, first_error
 from gyre_daemon.fair import FairExecutor
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
@@ -32,10 +33,11 @@ _Entries = list[tuple[str, dict[str, Any]]]
 class StorageOpener:
     """Opens locations with one daemon's threads, limits and counters."""
 
-    def __init__(self, workers: FairExecutor, terms: Terms, metrics: Metrics) -> None:
+    def __init__(self, workers: FairExecutor, terms: Terms, metrics: Metrics, copiers: Copiers = NO_COPIERS) -> None:
         self._workers = workers
         self._terms = terms
         self._metrics = metrics
+        self._copiers = copiers
         self.endpoints: dict[str, Endpoint] = {}
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
@@ -55,7 +57,7 @@ class StorageOpener:
             loop = asyncio.get_running_loop()
             paths, shards = await loop.run_in_executor(self._workers.executor, _list_local, location, pattern)
             self._count_listing("file", len(location.paths), "ok")
-            return LocalStorage(paths, shards, self._workers, self._metrics)
+            return LocalStorage(paths, shards, self._workers, self._metrics, self._copiers)
         filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(filesystem, location, pattern)
         num_endpoints = len(self.endpoints)

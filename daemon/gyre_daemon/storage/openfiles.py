@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gyre_daemon.copiers import NO_COPIERS, Copiers, new_key
 from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.storage.base import Shard, changed
 
@@ -23,24 +24,31 @@ class OpenShard:
     """A shard that is open and mapped, for as long as anybody refers to it.
 
     Attributes:
+        key: its name among the files that copiers have.
         listed: what it was when the dataset was opened.
         path: where it lay then.
         descriptor: of the file, which this object owns.
         mapping: of the whole file.
         address: of its first byte.
         unmoved: links and time of change of the file when it was seen at its path: a rename or a deletion changes them.
+        copiers: told when nobody needs it any more.
+        is_sound: no read of it has failed yet.
     """
 
+    key: int
     listed: Shard
     path: Path
     descriptor: int
     mapping: mmap.mmap
     address: int
     unmoved: tuple[int, int]
+    copiers: Copiers
+    is_sound: bool = True
 
     def __del__(self) -> None:
         """Close the file; the mapping goes with its last reference."""
         os.close(self.descriptor)
+        self.copiers.forget(self.key)
 
     def check_unchanged(self) -> None:
         """Whether the file is still what was listed, and lies where it lay.
@@ -64,8 +72,9 @@ class OpenShard:
 class OpenShards:
     """Opens shards when they are needed; safe for several threads."""
 
-    def __init__(self, paths: Sequence[Path], shards: Sequence[Shard]) -> None:
+    def __init__(self, paths: Sequence[Path], shards: Sequence[Shard], copiers: Copiers = NO_COPIERS) -> None:
         self._paths = paths
+        self._copiers = copiers
         self._shards = shards
         self.max_open = _max_open()
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
@@ -83,7 +92,7 @@ class OpenShards:
             if found:
                 self._open.move_to_end(shard)
                 return found
-        opened = _open(self._paths[shard], self._shards[shard])
+        opened = _open(self._paths[shard], self._shards[shard], self._copiers)
         with self._lock:
             opened = self._open.setdefault(shard, opened)  # another thread may have been faster
             while len(self._open) > self.max_open:
@@ -101,7 +110,7 @@ def file_error(name: str, error: OSError) -> GyreError:
     return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)
 
 
-def _open(path: Path, listed: Shard) -> OpenShard:
+def _open(path: Path, listed: Shard, copiers: Copiers) -> OpenShard:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
     except OSError as error:
@@ -116,7 +125,8 @@ def _open(path: Path, listed: Shard) -> OpenShard:
     except GyreError:
         os.close(descriptor)
         raise
-    return OpenShard(listed, path, descriptor, mapping, np.frombuffer(mapping, np.uint8).ctypes.data, unmoved)
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    return OpenShard(new_key(), listed, path, descriptor, mapping, address, unmoved, copiers)
 
 
 def _checked(listed: Shard, file: Path | int) -> os.stat_result:

@@ -50,7 +50,11 @@ class ReadAhead:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
         yield
         if resource.getrusage(resource.RUSAGE_THREAD).ru_majflt != before:
-            self._stride = 1
+            self.saw_waits()
+
+    def saw_waits(self) -> None:
+        """A copy of announced reads waited for a disk: every job is looked at again."""
+        self._stride = 1
 
     def announce(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int:
         """Have the kernel begin to read what is not in memory.
