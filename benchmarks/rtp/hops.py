@@ -1,4 +1,4 @@
-"""What a hop on gloo costs: CPU time per MiB that a rank sends and receives, by the size of messages, beside an all-reduce.
+"""What a hop costs: CPU time per MiB that a rank sends and receives, through gloo and memory, by size, beside an all-reduce.
 
 python -m benchmarks.rtp.hops
 """
@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.mesh import make_mesh
+from gyre_trainer.ring import Direction, Ring, Stream, ring_of
 from torch import Tensor
 
 from benchmarks.rtp.ranks import run_on_ranks
@@ -29,7 +31,10 @@ def costs() -> dict[str, Cost]:
     here, there = torch.randn(2, _TOTAL_MIB * _MIB // 4).unbind()
     found = {"a copy in memory": _cost(lambda: there.copy_(here))}
     for size in _SIZES_MIB:
-        found[f"hops of {size:g} MiB"] = _cost(partial(_hops, here, there, int(size * _MIB) // 4))
+        found[f"hops of {size:g} MiB on gloo"] = _cost(partial(_hops, here, there, int(size * _MIB) // 4))
+    ring = ring_of(make_mesh("cpu"))
+    for size in _SIZES_MIB:
+        found[f"hops of {size:g} MiB through shared memory"] = _cost(partial(_shared_hops, ring, here, int(size * _MIB) // 4))
     found["all-reduces of 27 MiB"] = _cost(lambda: [dist.all_reduce(part) for part in there.chunk(2)])
     return found
 
@@ -41,6 +46,14 @@ def _hops(here: Tensor, there: Tensor, numel: int) -> None:
         ops = dist.P2POp(dist.irecv, incoming, (rank - 1) % size), dist.P2POp(dist.isend, outgoing, (rank + 1) % size)
         for work in dist.batch_isend_irecv(list(ops)):
             work.wait()
+
+
+def _shared_hops(ring: Ring, here: Tensor, numel: int) -> None:
+    """As `_hops`, as rotation does it."""
+    for outgoing in torch.split(here, numel):
+        incoming = ring.pool.take(numel, here.dtype, here.device)
+        ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS).wait()
+        ring.pool.put(incoming)
 
 
 def _cost(act: Callable[[], object]) -> Cost:

@@ -2,8 +2,9 @@
 
 python -m benchmarks.rtp.speed [--shape small|narrow] [--ranks 2] [--rounds 20] [--recompute]
 
-One more turn is Gyre's with the hops left out: what it takes less is theirs. The narrow shape has next to nothing to compute:
-what its computing thread takes is Python's.
+Gyre has two more turns. In one its hops go through the process group, as between hosts and as all that the others send. In the
+other they are left out: what it takes less is theirs. The narrow shape has next to nothing to compute: what its thread takes is
+Python's.
 """
 
 import argparse
@@ -13,14 +14,17 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.mesh import make_mesh
+from gyre_trainer import neighbours
+from gyre_trainer.mesh import ROTATE_AXIS
 from gyre_trainer.ring import Direction, Hop, Ring, Stream
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.rtp.contenders import Contender, How, build
 from benchmarks.rtp.ranks import run_on_ranks
@@ -31,16 +35,24 @@ _SHAPES = {"small": SMALL, "narrow": NARROW}
 _NUM_WARM_UP_STEPS = 3
 
 
+class Hops(StrEnum):
+    """How buffers get to the next rank."""
+
+    SHARED = ""
+    GROUP = ", hops in the process group"
+    LEFT_OUT = ", its hops left out"
+
+
 @dataclass(frozen=True)
 class Turn:
     """Who takes a step; without its hops Gyre computes as much, with whatever lies in its buffers."""
 
     contender: Contender
-    hops: bool = True
+    hops: Hops = Hops.SHARED
 
     @property
     def label(self) -> str:
-        return self.contender.label + ", its hops left out" * (not self.hops)
+        return f"{self.contender.label}{self.hops}"
 
 
 class Took(NamedTuple):
@@ -56,7 +68,7 @@ Round = tuple[Took, ...]  # by rank
 
 def _turns(*, recompute: bool) -> list[Turn]:
     contenders = [Contender(how, recompute and how is not How.DDP) for how in _HOWS]
-    return [*map(Turn, contenders), Turn(contenders[-1], hops=False)]
+    return [*map(Turn, contenders), *(Turn(contenders[-1], hops) for hops in (Hops.GROUP, Hops.LEFT_OUT))]
 
 
 def measure(workload: Workload, num_ranks: int, num_rounds: int, *, recompute: bool) -> dict[str, list[Round]]:
@@ -68,23 +80,34 @@ def measure(workload: Workload, num_ranks: int, num_rounds: int, *, recompute: b
 
 def steps(workload: Workload, taken: list[Turn], num_rounds: int) -> list[list[Took]]:
     """Of each turn, what its step took of this rank in each round."""
-    mesh, device = make_mesh("cpu"), torch.device("cpu")
-    models = [build(turn.contender, workload, mesh, device, fake=False) for turn in taken]
+    device = torch.device("cpu")
+    models = [build(turn.contender, workload, _own_mesh(), device, fake=False) for turn in taken]
     optimizers = [make_optimizer(workload, model) for model in models]
     batch = make_batch(workload, 1, device)
     found: list[list[Took]] = [[] for _ in taken]
     for _ in range(_NUM_WARM_UP_STEPS + num_rounds):
         for turn, model, optimizer, rounds in zip(taken, models, optimizers, found, strict=True):
-            with nullcontext() if turn.hops else _without_hops():
+            with _hopping(turn.hops):
                 rounds.append(_step(model, optimizer, batch))
     return [rounds[_NUM_WARM_UP_STEPS:] for rounds in found]
 
 
-def _without_hops() -> AbstractContextManager[object]:
+def _own_mesh() -> DeviceMesh:
+    """All ranks, in a group that no other turn has: how its hops go is settled once."""
+    return DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
+
+
+def _hopping(hops: Hops) -> AbstractContextManager[object]:
     def stay(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
         return Hop((), ring.roll_call)
 
-    return patch.object(Ring, "shift", stay)
+    match hops:
+        case Hops.LEFT_OUT:
+            return patch.object(Ring, "shift", stay)
+        case Hops.GROUP:
+            return patch.object(neighbours, "_met", lambda group, timeout: {})
+        case Hops.SHARED:
+            return nullcontext()
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> Took:

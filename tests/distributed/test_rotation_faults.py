@@ -4,13 +4,18 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer import neighbours
 from gyre_trainer.errors import RingError
 from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.link import Link
 from gyre_trainer.rotate import rotate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
@@ -21,8 +26,13 @@ TIMEOUT_S = 2.0
 CULPRIT = 1
 
 
-def told_when_one(fails_by: str) -> tuple[str | None, str | None]:
+def told_when_one(fails_by: str, reach: str) -> tuple[str | None, str | None]:
     """What a rank is told when one does not take part in a step, and when it tries again."""
+    with patch.object(neighbours, "_met", lambda group, timeout: {}) if reach == "group" else nullcontext():
+        return _told_when_one(fails_by)
+
+
+def _told_when_one(fails_by: str) -> tuple[str | None, str | None]:
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), "cpu", mesh_dim_names=("rotate",))
     mlp = rotate(MLP(4, 8), mesh=mesh)
     x = torch.ones(2, 4)
@@ -31,7 +41,7 @@ def told_when_one(fails_by: str) -> tuple[str | None, str | None]:
     dist.all_gather_object(pids, os.getpid())
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == CULPRIT:
-        _fail(fails_by, store)
+        _fail(fails_by, store, lambda: mlp(x))
         return None, None
     told = _told(mlp, x), _told(mlp, x)
     if store.add("told", 1) == mesh.size() - 1:
@@ -41,8 +51,11 @@ def told_when_one(fails_by: str) -> tuple[str | None, str | None]:
     return told
 
 
-def _fail(by: str, store: Store) -> None:
+def _fail(by: str, store: Store, step: Callable[[], object]) -> None:
     match by:
+        case "dies in a hop":
+            with patch.object(Link, "_copy", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+                step()
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         case "is stopped":
@@ -61,17 +74,19 @@ def _told(mlp: torch.nn.Module, x: torch.Tensor) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("fails_by", "num_ranks", "symptom"),
+    ("fails_by", "num_ranks", "reach", "symptom"),
     [
-        ("dies", 2, "no sign of life within 5 s"),
-        ("dies", 3, "no sign of life within 5 s"),
-        ("is stopped", 3, "no sign of life within 5 s"),
-        ("stands still", 2, "alive, but it stands still"),
-        ("stands still", 4, "alive, but it stands still"),
+        ("dies", 2, "memory", "no sign of life within 5 s"),
+        ("dies", 3, "memory", "no sign of life within 5 s"),
+        ("dies", 3, "group", "no sign of life within 5 s"),
+        ("dies in a hop", 3, "memory", "no sign of life within 5 s"),
+        ("is stopped", 3, "memory", "no sign of life within 5 s"),
+        ("stands still", 2, "group", "alive, but it stands still"),
+        ("stands still", 4, "memory", "alive, but it stands still"),
     ],
 )
-def test_every_rank_names_the_one_at_fault(ranks: StartRanks, fails_by: str, num_ranks: int, symptom: str) -> None:
-    told = ranks(num_ranks).run_to_the_end(told_when_one, fails_by)
+def test_every_rank_names_the_one_at_fault(ranks: StartRanks, fails_by: str, num_ranks: int, reach: str, symptom: str) -> None:
+    told = ranks(num_ranks).run_to_the_end(told_when_one, fails_by, reach)
     assert told.pop(CULPRIT) is None
     others = [rank for rank in range(num_ranks) if rank != CULPRIT]
     for rank, messages in zip(others, told, strict=True):

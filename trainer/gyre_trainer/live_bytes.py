@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operators
+COMMUNICATION = ("c10d", "_c10d_functional", "fsdp", "gyre")  # namespaces of operators
 
 
 class Category(StrEnum):

@@ -1,22 +1,26 @@
 """The ring: hops between neighbours and the buffers they land in.
 
-This is the only file that knows point-to-point communication. A hop sends one buffer to one neighbour while another arrives
-from the other. Every wait ends at the process group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait
-holds up the current stream, not the process: NCCL moves the buffers on a stream of its own, in the order of the hops.
+A hop sends one buffer to one neighbour while another arrives from the other. On a CPU, neighbours of one host share the memory
+that buffers lie in (`gyre_trainer.link`); others send and receive in the process group. Every wait ends at the group's timeout,
+which `init_process_group(timeout=...)` sets. On CUDA a wait holds up the current stream, not the process: NCCL moves the
+buffers on a stream of its own, in the order of the hops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import RingError
+from gyre_trainer.link import Link
+from gyre_trainer.neighbours import Neighbourhood
+from gyre_trainer.pool import Pool
 from gyre_trainer.roll_call import RollCall
 from gyre_trainer.spans import span
 
@@ -35,39 +39,28 @@ class Stream(IntEnum):
     GRADIENTS = 2
 
 
-class Pool:
-    """Transient buffers for all rotations of one ring: as large as what travels, and none allocated once that is known.
+class Work(Protocol):
+    """A buffer on its way; the process group's, or a `Transfer` between neighbours of one host."""
 
-    Attributes:
-        unit: elements of the largest slice that can only travel as a whole; others follow it, in pieces no larger.
-    """
+    def wait(self) -> object:
+        """Returns when it has arrived, or fails."""
+        ...
 
-    def __init__(self) -> None:
-        self.unit = 0
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self._numel: dict[tuple[torch.dtype, torch.device], int] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer of at least ``numel`` elements that nobody else uses until it is put back."""
-        key = (dtype, device)
-        if numel > self._numel.get(key, -1):
-            self._numel[key], self._free[key] = max(numel, self.unit), []
-        if self._free[key]:
-            return self._free[key].pop()
-        with torch.inference_mode(mode=False):  # an inference tensor could not carry gradients later
-            return torch.empty(self._numel[key], dtype=dtype, device=device)
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """One half of a hop: the buffer to or from the rank that is ``offset`` further on the ring."""
 
-    def put(self, buffer: Tensor) -> None:
-        """Hand back what `take` gave."""
-        key = (buffer.dtype, buffer.device)
-        if buffer.numel() == self._numel[key]:  # those of the time before a larger slice came are dropped
-            self._free[key].append(buffer)
+    tensor: Tensor
+    offset: int
+    arrives: bool
+    what: str
 
 
 class Hop:
     """One buffer on its way to a neighbour and another on its way here."""
 
-    def __init__(self, works: Sequence[tuple[dist.Work, str]], roll_call: RollCall) -> None:
+    def __init__(self, works: Sequence[tuple[Work, str]], roll_call: RollCall) -> None:
         self._works = works
         self._roll_call = roll_call
         self._is_under_way = True
@@ -88,7 +81,7 @@ class Hop:
                 try:
                     with span(what):
                         work.wait()
-                except RuntimeError as error:
+                except (RuntimeError, OSError) as error:
                     self._failed = self._roll_call.error(what, error)
                     raise self._failed from error
         self._is_under_way = False
@@ -109,41 +102,63 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.pool = Pool()
         self.bytes_sent = 0
         self.roll_call = RollCall(group)
+        self._neighbourhood = Neighbourhood(group, self.roll_call)
+        self.pool = Pool(self._neighbourhood.allocate)
         self._group = group
 
     def shift(self, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
         """Start sending ``outgoing`` one rank on while ``incoming`` fills from the rank on the other side.
 
-        Both are contiguous and belong to the hop until it was waited for. Empty tensors do not travel.
+        Both are contiguous and belong to the hop until it was waited for. Empty tensors do not travel. Weights arrive at the
+        beginning of a buffer of the pool, and gradients leave from there.
         """
-        here = f"rank {self._global(0)}"
-        ops: list[tuple[dist.P2POp, str]] = []
-        for op, tensor, offset, verb in (
-            (dist.irecv, incoming, -direction, "receiving {} from"),
-            (dist.isend, outgoing, +direction, "sending {} to"),
-        ):
-            if tensor.numel():
-                peer = (self.rank + offset) % self.size
-                what = f"{here}: {verb.format(stream.name.lower())} rank {self._global(offset)}"
-                ops.append((dist.P2POp(op, tensor, group=self._group, tag=int(stream), group_peer=peer), what))
         self.bytes_sent += outgoing.numel() * outgoing.element_size()
-        return Hop(self._start(ops), self.roll_call)
+        legs = [self._leg(incoming, -direction, stream, arrives=True), self._leg(outgoing, direction, stream, arrives=False)]
+        legs = [leg for leg in legs if leg.tensor.numel()]
+        links = self._neighbourhood.links(outgoing.device)
+        linked = self._start_linked([leg for leg in legs if leg.offset in links], links, stream)
+        return Hop(linked + self._start([leg for leg in legs if leg.offset not in links], stream), self.roll_call)
 
-    def _start(self, ops: Sequence[tuple[dist.P2POp, str]]) -> list[tuple[dist.Work, str]]:
-        if not ops:
+    def _leg(self, tensor: Tensor, offset: int, stream: Stream, *, arrives: bool) -> _Leg:
+        verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
+        what = f"{verb} {stream.name.lower()} {preposition} rank {self._global(offset)}"
+        return _Leg(tensor, offset, arrives, f"rank {self._global(0)}: {what}")
+
+    def _start_linked(self, legs: Sequence[_Leg], links: Mapping[int, Link], stream: Stream) -> list[tuple[Work, str]]:
+        """Between neighbours of one host, the side whose buffer is the pool's offers it: its offers go out first.
+
+        They are waited for last: what the other side does with them may have to wait until this one has copied.
+        """
+        works: list[tuple[Work, str]] = []
+        for leg in legs if stream is Stream.WEIGHTS else reversed(legs):
+            link = links[leg.offset]
+            start = link.offer if leg.arrives == (stream is Stream.WEIGHTS) else link.copy
+            try:
+                work = start(stream, leg.tensor, arrives=leg.arrives)
+                link.look()
+            except OSError as error:
+                raise self.roll_call.error(leg.what, error) from error
+            works.insert(0, (work, leg.what))
+        return works
+
+    def _start(self, legs: Sequence[_Leg], stream: Stream) -> list[tuple[Work, str]]:
+        if not legs:
             return []
         try:
             # Sends first. What the other side waits for already, gloo writes at once, and holds a lock meanwhile on which its
             # own thread spins if the two share a core. What nobody waits for yet, that thread writes later.
-            works = dist.batch_isend_irecv([op for op, _ in reversed(ops)])
+            works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
         except RuntimeError as error:
-            raise self.roll_call.error(" and ".join(what for _, what in ops), error) from error
+            raise self.roll_call.error(" and ".join(leg.what for leg in legs), error) from error
         # One work may stand for the whole batch (NCCL), or each operation may have its own (gloo).
-        whats = [what for _, what in ops] if len(works) == len(ops) else [" and ".join(what for _, what in ops)]
+        whats = [leg.what for leg in legs] if len(works) == len(legs) else [" and ".join(leg.what for leg in legs)]
         return list(zip(reversed(works), whats, strict=True))
+
+    def _operation(self, leg: _Leg, stream: Stream) -> dist.P2POp:
+        peer = (self.rank + leg.offset) % self.size
+        return dist.P2POp(dist.irecv if leg.arrives else dist.isend, leg.tensor, group=self._group, tag=stream, group_peer=peer)
 
     def _global(self, offset: int) -> int:
         return dist.get_global_rank(self._group, (self.rank + offset) % self.size)

@@ -77,10 +77,10 @@ class RollCall:
                 yield
         except RingError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self.error(f"rank {self._here}: {what}", error) from error
 
-    def error(self, what: str, cause: RuntimeError) -> RingError:
+    def error(self, what: str, cause: Exception) -> RingError:
         """What to raise where waiting for ``what`` ended in ``cause``; calls the roll, which takes up to some seconds."""
         return RingError(f"{self._fault()}; {what} failed: {' '.join(str(cause).split())}")
 

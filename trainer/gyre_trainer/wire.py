@@ -12,6 +12,7 @@ from gyre_trainer.live_bytes import COMMUNICATION
 # An operator's argument, and how often a rank of N sends the bytes of it: the collectives in rings, which send the least.
 _SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "c10d::send": (0, lambda n: 1),
+    "gyre::send": (0, lambda n: 1),
     "c10d::allreduce_": (0, lambda n: 2 * (n - 1) / n),
     "c10d::_allgather_base_": (0, lambda n: (n - 1) / n),
     "c10d::allgather_": (1, lambda n: n - 1),
@@ -23,7 +24,7 @@ _SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::reduce_scatter_tensor": (0, lambda n: (n - 1) / n),
 }
 _SILENT = frozenset(
-    {"c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+    {"c10d::recv_", "gyre::recv", "c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 )
 
 

@@ -1,0 +1,110 @@
+"""However a buffer reaches the next rank, the bits are the same, and so are the bytes."""
+
+import gc
+import logging
+import socket
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer import neighbours
+from gyre_trainer.mesh import ROTATE_AXIS
+from gyre_trainer.rotation import RotationPolicy
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.distributed import training
+from tests.distributed.conftest import StartRanks
+from tests.distributed.test_rotation_parity import UNEVEN
+from tests.distributed.training import Outcome, Variant, train_rotated
+
+NUM_STEPS = 3
+VARIANTS = [
+    Variant(),
+    Variant(UNEVEN, RotationPolicy(compute_dtype=torch.bfloat16, recompute=True), dtype=torch.float32, num_parts=2),
+]
+_met = neighbours._met
+
+
+class Said(logging.Handler):
+    """What is logged of neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket]:
+    """Neighbours as if only some were on one host: "all", ranks 0 and 1 one way round, or "none"."""
+    found = _met(group, timeout)
+    kept = {"all": (1, -1), "some": {0: (1,), 1: (-1,)}.get(dist.get_rank(), ()), "none": ()}[reach]
+    for offset in found.keys() - set(kept):
+        found.pop(offset).close()
+    return found
+
+
+def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
+    """A rank's program."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
+    said, log = Said(), logging.getLogger(neighbours.__name__)
+    log.setLevel(logging.INFO)
+    log.addHandler(said)
+    with (
+        patch.object(neighbours, "_met", lambda group, timeout: reached(reach, group, timeout)),
+        patch.object(training, "make_mesh", lambda device_type: mesh),
+    ):
+        outcome = train_rotated(variant, NUM_STEPS)
+    log.removeHandler(said)
+    return outcome, said.lines
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hops_through_memory_and_through_the_group_give_the_same_bits(
+    ranks: StartRanks, num_ranks: int, variant: Variant
+) -> None:
+    told = {reach: ranks(num_ranks).run(trained, variant, reach) for reach in ("all", "some", "none")}
+    for (plain, _), *others in zip(told["none"], told["all"], told["some"], strict=True):
+        for outcome, _ in others:
+            assert outcome.losses == plain.losses
+            assert outcome.bytes_sent == plain.bytes_sent
+            assert all(torch.equal(outcome.parameters[name], plain.parameters[name]) for name in plain.parameters)
+    for rank in range(num_ranks):
+        hops = f"rank {rank}: hops go "
+        assert told["all"][rank][1] == [hops + "through memory that is shared with both neighbours"]
+        assert told["none"][rank][1] == [hops + "through the process group: memory can be shared with no neighbour"]
+    assert told["some"][0][1] == [
+        "rank 0: hops go through memory that is shared with the next rank, and through the process group with the one before"
+    ]
+
+
+def names_of_sockets(inodes: set[str]) -> set[str]:
+    """Those of this host's Unix sockets that have a name, and one of the numbers."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {row[7] for row in rows if len(row) > 7 and row[6] in inodes}
+
+
+def left_open() -> tuple[int, set[str]]:
+    """How many memory files a rank has mapped in the middle of training, and the names of its sockets."""
+    gc.collect()
+    train_rotated(Variant(), 1)
+    files = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:gyre" in line}
+    targets = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    inodes = {target.removeprefix("socket:[").removesuffix("]") for target in targets}
+    return len(files), {name for name in names_of_sockets(inodes) if "gyre-" in name}
+
+
+def test_nothing_is_left_of_ranks_that_were_killed(ranks: StartRanks) -> None:
+    started = ranks(3)
+    told = started.run(left_open)
+    names = set().union(*(names for _, names in told))
+    assert all(num_files > 0 for num_files, _ in told)
+    assert names  # accepted connections keep the name of the socket that listened
+    started.end()
+    assert not [name for name in names if name in Path("/proc/net/unix").read_text()]
+    assert not [each for each in Path("/dev/shm").iterdir() if "gyre" in each.name]
