@@ -12,6 +12,7 @@ from gyre_trainer.flyweight import materialize
 from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
+from gyre_trainer.layers.moe import Experts, ExpertsRule
 from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
@@ -99,6 +100,21 @@ def tied_and_not_rotated() -> None:
     model = build(replace(EVEN, tie_embeddings=True))
     rotate(model.embedding, mesh=make_mesh("cpu"))
     rotate(model, mesh=make_mesh("cpu"))
+
+
+def experts_of_another_name() -> None:
+    rotate(Experts(4, 4, 8), mesh=make_mesh("cpu"), rule=ExpertsRule(weights=("gate", "bias")))
+
+
+def experts_of_different_numbers() -> None:
+    experts = Experts(4, 4, 8)
+    experts.up = nn.Parameter(torch.zeros(3, 8, 4))
+    rotate(experts, mesh=make_mesh("cpu"))
+
+
+def experts_that_nobody_chooses() -> None:
+    experts = rotate(Experts(4, 4, 8), mesh=make_mesh("cpu"), rule=ExpertsRule(chosen="who"))
+    experts(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
 
 
 def mixed_dtypes() -> None:
@@ -257,6 +273,9 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (partial(first_call_of, Residual(nn.ReLU())), RotationError, ["Residual", "not linear"]),
     (tied_and_cut_in_another_way, RotationError, ["MLP", "up.weight", "tied"]),
     (tied_and_not_rotated, RotationError, ["head.weight", "tied"]),
+    (experts_of_another_name, RotationError, ["Experts", "no parameter bias"]),
+    (experts_of_different_numbers, RotationError, ["Experts", "different numbers", "'up': (3, 8, 4)"]),
+    (experts_that_nobody_chooses, RotationError, ["ExpertsRule(chosen='who')", "without that argument"]),
     (mixed_dtypes, RotationError, ["MLP.down.weight", "float64", "float32"]),
     (embedding_with_norms, RotationError, ["Embedding", "max_norm"]),
     (attention_with_another_key, RotationError, ["MultiheadAttention", "bias_k"]),

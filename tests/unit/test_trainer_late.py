@@ -57,6 +57,28 @@ def test_late_gradients_are_the_usual_ones(shape: tuple[int, ...], num_rows: int
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
+def test_matrices_that_a_weight_is_taken_apart_into_leave_theirs_for_later_too() -> None:
+    torch.manual_seed(0)
+    sources = torch.randn(3, 5, 4, dtype=torch.float64)
+    stack = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+
+    def loss() -> Tensor:
+        matrices = stack.unbind()
+        return torch.stack([F.linear(sources[which], matrices[which]).tanh() for which in (0, 2)]).sum()
+
+    (expected,) = torch.autograd.grad(loss(), stack)
+    late = Late({}, {id(stack): 0})
+    with LateGrads(late):
+        output = loss()
+    assert late.entries == {}
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, stack, allow_unused=True)
+    assert grads == (None,)
+    found = SliceGrad([torch.full_like(stack, torch.nan)], empty=True, scale=1.0)
+    for product in late.take():
+        found.add_product(product.place, product.left, product.right, product.entry)
+    torch.testing.assert_close(found._parts[0], expected, rtol=1e-13, atol=1e-13)
+
+
 def test_other_weights_and_autocast_are_left_alone() -> None:
     weight, other, source = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True), torch.randn(2, 3)
     late = Late({}, {id(weight): 0})

@@ -70,7 +70,7 @@ class Constant:
 
 @runtime_checkable
 class HasInits(Protocol):
-    """A model that says how its parameters begin."""
+    """A model, or a layer of one, that says how its parameters begin."""
 
     def inits(self) -> Mapping[str, Init]:
         """By the names that `named_parameters` gives."""
@@ -124,7 +124,7 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def torch_inits(model: nn.Module) -> dict[str, Init]:
-    """The distributions of torch's own `reset_parameters`, for the kinds of layers that are known here."""
+    """The distributions of torch's own `reset_parameters`, for the kinds of layers that are known here, and layers' own."""
     inits: dict[str, Init] = {}
     for path, module in model.named_modules():  # outer ones first: attention has its own idea of the layer inside
         for name, init in _inits_of(module).items():
@@ -132,8 +132,10 @@ def torch_inits(model: nn.Module) -> dict[str, Init]:
     return inits
 
 
-def _inits_of(module: nn.Module) -> dict[str, Init]:
+def _inits_of(module: nn.Module) -> Mapping[str, Init]:
     match module:
+        case HasInits():
+            return module.inits()
         case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
             fan_in = prod(module.weight.shape[1:])
             return dict.fromkeys(("weight", "bias"), Uniform(1 / sqrt(fan_in)))

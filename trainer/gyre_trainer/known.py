@@ -8,13 +8,15 @@ from gyre_trainer.layers.conv import ConvRule
 from gyre_trainer.layers.embedding import EmbeddingRule
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
+from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
 from gyre_trainer.layers.multihead import turn_multihead
 from gyre_trainer.layers.transformer import turn_transformer_layer
 from gyre_trainer.rule import Rule
 from gyre_trainer.wrap import Where, wrap
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_OTHERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, Attention, MLP, GatedMLP)
+_TORCHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_OURS = (Attention, MLP, GatedMLP, Experts, MoE)
 
 
 def turn_known(module: nn.Module, where: Where) -> bool:
@@ -22,7 +24,7 @@ def turn_known(module: nn.Module, where: Where) -> bool:
 
     A subclass with another forward is no longer of its kind, nor is a layer whose weight is computed from others.
     """
-    kind = next((kind for kind in (*_LAYERS, *_OTHERS) if isinstance(module, kind)), None)
+    kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
     if kind is None or type(module).forward is not kind.forward or is_parametrized(module):
         return False
     match module:
@@ -32,6 +34,8 @@ def turn_known(module: nn.Module, where: Where) -> bool:
             turn_multihead(module, where)
         case nn.TransformerEncoderLayer() | nn.TransformerDecoderLayer():
             turn_transformer_layer(module, where)
+        case MoE():
+            wrap(module.experts, ExpertsRule(), where)  # the router stays whole
         case _:
             wrap(module, _rule_of(module), where)
     return True
@@ -47,5 +51,7 @@ def _rule_of(module: nn.Module) -> Rule:
             return MLPRule(ups=("gate", "up"))
         case MLP():
             return MLPRule()
+        case Experts():
+            return ExpertsRule()
         case _:
             return LinearRule()

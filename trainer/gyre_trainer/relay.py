@@ -34,10 +34,17 @@ class SliceGrad:
             part.copy_(grad).mul_(self._scale)
         self._empty[place] = False
 
-    def add_product(self, place: int, left: Tensor, right: Tensor) -> None:
-        """Add the product of two matrices to part ``place``; little of it ever exists beside the part."""
+    def add_product(self, place: int, left: Tensor, right: Tensor, entry: int | None = None) -> None:
+        """Add the product of two matrices to part ``place``, or to one entry along that part's first dim.
+
+        Little of it ever exists beside the part.
+        """
         part, empty = self._parts[place], self._empty[place]
         self._empty[place] = False
+        if entry is not None:
+            if empty:
+                part.zero_()
+            part, empty = part[entry], False
         if part.dtype == left.dtype == right.dtype:
             part.addmm_(left, right, beta=0 if empty else 1, alpha=self._scale)
             return

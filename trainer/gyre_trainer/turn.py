@@ -187,7 +187,7 @@ class Turn:
             if grad is not None:
                 slice_grad.add(place, grad)
         for product in self._call.late.take():
-            slice_grad.add_product(product.place, product.left, product.right)
+            slice_grad.add_product(product.place, product.left, product.right, product.entry)
 
     def _graph(self, index: int, flat: Tensor | None, portion: Portion) -> _Graph:
         if self._keeps_graphs:

@@ -1,0 +1,134 @@
+# ruff: noqa: N806  # names carry shape letters
+"""A mixture of experts by groups of experts: they travel, and each rank serves its own tokens.
+
+No token is sent anywhere, so none is dropped for want of room, and no rank waits for an expert that more tokens chose. The
+price is that all experts visit every rank, chosen or not.
+
+Dims: T tokens, D model, H hidden, E experts, K choices of a token, R rows: one for each choice of an expert that is here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.flyweight import Uniform
+from gyre_trainer.layers.mlp import refuse_dropout
+from gyre_trainer.layout import Cut
+from gyre_trainer.rule import Part, Rule
+
+
+class Experts(nn.Module):
+    """Gated MLPs, of which each token chooses some; their weights lie one behind the other, along the first dim.
+
+    The number of experts is read from the weights, so the same forward runs with all of them or with a slice.
+    """
+
+    def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.up = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.reset_parameters()
+
+    def inits(self) -> dict[str, Uniform]:
+        """Each expert begins as linear layers do."""
+        return {name: Uniform(weight.shape[-1] ** -0.5) for name, weight in self.named_parameters()}
+
+    def reset_parameters(self) -> None:
+        """Likewise, off the meta device."""
+        for name, init in self.inits().items():
+            nn.init.uniform_(self.get_parameter(name), -init.bound, init.bound)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the outputs of each token's experts.
+
+        Args:
+            x: of shape (..., D).
+            chosen: numbers of experts, (..., K). Those outside [0, E) add nothing.
+            weights: of the chosen, (..., K).
+        """
+        x_TD, chosen_TK, weights_TK = x.flatten(0, -2), chosen.flatten(0, -2), weights.flatten(0, -2)
+        num_experts = self.down.shape[0]
+        if num_experts == 0:
+            return torch.zeros_like(x)
+        token_R, place_R = ((chosen_TK >= 0) & (chosen_TK < num_experts)).nonzero(as_tuple=True)
+        expert_R, order_R = chosen_TK[token_R, place_R].sort(stable=True)
+        token_R, place_R = token_R[order_R], place_R[order_R]
+        rows = torch.split(x_TD[token_R], expert_R.bincount(minlength=num_experts).tolist())
+        stacks = zip(rows, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        y_RD = torch.cat([F.linear(F.silu(F.linear(row, gate)) * F.linear(row, up), down) for row, gate, up, down in stacks])
+        weights_R1 = weights_TK[token_R, place_R].unsqueeze(-1)
+        return torch.zeros_like(x_TD).index_add_(0, token_R, (y_RD * weights_R1).type_as(x_TD)).view_as(x)
+
+
+class MoE(nn.Module):
+    """A router, and the experts that it sends each token to: those that a softmax prefers, weighted by it, 1 in sum."""
+
+    def __init__(self, dim: int, hidden_dim: int, *, num_experts: int, num_chosen: int) -> None:
+        super().__init__()
+        self.num_chosen = num_chosen
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.experts = Experts(num_experts, dim, hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output, shaped as ``x``: (..., D)."""
+        scores = self.router(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights, chosen = scores.topk(self.num_chosen, dim=-1)
+        output: Tensor = self.experts(x, chosen, weights / weights.sum(-1, keepdim=True))
+        return output
+
+
+@dataclass(frozen=True)
+class ExpertsRule(Rule):
+    """For a module that gets tokens and the numbers of the experts that each chose, and adds up what these make of it.
+
+    A slice holds the same range of experts of all ``weights``. The forward finds the number of experts in them, adds nothing
+    for a choice of that very number, which stands for those that are elsewhere, and is linear in the last of the weights.
+    Where it takes them apart with `unbind()`, an expert's gradient is formed in the buffer that passes; indexed, those of all
+    the slice's experts exist beside it.
+
+    Attributes:
+        weights: names of the parameters, with one expert after the other along their first dim.
+        chosen: the argument that has the experts' numbers, by its place or its name.
+    """
+
+    weights: tuple[str, ...] = ("gate", "up", "down")
+    chosen: int | str = 1
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """The last layer's."""
+        return self.weights[-1:]
+
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """All weights, along the experts."""
+        refuse_dropout(module)
+        parameters = dict(module.named_parameters())
+        missing = [name for name in self.weights if name not in parameters]
+        if missing:
+            raise RotationError(f"{type(module).__name__} has no parameter {missing[0]}, which the rule wants to cut")
+        shapes = {name: tuple(parameters[name].shape) for name in self.weights}
+        sizes = {shape[0] if shape else 0 for shape in shapes.values()}
+        if len(sizes) > 1:
+            raise RotationError(f"{type(module).__name__} has different numbers of experts in {shapes}")
+        return [Cut(name, shape, 0) for name, shape in shapes.items()]
+
+    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the slice's experts make of the tokens that chose them."""
+        start, stop = part.bounds[self.weights[0]]
+        own, named = list(args), dict(kwargs)
+        try:
+            chosen = named[self.chosen] if isinstance(self.chosen, str) else own[self.chosen]
+        except LookupError:
+            raise RotationError(f"ExpertsRule(chosen={self.chosen!r}): the module is called without that argument") from None
+        here = torch.where((chosen >= start) & (chosen < stop), chosen - start, stop - start)
+        if isinstance(self.chosen, str):
+            named[self.chosen] = here
+        else:
+            own[self.chosen] = here
+        return forward(*own, **named)
