@@ -71,11 +71,13 @@ class TestLocalByCopiers(test_storage_local.TestLocal):
 
         async def read() -> list[list[int]]:
             storage = await opener(f"{failing_disk.folder}/0.bin", {})
+            for _ in range(2):  # there now, so that the next job is not looked at
+                await storage.read(Targets().add(0, 0, 5000).reads())
             failing_disk.fail()
             pids = []
             for _ in range(2):
                 with pytest.raises(StorageUnavailable, match=r"0\.bin is what it was and yet cannot be read"):
-                    await first_of(storage.read(Targets().add(0, 1 << 20, 5000).add(0, 3 << 20, 5000).reads()))
+                    await first_of(storage.read(Targets().add(0, 3 << 20, 5000).reads()))
                 pids.append(copiers.pids)
             return pids
 

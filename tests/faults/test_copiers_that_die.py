@@ -14,6 +14,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.faults.test_daemon_faults import eventually
 
 NUM_TOKENS = 1 << 20
+NUM_THREADS = 4  # that a daemon has unless it is told otherwise
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 512}
 
 
@@ -54,7 +55,6 @@ def test_jobs_read_on_while_copiers_are_killed(daemon: Daemon, shard: Path) -> N
 
 def test_one_death_of_a_file_that_shrinks_and_the_daemon_serves_on(daemon: Daemon, shard: Path) -> None:
     """However often somebody asks for it."""
-    num_copiers = len(copiers(daemon))
     with Loader("noise", batch_size=32, seed=1, address=daemon.address) as loader, pytest.raises(CorruptSample):
         next(loader)
         os.truncate(shard, 4096)
@@ -65,7 +65,7 @@ def test_one_death_of_a_file_that_shrinks_and_the_daemon_serves_on(daemon: Daemo
         with loader, pytest.raises(CorruptSample, match=r"noise\.bin"):
             next(loader)
     num_deaths = sum(event["event"] == "copier died" for event in daemon.events())
-    assert num_deaths <= num_copiers, "each may have been copying when it shrank"
+    assert num_deaths <= NUM_THREADS, "each may have had a job under way when it shrank"
     assert daemon.stop() == 0
 
 

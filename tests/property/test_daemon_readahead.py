@@ -93,10 +93,12 @@ def test_a_copy_that_waits_for_the_disk_brings_the_looks_back(shard: OpenShard) 
     for _ in range(300):
         ahead.announce(some_reads(), {0: shard})
     evict(shard)
-    with ahead.around(some_reads(), {0: shard}):
+    with ahead.around(some_reads(), {0: shard}) as waits:
+        assert not waits, "nobody looked"
         assert shard.mapping[NUM_BYTES // 2] == 0
     evict(shard)
-    assert ahead.announce(some_reads(), {0: shard}) > 0
+    with ahead.around(some_reads(), {0: shard}) as waits:
+        assert waits
 
 
 def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:

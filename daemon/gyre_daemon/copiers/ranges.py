@@ -52,10 +52,12 @@ class Ranges:
         if int(row.max()) >= num_rows:
             raise ValueError("a row lies beyond the end of the file")
         rows = np.frombuffer(file, np.uint8, num_rows * size, first).reshape(-1, size)
+        memory = np.frombuffer(arena, np.uint8)
         begin = 0
         for end in ends:
-            place = np.frombuffer(arena, np.uint8, (end - begin) * size, int(self.target[begin])).reshape(-1, size)
-            np.take(rows, row[begin:end], axis=0, out=place, mode="clip")  # "raise" would copy what it puts out once more
+            place = int(self.target[begin])
+            into = memory[place : place + (end - begin) * size].reshape(-1, size)
+            rows.take(row[begin:end], 0, into, "clip")  # "raise" would copy what it puts out once more
             begin = end
         return True
 

@@ -122,8 +122,8 @@ class LocalStorage:
     def _read_group(self, reads: Reads, touched: Sequence[int]) -> None:
         """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
         opened = {shard: self._open.get(shard) for shard in touched}
-        with self._ahead.around(reads, opened):
-            failed = None if self._have_copied(reads, opened) else self._copy(reads, opened)
+        with self._ahead.around(reads, opened) as waits:  # in a thread of its own: copiers have work that can be done at once
+            failed = None if not waits and self._have_copied(reads, opened) else self._copy(reads, opened)
         try:
             for shard in opened.values():
                 shard.check_unchanged()

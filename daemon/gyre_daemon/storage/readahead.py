@@ -44,11 +44,11 @@ class ReadAhead:
         self._num_unseen = 0
 
     @contextlib.contextmanager
-    def around(self, reads: Reads, opened: Mapping[int, OpenShard]) -> Iterator[None]:
-        """Announce reads, then notice whether copying them, inside, waited for a disk."""
-        self.announce(reads, opened)
+    def around(self, reads: Reads, opened: Mapping[int, OpenShard]) -> Iterator[bool]:
+        """Announce reads, then notice whether copying them, inside, waited for a disk; gives whether it will have to."""
+        num_announced = self.announce(reads, opened)
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-        yield
+        yield num_announced > 0
         if resource.getrusage(resource.RUSAGE_THREAD).ru_majflt != before:
             self.saw_waits()
 
