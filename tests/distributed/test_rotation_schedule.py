@@ -10,12 +10,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer import neighbours
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.mesh import make_mesh
+from gyre_trainer.mesh import ROTATE_AXIS, make_mesh
 from gyre_trainer.ring import Direction, Hop, Ring, Stream, ring_of
 from gyre_trainer.rotate import RotationPolicy, rotate
 from gyre_trainer.rotated import RotatedModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.test_rotation_parity import UNEVEN
@@ -213,3 +215,24 @@ def what_a_spent_loss_keeps(policy: RotationPolicy) -> list[bool]:
 def test_a_spent_loss_keeps_no_activation(ranks: StartRanks) -> None:
     for policy in (RotationPolicy(), RotationPolicy(recompute=True)):
         assert ranks(3).run(what_a_spent_loss_keeps, policy) == [[True, False]] * 3
+
+
+def what_a_model_leaves() -> tuple[int, bool, int, bool]:
+    """Transient buffers, and whether the norm's weight is there, with a model and when it is gone."""
+    gc.collect()
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
+    mlp = rotate(nn.Sequential(nn.LayerNorm(4), rotate(MLP(4, 8), mesh=mesh)), mesh=mesh)
+    mlp(torch.ones(2, 4)).sum().backward()
+    files, weight = neighbours._SHARED[mesh.get_group()].memory.files, weakref.ref(mlp.get_parameter("0.weight"))
+    before = len(files), weight() is not None
+    del mlp
+    gc.collect()
+    return *before, len(files), weight() is not None
+
+
+def test_nothing_is_left_of_a_model_that_is_gone(ranks: StartRanks) -> None:
+    for num_files, there, num_files_later, there_later in ranks(2).run(what_a_model_leaves):
+        assert num_files >= 2
+        assert there
+        assert num_files_later == 0
+        assert not there_later

@@ -104,7 +104,8 @@ def _met(group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socke
 def _told(mine: _T, group: dist.ProcessGroup) -> list[_T]:
     """What each rank says."""
     everyone = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    with torch._C._DisableTorchDispatch():  # said once, so it is no part of what whoever counts a step's bytes wants to know
+        dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -65,11 +67,13 @@ class Replicas(Averaging):
         self._group = mesh.get_group()
         self._ring = ring_of(mesh)
         self._due = False
+        touched = partial(_touched, ref(self))  # a hook that held this would keep both alive for ever
         for parameter in parameters:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._touched)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
 
-    def _touched(self, parameter: Tensor) -> None:
+    def touched(self) -> None:
+        """A gradient has come; the backward that it came in will average all of them at its end."""
         if not self._due and not self.held_back:
             self._due = True
             Variable._execution_engine.queue_callback(self._average)
@@ -83,6 +87,12 @@ class Replicas(Averaging):
         flat /= dist.get_world_size(self._group)
         for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
+
+
+def _touched(replicas: "ref[Replicas]", parameter: Tensor) -> None:
+    there = replicas()
+    if there is not None:
+        there.touched()
 
 
 @contextmanager
