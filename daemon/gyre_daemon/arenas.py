@@ -26,6 +26,7 @@ class Mapped:
     def __init__(self, limit_bytes: int, copiers: Copiers = NO_COPIERS) -> None:
         self._limit_bytes = limit_bytes
         self._copiers = copiers
+        self._shared: set[int] = set()
         self._unmapping: set[asyncio.Task[None]] = set()
         self._num_bytes = 0
         self._changed = asyncio.Event()
@@ -38,6 +39,7 @@ class Mapped:
 
     def share(self, arena: Arena) -> None:
         """Let copiers have it, before it is sealed; waits for them."""
+        self._shared.add(arena.key)
         self._copiers.map(arena.key, arena.descriptor, arena.num_bytes)
 
     async def room(self, num_bytes: int) -> None:
@@ -49,12 +51,19 @@ class Mapped:
                     await self._changed.wait()
 
     def _gone(self, key: int, num_bytes: int) -> None:
+        if key not in self._shared:
+            self._count_down(num_bytes)
+            return
+        self._shared.remove(key)
         task = asyncio.create_task(self._unmap(key, num_bytes))
         self._unmapping.add(task)
         task.add_done_callback(self._unmapping.discard)
 
     async def _unmap(self, key: int, num_bytes: int) -> None:
         await asyncio.to_thread(self._copiers.unmap, key)
+        self._count_down(num_bytes)
+
+    def _count_down(self, num_bytes: int) -> None:
         self._num_bytes -= num_bytes
         self._changed.set()
 
