@@ -5,15 +5,19 @@ run in threads beside the event loop, as in a daemon.
 """
 
 import asyncio
+import os
+import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import uvloop
-from gyre_daemon.arena import Arena, Budget
+from gyre_daemon.arena import Budget
 from gyre_daemon.arenas import Mapped
 from gyre_daemon.cache import SidecarStore
 from gyre_daemon.catalog import Catalog
@@ -27,6 +31,7 @@ from gyre_daemon.request import Reader, SessionRequest
 from gyre_daemon.service import control
 from gyre_daemon.session import Session, SessionEnvironment
 from gyre_daemon.sessions import SessionTable
+from gyre_daemon.sidechannel import Peer
 from gyre_daemon.storage import StorageOpener, Terms
 from gyre_daemon.storage.gather import Addresses, Sizes, gather
 
@@ -59,12 +64,14 @@ class Cost:
     per_message: float
 
 
-class Nearby:
-    """Stands for a client that has every arena mapped."""
-
-    def number(self, arena: Arena) -> int:
-        """What it calls an arena."""
-        return 0
+@contextmanager
+def client_nearby() -> Iterator[Peer]:
+    """A client on this machine, which is handed arenas and does nothing with them."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        peer = Peer(ours, os.getpid(), os.getuid())
+        yield peer
+        peer.hang_up()
 
 
 class Copies:
@@ -89,17 +96,20 @@ async def measure(workload: Workload, folder: Path) -> Cost:
     """Read one session for a while."""
     copies = Copies()
     workload.read_files()
-    with ThreadPoolExecutor(NUM_THREADS) as executor, mock.patch("gyre_daemon.storage.local.gather", copies.run):
+    with (
+        client_nearby() as client,
+        ThreadPoolExecutor(NUM_THREADS) as executor,
+        mock.patch("gyre_daemon.storage.local.gather", copies.run),
+    ):
         table_, session = await _open(workload, folder, FairExecutor(executor, NUM_THREADS))
         session.attach()
-        session._shown = Nearby()  # type: ignore[assignment]
+        assert session.share_arenas(client)
         session.add_credit(session.share.num_queued)
         await _read(session, WARMUP_S)
         began, process, loop = time.perf_counter(), time.process_time(), time.thread_time()
         copies.thread_s = 0.0
         num_batches, num_messages = await _read(session, DURATION_S)
         elapsed_s, process_s, loop_s = time.perf_counter() - began, time.process_time() - process, time.thread_time() - loop
-        session._shown = None
         table_.close(session.session_id, GyreError("measured"))
     return Cost(
         workload.name,
