@@ -19,9 +19,11 @@ ALGORITHM_VERSION = 2
 MAX_SAMPLES = 1 << 62
 
 _MAX_TABLE_SAMPLES = 4096
+_MAX_TABLED_BITS = 22  # 128 KiB of tables
 _NUM_ROUNDS = 8  # even, so that the two halves come back to their places
 _KEY_FORMAT = f"<{_NUM_ROUNDS}IB"
 KEY_BYTES = struct.calcsize(_KEY_FORMAT)
+_16, _13, _FIRST_FACTOR, _SECOND_FACTOR = map(np.uint32, (16, 13, 0x85EBCA6B, 0xC2B2AE35))
 
 Int64Array = npt.NDArray[np.int64]
 Word = npt.NDArray[np.uint64]
@@ -87,17 +89,18 @@ class _Network:
     """A Feistel network with cycle walking."""
 
     def __init__(self, key: bytes, num_samples: int) -> None:
-        self._num_bits = (num_samples - 1).bit_length()
+        num_bits = (num_samples - 1).bit_length()
         self._num_samples = num_samples
         *round_keys, last = struct.unpack(_KEY_FORMAT, key)
-        self._round_keys = [np.uint32(word) for word in round_keys]
+        rounds = _Tabled if num_bits <= _MAX_TABLED_BITS else _Computed
+        self._rounds: _Bijection = rounds([np.uint32(word) for word in round_keys], num_bits)
         self._exchanges = last & 1
 
     def forward(self, values: Int64Array) -> Int64Array:
-        return self._exchange(self._walk(values, self._encrypt))
+        return self._exchange(self._walk(values, self._rounds.forward))
 
     def backward(self, values: Int64Array) -> Int64Array:
-        return self._walk(self._exchange(values.copy()), self._decrypt)
+        return self._walk(self._exchange(values.copy()), self._rounds.backward)
 
     def _exchange(self, values: Int64Array) -> Int64Array:
         """Where this key does so, 0 for 1 and 1 for 0, in place."""
@@ -105,20 +108,52 @@ class _Network:
             values[np.flatnonzero(values < 2)] ^= 1
         return values
 
-    def _walk(self, values: Int64Array, step: Callable[[Word], Word]) -> Int64Array:
-        result = step(values.astype(np.uint64))
+    def _walk(self, values: Int64Array, step: Callable[[Int64Array], Int64Array]) -> Int64Array:
+        result = step(values)
         outside = np.flatnonzero(result >= self._num_samples)
         while outside.size:
             walked = step(result[outside])
             result[outside] = walked
             outside = outside[walked >= self._num_samples]
-        return result.astype(np.int64)
+        return result
 
-    def _encrypt(self, values: Word) -> Word:
-        return encrypt(values, self._round_keys, self._num_bits)
 
-    def _decrypt(self, values: Word) -> Word:
-        return decrypt(values, self._round_keys, self._num_bits)
+class _Computed:
+    """The rounds of a network, computed."""
+
+    def __init__(self, round_keys: Sequence[np.uint32], num_bits: int) -> None:
+        self._round_keys = round_keys
+        self._num_bits = num_bits
+
+    def forward(self, values: Int64Array) -> Int64Array:
+        return encrypt(values.astype(np.uint64), self._round_keys, self._num_bits).astype(np.int64)
+
+    def backward(self, values: Int64Array) -> Int64Array:
+        return decrypt(values.astype(np.uint64), self._round_keys, self._num_bits).astype(np.int64)
+
+
+class _Tabled:
+    """The same, looked up: a round function of few bits is a small table, and a look takes a fifth of what computing does."""
+
+    def __init__(self, round_keys: Sequence[np.uint32], num_bits: int) -> None:
+        self._right_bits = num_bits - num_bits // 2
+        bits = (num_bits // 2, self._right_bits)
+        self._tables = [
+            _mix(np.arange(1 << bits[1 - index % 2], dtype=np.uint32), key, bits[index % 2]).astype(np.int64)
+            for index, key in enumerate(round_keys)
+        ]
+
+    def forward(self, values: Int64Array) -> Int64Array:
+        left, right = values >> self._right_bits, values & (1 << self._right_bits) - 1
+        for table in self._tables:
+            left, right = right, left ^ table.take(right)
+        return left << self._right_bits | right
+
+    def backward(self, values: Int64Array) -> Int64Array:
+        left, right = values >> self._right_bits, values & (1 << self._right_bits) - 1
+        for table in reversed(self._tables):
+            left, right = right ^ table.take(left), left
+        return left << self._right_bits | right
 
 
 def encrypt(values: Word, round_keys: Sequence[RoundKey], num_bits: int) -> Word:
@@ -159,10 +194,10 @@ def _join(left: _Half, right: _Half, right_bits: int) -> Word:
 def _mix(half: _Half, key: RoundKey, num_bits: int) -> _Half:
     """The round function: the finaliser of MurmurHash3 over half and key, its top `num_bits` bits."""
     mixed = half ^ key
-    mixed ^= mixed >> np.uint32(16)
-    mixed *= np.uint32(0x85EBCA6B)
-    mixed ^= mixed >> np.uint32(13)
-    mixed *= np.uint32(0xC2B2AE35)
-    mixed ^= mixed >> np.uint32(16)
+    mixed ^= mixed >> _16
+    mixed *= _FIRST_FACTOR
+    mixed ^= mixed >> _13
+    mixed *= _SECOND_FACTOR
+    mixed ^= mixed >> _16
     mixed >>= np.uint32(32 - num_bits)
     return mixed

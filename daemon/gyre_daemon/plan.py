@@ -10,6 +10,7 @@ A job that joins a running one begins at a position `(E, q0)` of that one, and e
 epoch e is the running job's epoch E + e from place q0 to the end and then from the beginning to q0.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -106,20 +107,27 @@ class Plan:
         global_size = self.order.global_batch_size
         size = global_size // world_size
         first_epoch, first_place = divmod(first_step * global_size + rank * size, self.epoch_length)
-        ahead = (np.arange(num_steps)[:, None] * global_size + np.arange(size)).reshape(
-            -1
-        )  # small numbers, however far the step
-        epochs, places = np.divmod(first_place + ahead, self.epoch_length)
-        places = (places + self._start_place) % self.epoch_length
+        ahead = np.arange(num_steps)[:, None] * global_size + np.arange(size)  # small numbers, however far the step
+        places, bounds = self._by_epoch(first_place + ahead.reshape(-1))
         mask = places < self.num_samples if self.order.tail == "pad" else None
         if mask is not None:
             places %= self.num_samples
         sample_ids = np.empty(len(places), np.int64)
-        for epoch in range(int(epochs[-1]) + 1 if len(epochs) else 0):
-            of_epoch = slice(*np.searchsorted(epochs, (epoch, epoch + 1)).tolist())
-            sample_ids[of_epoch] = self._epochs.of(first_epoch + epoch)(places[of_epoch])
+        for epoch, (begin, end) in enumerate(itertools.pairwise(bounds), first_epoch):
+            sample_ids[begin:end] = self._epochs.of(epoch)(places[begin:end])
         mask = None if mask is None else mask.reshape(num_steps, size)
         return StripPlan(first_step, sample_ids.reshape(num_steps, size), mask, global_size, self.epoch_length)
+
+    def _by_epoch(self, places: Int64Array) -> tuple[Int64Array, list[int]]:
+        """Rising places from an epoch's beginning on, as the running order's, and where each epoch's begin and end."""
+        num_epochs = int(places[-1]) // self.epoch_length + 1 if len(places) else 0
+        bounds = [0, len(places)]
+        if num_epochs > 1:
+            epochs, places = np.divmod(places, self.epoch_length)
+            bounds = np.searchsorted(epochs, np.arange(num_epochs + 1)).tolist()
+        if self._start_place:
+            places = (places + self._start_place) % self.epoch_length
+        return places, bounds
 
     def num_steps(self, num_epochs: int) -> int:
         """Whole steps in so many epochs; what is left of the last one with `wrap` is not handed out."""

@@ -22,7 +22,7 @@ from gyre_daemon.window import Window
 
 _MAX_PREPARED = 64  # batches that are laid out at once, unless a strip has more
 _FIRST_BYTES = 4 << 20  # so many at first: a first batch does not wait for many others
-_PLANNED_POSITIONS = 1 << 14  # at once: a millisecond
+_PLANNED_POSITIONS = 1 << 13  # at once: a quarter of a millisecond; larger arrays have their pages faulted in anew each time
 _MAX_BLOCKS_AHEAD = 64
 
 

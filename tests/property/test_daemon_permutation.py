@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from gyre_daemon.permutation import ALGORITHM_VERSION, MAX_SAMPLES, Permutation, epoch_key
+from gyre_daemon.permutation import ALGORITHM_VERSION, MAX_SAMPLES, Permutation, _Computed, _Tabled, epoch_key
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +68,16 @@ def test_neighbouring_seeds_and_epochs_share_nothing() -> None:
             for other in others:
                 if other in grid and other != (seed, epoch):
                     assert (ids == grid[other]).sum() < 12, f"{(seed, epoch)} and {other} of {num_samples}"
+
+
+@pytest.mark.parametrize("num_bits", [2, 3, 12, 13, 21, 22])
+def test_rounds_from_tables_are_those_that_are_computed(num_bits: int) -> None:
+    keys = [np.uint32(word) for word in np.random.default_rng(num_bits).integers(0, 2**32, 8)]
+    values = np.random.default_rng(0).integers(0, 1 << num_bits, 3000)
+    tabled, computed = _Tabled(keys, num_bits), _Computed(keys, num_bits)
+    assert np.array_equal(tabled.forward(values), computed.forward(values))
+    assert np.array_equal(tabled.backward(values), computed.backward(values))
+    assert np.array_equal(tabled.backward(tabled.forward(values)), values)
 
 
 def test_keys_differ() -> None:

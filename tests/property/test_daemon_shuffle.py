@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.permutation import Permutation, _Network, epoch_key
+from gyre_daemon.permutation import Permutation, _Network, _Tabled, epoch_key
 from scipy import stats
 
 Orders = npt.NDArray[np.int64]  # [K, N]: the ids of K epochs at places 0 to N - 1
@@ -50,7 +50,8 @@ def shuffle_buffer(key: int, num_samples: int) -> npt.NDArray[np.int64]:
 
 def two_rounds(key: int, num_samples: int) -> npt.NDArray[np.int64]:
     short = _Network(epoch_key(key, 0), num_samples)
-    short._round_keys = short._round_keys[:2]
+    assert isinstance(short._rounds, _Tabled)
+    short._rounds._tables = short._rounds._tables[:2]
     return short.forward(np.arange(num_samples))
 
 

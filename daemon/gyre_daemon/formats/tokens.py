@@ -80,8 +80,11 @@ class TokensIndex:
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
         """See `SampleIndex.locate`."""
-        shard = np.searchsorted(self._first, sample_ids, side="right") - 1
-        start = (sample_ids - self._first[shard]) * self._stride_bytes
+        if len(self._first) > 2:
+            shard = np.searchsorted(self._first, sample_ids, side="right") - 1
+            start = (sample_ids - self._first[shard]) * self._stride_bytes
+        else:
+            shard, start = np.zeros(len(sample_ids), np.int64), sample_ids * self._stride_bytes
         return Extents(shard, start[:, None], np.full((len(sample_ids), 1), self._sample_bytes, np.int64))
 
     def max_ragged_bytes(self, num_samples: int) -> int:
