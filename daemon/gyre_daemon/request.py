@@ -12,8 +12,8 @@ from gyre_daemon.plan import Order, check_ranks
 
 MAX_EPOCHS = 1 << 32
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
-_STRIPS_AHEAD_BYTES, _MANY_IN_STRIPS = 12 << 20, 96  # the same where several batches make a strip
-_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS = 768, 48 << 10  # where their layouts are equal: to plan a third of them takes 1 ms
+_STRIPS_AHEAD_BYTES, _MANY_IN_STRIPS = 24 << 20, 192  # the same where several batches make a strip
+_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS = 768, 48 << 10  # where layouts are equal: a third of them is planned in 1 ms
 _FEW_STRIPS, _FEW_STRIPS_BYTES = 12, 40 << 20  # batches: three strips of four, as far as the bytes are enough for them
 
 
@@ -76,20 +76,22 @@ class SessionRequest:
         check_cursor(cursor, self.dataset.name, self.dataset.fingerprint, self.order)
         return cursor
 
-    def wanted_share(self, limit_bytes: int) -> Share:
-        """The memory that it would like to have."""
+    def wanted_share(self, limit_bytes: int, *, scarce: bool = False) -> Share:
+        """The memory that it would like to have; less where memory is scarce and it asks for no window in particular."""
         batch_bytes = max_batch_bytes(self.dataset.index, self.order.global_batch_size // self.reader.world_size)
         in_strips = self.dataset.storage.reads_in_bulk
-        num_ahead = self.prefetch_batches or (self._in_strips(batch_bytes) if in_strips else _one_by_one(batch_bytes))
+        num_wanted = self._in_strips(batch_bytes, scarce=scarce) if in_strips else _one_by_one(batch_bytes)
+        num_ahead = self.prefetch_batches or num_wanted
         limit_bytes = max(limit_bytes, batch_bytes)
         return divide(batch_bytes, num_ahead, limit_bytes, in_strips=in_strips, may_grow=not self.prefetch_batches)
 
-    def _in_strips(self, batch_bytes: int) -> int:
+    def _in_strips(self, batch_bytes: int, *, scarce: bool) -> int:
         few = max(_MIN_AHEAD, min(_FEW_STRIPS, _FEW_STRIPS_BYTES // batch_bytes))
         most = _MANY_IN_STRIPS
         if self.dataset.has_equal_samples:
             most = max(most, min(_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS * self.reader.world_size // self.order.global_batch_size))
-        return min(max(_STRIPS_AHEAD_BYTES // batch_bytes, few), most)
+        num_bytes = _STRIPS_AHEAD_BYTES // 2 if scarce else _STRIPS_AHEAD_BYTES
+        return min(max(num_bytes // batch_bytes, few), most)
 
 
 def _one_by_one(batch_bytes: int) -> int:

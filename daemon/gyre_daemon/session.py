@@ -292,11 +292,12 @@ class Session:
         return self._draining and (self._path.view.num_begun == 0 or not self.credits)
 
     def _reserve(self) -> Share:
-        """What it wants, or as much of it as there is."""
+        """What it wants, or as much of it as there is; who comes next finds something too."""
         request, budget = self.request, self._environment.budget
-        share = request.wanted_share(self._environment.machinery.arena_limit_bytes)
-        if share.num_bytes > budget.free_bytes:
-            share = request.wanted_share(budget.free_bytes)
+        limit_bytes = self._environment.machinery.arena_limit_bytes
+        share = request.wanted_share(limit_bytes)
+        if share.num_bytes > budget.free_bytes // 2:
+            share = request.wanted_share(min(limit_bytes, budget.free_bytes), scarce=True)
         budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
         return share
 
