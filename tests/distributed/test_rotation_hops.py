@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -40,9 +41,15 @@ class Said(logging.Handler):
 
 
 def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket]:
-    """Neighbours as if only some were on one host: "all", ranks 0 and 1 one way round, or "none"."""
+    """Neighbours as if only some were on one host: "all", ranks 0 and 1 one way round, or "none".
+
+    Where it is "refused", rank 1 gets no memory that could be shared.
+    """
+    if reach == "refused" and dist.get_rank() == 1:
+        with patch.object(os, "memfd_create", side_effect=PermissionError("memfd_create")):
+            return _met(group, timeout)
     found = _met(group, timeout)
-    kept = {"all": (1, -1), "some": {0: (1,), 1: (-1,)}.get(dist.get_rank(), ()), "none": ()}[reach]
+    kept = {"some": {0: (1,), 1: (-1,)}.get(dist.get_rank(), ()), "none": ()}.get(reach, (1, -1))
     for offset in found.keys() - set(kept):
         found.pop(offset).close()
     return found
@@ -68,8 +75,8 @@ def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
 def test_hops_through_memory_and_through_the_group_give_the_same_bits(
     ranks: StartRanks, num_ranks: int, variant: Variant
 ) -> None:
-    told = {reach: ranks(num_ranks).run(trained, variant, reach) for reach in ("all", "some", "none")}
-    for (plain, _), *others in zip(told["none"], told["all"], told["some"], strict=True):
+    told = {reach: ranks(num_ranks).run(trained, variant, reach) for reach in ("none", "all", "some", "refused")}
+    for (plain, _), *others in zip(*told.values(), strict=True):
         for outcome, _ in others:
             assert outcome.losses == plain.losses
             assert outcome.bytes_sent == plain.bytes_sent
@@ -78,6 +85,8 @@ def test_hops_through_memory_and_through_the_group_give_the_same_bits(
         hops = f"rank {rank}: hops go "
         assert told["all"][rank][1] == [hops + "through memory that is shared with both neighbours"]
         assert told["none"][rank][1] == [hops + "through the process group: memory can be shared with no neighbour"]
+    assert told["refused"][1][1] == told["none"][1][1]
+    assert (told["refused"][0][1] == told["none"][0][1]) == (num_ranks == 2)
     assert told["some"][0][1] == [
         "rank 0: hops go through memory that is shared with the next rank, and through the process group with the one before"
     ]
