@@ -46,7 +46,8 @@ def test_jobs_read_on_while_copiers_are_killed(daemon: Daemon, shard: Path) -> N
         for step in range(600):
             batch = next(loader)
             if step % 100 == 50:
-                copiers(daemon)[0].send_signal(signal.SIGKILL)
+                for process in copiers(daemon):
+                    process.send_signal(signal.SIGKILL)
             for sample_id, tokens in zip(batch["sample_id"].tolist(), batch["tokens"], strict=True):
                 assert tokens.numpy().tobytes() == samples[sample_id], f"step {step}"
     assert any(event["event"] == "copier died" for event in daemon.events())

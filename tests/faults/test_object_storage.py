@@ -108,8 +108,8 @@ def test_a_storm_of_503_passes_and_all_is_as_before(daemon: Daemon, server: Obje
         batches = iter(reading)
         for _ in range(5):
             next(batches)
-        server.forget()
         server.misbehave(Rule("status", status=503))
+        server.forget()
         after(lambda: status(daemon).endpoints[0].limit <= 4)
         time.sleep(1.0)  # nothing gets through, and hardly anything is asked
         assert server.counts()["reads"] < 4 * MAX_REQUESTS

@@ -63,12 +63,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def daemons(launcher: int) -> list[psutil.Process]:
-    """Among the descendants of a process."""
+    """Among the descendants of a process; what a daemon forks is part of it."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "gyre_daemon" in child.cmdline():
+                if "gyre_daemon" in child.cmdline() and "gyre_daemon" not in psutil.Process(child.ppid()).cmdline():
                     found.append(child)
     return found
 
