@@ -98,8 +98,8 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 
 def _num_copiers(config: DaemonConfig) -> int:
-    """One for each pair of cores: the other is for those who read what it copies."""
-    return min(config.num_copiers, config.num_io_threads, max(1, len(os.sched_getaffinity(0)) // 2))
+    """More would have nobody to work for, or nowhere to."""
+    return min(config.num_copiers, config.num_io_threads, len(os.sched_getaffinity(0)))
 
 
 def _collect_rarely() -> None:

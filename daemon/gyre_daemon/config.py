@@ -58,7 +58,7 @@ class DaemonConfig:
         lease_s: a client silent for longer loses its session.
         drain_timeout_s: how long SIGTERM lets batches in flight finish.
         num_io_threads: threads that read local files and decode.
-        num_copiers: processes that copy local samples for them, one for two cores at most; with 0 the kernel copies.
+        num_copiers: processes that copy local samples for them, no more than cores; with 0 the kernel copies.
         max_requests: requests in flight to one object storage, at most; how many it takes well is found out.
         read_deadline_s: after which a read from object storage fails, whatever is tried.
         hedge: late requests to object storage are sent a second time.

@@ -48,6 +48,10 @@ class TestLocalByCopiers(test_storage_local.TestLocal):
         with Copiers(2) as copiers:
             yield copiers
 
+    @pytest.fixture(autouse=True)
+    def whatever_the_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local, "_MIN_COPIED_BYTES", 0)
+
     def seen(self, storage: Any, copiers: Copiers) -> Any:
         return _Through(storage, copiers)
 

@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from gyre_daemon.copiers.wire import Kind, Reply, Request, receive_request, send_reply
 
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library
 _SIGNALS_FOR_THE_DAEMON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # which ends, and its copiers with it
 
 
@@ -123,13 +122,11 @@ def _map_file(descriptor: int) -> memoryview:
 
 
 def _map_arena(descriptor: int, num_bytes: int) -> memoryview:
+    """Its memory; pages are mapped when they are first written to, since a session waits for its first arena."""
     try:
-        mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+        return memoryview(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED))
     finally:
         os.close(descriptor)
-    with contextlib.suppress(OSError):  # an older kernel maps a page when it is first written to
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    return memoryview(mapping)
 
 
 def _num_waits() -> int:

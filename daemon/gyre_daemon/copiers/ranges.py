@@ -29,6 +29,11 @@ class Ranges:
         """The number of ranges."""
         return len(self.start)
 
+    @property
+    def are_alike(self) -> bool:
+        """One size, one file: maybe rows of a matrix."""
+        return len(self.file) == len(self.size) == 1
+
     def copy(self, files: Mapping[int, memoryview], arena: memoryview) -> None:
         """Copy them all.
 
@@ -40,7 +45,7 @@ class Ranges:
 
     def _copy_rows(self, files: Mapping[int, memoryview], arena: memoryview) -> bool:
         """In one call for all whose places follow each other, if the ranges are rows of a matrix; says whether they are."""
-        if len(self.file) > 1 or len(self.size) > 1 or len(self) < 2:
+        if not self.are_alike or len(self) < 2:
             return False
         file, size = files[int(self.file[0])], int(self.size[0])
         first = int(self.start[0]) % size

@@ -20,6 +20,7 @@ from gyre_daemon.storage.openfiles import OpenShard, OpenShards, file_error
 from gyre_daemon.storage.readahead import ReadAhead
 
 _STREAM_CHUNK_BYTES = 8 << 20
+_MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
 _MIN_JOB_BYTES = 16 << 20  # less is not worth a second thread: it takes 4 ms, and batches behind it have threads too
 
 
@@ -135,10 +136,13 @@ class LocalStorage:
             raise
 
     def _have_copied(self, reads: Reads, opened: Mapping[int, OpenShard]) -> bool:
-        """Whether copiers did it; no second one dies of the same file."""
+        """Whether copiers did it, where they are faster; no second one dies of the same file."""
         if reads.arena is None or not all(shard.is_sound for shard in opened.values()):
             return False
-        num_waits = self._copiers.copy(reads.arena.key, opened.values(), _ranges(reads, reads.arena, opened))
+        ranges = _ranges(reads, reads.arena, opened)
+        if not ranges.are_alike and int(reads.size.sum()) < _MIN_COPIED_BYTES * len(reads):
+            return False
+        num_waits = self._copiers.copy(reads.arena.key, opened.values(), ranges)
         if num_waits:
             self._ahead.saw_waits()
         return num_waits is not None
