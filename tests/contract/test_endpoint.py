@@ -115,10 +115,7 @@ def test_a_late_request_is_sent_twice_and_the_first_answer_counts() -> None:
 def test_what_is_late_again_is_sent_a_third_time_and_no_more() -> None:
     async def scene() -> None:
         engine = Engine()
-        engine.source.at_once = Asked.answer
-        await engine.read(*range(0, 1280, 16))
-        engine.source.at_once = None
-        engine.source.asked.clear()
+        await engine.learn_delays()
         late = engine.read(2000)
         await until(lambda: len(engine.source.asked) == 3)
         await asyncio.sleep(0.1)

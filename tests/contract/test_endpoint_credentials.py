@@ -86,10 +86,7 @@ def test_an_object_that_is_forbidden_by_itself_keeps_no_other_for_long() -> None
 def test_a_twin_that_was_sent_with_old_credentials_says_nothing_about_new_ones() -> None:
     async def scene() -> None:
         engine = Engine()
-        engine.source.at_once = Asked.answer
-        await engine.read(*range(0, 1280, 16))
-        engine.source.at_once = None
-        engine.source.asked.clear()
+        await engine.learn_delays()
         late = engine.read(2000)
         await until(lambda: len(engine.source.asked) == 2)
         for asked in engine.source.asked[:2]:
