@@ -2,9 +2,10 @@
 
 python -m benchmarks.rtp.speed [--shape small|narrow] [--ranks 2] [--rounds 20] [--recompute]
 
-Gyre has two more turns. In one its hops go through the process group, as between hosts and as all that the others send. In the
-other they are left out: what it takes less is theirs. The narrow shape has next to nothing to compute: what its thread takes is
-Python's.
+Gyre has three more turns. In one the thread that computes makes the hops' copies while it waits for them, so that nothing
+travels while a slice computes. In the next its hops go through the process group, as between hosts and as all that the others
+send. In the last they are left out: what it takes less is theirs. The narrow shape has next to nothing to compute: what its
+thread takes is Python's.
 """
 
 import argparse
@@ -39,6 +40,7 @@ class Hops(StrEnum):
     """How buffers get to the next rank."""
 
     SHARED = ""
+    WAITED_FOR = ", hops while it waits"
     GROUP = ", hops in the process group"
     LEFT_OUT = ", its hops left out"
 
@@ -68,7 +70,7 @@ Round = tuple[Took, ...]  # by rank
 
 def _turns(*, recompute: bool) -> list[Turn]:
     contenders = [Contender(how, recompute and how is not How.DDP) for how in _HOWS]
-    return [*map(Turn, contenders), *(Turn(contenders[-1], hops) for hops in (Hops.GROUP, Hops.LEFT_OUT))]
+    return [*map(Turn, contenders), *(Turn(contenders[-1], hops) for hops in Hops if hops is not Hops.SHARED)]
 
 
 def measure(workload: Workload, num_ranks: int, num_rounds: int, *, recompute: bool) -> dict[str, list[Round]]:
@@ -104,6 +106,8 @@ def _hopping(hops: Hops) -> AbstractContextManager[object]:
     match hops:
         case Hops.LEFT_OUT:
             return patch.object(Ring, "shift", stay)
+        case Hops.WAITED_FOR:
+            return patch.object(neighbours, "Carrier", lambda calls, links: None)
         case Hops.GROUP:
             return patch.object(neighbours, "_met", lambda group, timeout: {})
         case Hops.SHARED:

@@ -4,7 +4,10 @@ import gc
 import logging
 import os
 import socket
+import threading
+import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,12 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer import neighbours
+from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.mesh import ROTATE_AXIS
+from gyre_trainer.ring import Direction, Stream, ring_of
+from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation import RotationPolicy
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed import training
 from tests.distributed.conftest import StartRanks
+from tests.distributed.gloo_ranks import HOP_TIMEOUT_S
 from tests.distributed.test_rotation_parity import UNEVEN
 from tests.distributed.training import Outcome, Variant, train_rotated
 
@@ -90,6 +97,71 @@ def test_hops_through_memory_and_through_the_group_give_the_same_bits(
     assert told["some"][0][1] == [
         "rank 0: hops go through memory that is shared with the next rank, and through the process group with the one before"
     ]
+
+
+def carried(stream: Stream, direction: Direction) -> bool:
+    """Whether a rank's hop came to its end while that rank computed and looked at nothing: the others say when they have it."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
+    ring, store = ring_of(mesh), dist.distributed_c10d._get_default_store()
+    outgoing, incoming = (ring.pool.take(2**20, torch.float32, torch.device("cpu")) for _ in range(2))
+    outgoing.fill_(ring.rank)
+    hop = ring.shift(outgoing, incoming, direction, stream)
+    if ring.rank == 0:
+        deadline_s = time.monotonic() + HOP_TIMEOUT_S / 2
+        matrix = torch.eye(256)
+        while store.add(f"{stream} arrived", 0) < ring.size - 1:
+            matrix = matrix @ matrix
+            if time.monotonic() > deadline_s:
+                return False
+    hop.wait()
+    store.add(f"{stream} arrived", 1)
+    return bool((incoming == (ring.rank - direction) % ring.size).all())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_hop_comes_to_its_end_while_the_slice_computes(ranks: StartRanks, num_ranks: int) -> None:
+    for stream, direction in ((Stream.WEIGHTS, Direction.CLOCKWISE), (Stream.GRADIENTS, Direction.COUNTER_CLOCKWISE)):
+        assert all(ranks(num_ranks).run(carried, stream, direction))
+
+
+def kept(*, by: str) -> list[list[int]]:
+    """What a rank has before there is a ring, while there is one, and after it, and its group or its model, are gone."""
+    gc.collect()
+    counts = [of_hops()]
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
+    if by == "model":  # torch keeps the mesh then, in its caches, and with it the group
+        model = rotate(MLP(4, 8), mesh=mesh)
+        model(torch.ones(2, 4)).sum().backward()
+        counts.append(of_hops()[:1])
+        del model, mesh
+        gc.collect()
+        return [counts[0][:1], counts[1], of_hops()[:1]]
+    ring = ring_of(mesh)
+    outgoing, incoming = (ring.pool.take(8, torch.float32, torch.device("cpu")) for _ in range(2))
+    ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS).wait()
+    counts.append(of_hops())
+    dist.destroy_process_group(mesh.get_group())
+    del mesh, ring, outgoing, incoming
+    gc.collect()
+    return [*counts, of_hops()]
+
+
+def of_hops() -> list[int]:
+    """How many threads carry, how many memory files are mapped, and how many descriptors are of either."""
+    kinds = "memfd:gyre", "eventpoll"
+    targets = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [
+        sum(thread.name == "gyre hops" for thread in threading.enumerate()),
+        Path("/proc/self/maps").read_text().count("/memfd:gyre"),
+        sum(any(kind in target for kind in kinds) for target in targets),
+    ]
+
+
+@pytest.mark.parametrize("by", ["ring", "model"])
+def test_nothing_is_left_of_a_ring_that_is_gone(ranks: StartRanks, by: str) -> None:
+    for before, meanwhile, after in ranks(2).run(partial(kept, by=by)):
+        assert after == before
+        assert all(more > less for more, less in zip(meanwhile, before, strict=True))
 
 
 def names_of_sockets(inodes: set[str]) -> set[str]:

@@ -51,8 +51,8 @@ def test_no_counted_peak_is_below_its_computed_floor(how: How, workload: Workloa
 
 def test_a_step_s_time_stands_beside_what_the_processor_works() -> None:
     found = measure(NARROW, 2, 2, recompute=False)
-    gyre = ["Gyre", "Gyre, hops in the process group", "Gyre, its hops left out"]
-    assert list(found) == ["DDP", "FSDP2 per layer", "FSDP2 per sub-block", *gyre]
+    hops = ["", ", hops while it waits", ", hops in the process group", ", its hops left out"]
+    assert list(found) == ["DDP", "FSDP2 per layer", "FSDP2 per sub-block", *(f"Gyre{how}" for how in hops)]
     for rounds in found.values():
         assert [len(ranks) for ranks in rounds] == [2, 2]
         assert all(min(took) > 0 for ranks in rounds for took in ranks)

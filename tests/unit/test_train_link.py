@@ -1,6 +1,7 @@
 """Tensors between two neighbours: both ends of a link in one process, which is as good as two for what they tell each other."""
 
 import gc
+import select
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,18 +21,22 @@ TIMEOUT_S = 0.05
 class Side:
     memory: SharedMemory
     link: Link
+    calls: select.epoll
 
 
 def num_open() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def made(end: socket.socket) -> Side:
+    memory, calls = SharedMemory(), select.epoll()
+    return Side(memory, Link(end, memory, timedelta(seconds=TIMEOUT_S), calls), calls)
+
+
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    memories = SharedMemory(), SharedMemory()
-    timeout = timedelta(seconds=TIMEOUT_S)
-    one, other = (Side(memory, Link(end, memory, timeout)) for memory, end in zip(memories, ends, strict=True))
+    one, other = map(made, ends)
     yield one, other
     for end in ends:
         end.close()
@@ -42,7 +47,7 @@ def test_what_is_copied_to_an_offered_buffer_arrives_in_it(sides: tuple[Side, Si
     buffer = one.memory.allocate(6, torch.float32)
     arriving = one.link.offer(STREAM, buffer[:4], arrives=True)
     leaving = other.link.copy(STREAM, torch.arange(4.0), arrives=False)
-    other.link.look()
+    other.link.carry()
     assert leaving.is_done
     arriving.wait()
     assert buffer[:4].tolist() == [0, 1, 2, 3]
@@ -116,7 +121,7 @@ def test_files_close_with_their_tensors_and_the_other_end_lets_go_of_them(sides:
     one.link.offer(STREAM, small, arrives=True)
     other.link.copy(STREAM, torch.ones(1), arrives=False).wait()
     assert len(other.link._seen) == 2  # also the one that was not offered yet
-    one.link.look()
+    one.link.carry()
     view = small[:0]
     del small
     gc.collect()
@@ -127,3 +132,12 @@ def test_files_close_with_their_tensors_and_the_other_end_lets_go_of_them(sides:
     other.link.copy(STREAM, torch.ones(2), arrives=False).wait()
     assert len(other.link._seen) == 1
     assert num_open() == before + 3  # the file, and one for each side's mapping
+
+
+def test_an_offer_of_less_than_is_wanted_is_refused(sides: tuple[Side, Side]) -> None:
+    one, other = sides
+    one.link.offer(STREAM, one.memory.allocate(1, torch.float32), arrives=True)
+    leaving = other.link.copy(STREAM, torch.ones(2), arrives=False)
+    other.link.carry()
+    with pytest.raises(ConnectionError, match="4 bytes were offered for 8; ranks make different calls"):
+        leaving.wait()

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gyre_trainer.carrier import Carrier
 from gyre_trainer.link import Link
 from gyre_trainer.roll_call import RollCall
 from gyre_trainer.shared import SharedMemory
@@ -31,13 +33,19 @@ class Neighbourhood:
     def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
         self._group = group
         self._roll_call = roll_call
+        self._carrier: Carrier | None = None
 
     def links(self, device: torch.device) -> Mapping[int, Link]:
         """To the rank after (1) and the one before (-1), where buffers on the device can be shared with them.
 
-        Collective at the first call for a CPU.
+        Collective at the first call for a CPU. As long as this neighbourhood lives, a thread makes the links' copies.
         """
-        return self._shared().links if device.type == "cpu" else {}
+        if device.type != "cpu":
+            return {}
+        shared = self._shared()
+        if shared.calls is not None and self._carrier is None:
+            self._carrier = Carrier(shared.calls, shared.links.values())
+        return shared.links
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer, one that a link can offer where there are any."""
@@ -59,21 +67,24 @@ class _Shared:
 
     Attributes:
         memory: where tensors that are offered through a link lie.
+        calls: where links call for their copies; None without links.
     """
 
     memory: SharedMemory
     links: Mapping[int, Link]
+    calls: select.epoll | None
 
     @classmethod
     def found(cls, group: dist.ProcessGroup) -> "_Shared":
         """Collective."""
         if sys.platform != "linux" or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
-            return cls(SharedMemory(), {})
+            return cls(SharedMemory(), {}, None)
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
         memory = SharedMemory()
-        links = {offset: Link(end, memory, timeout) for offset, end in _met(group, timeout).items()}
+        calls = select.epoll()
+        links = {offset: Link(end, memory, timeout, calls) for offset, end in _met(group, timeout).items()}
         _log.info("rank %d: hops go %s", dist.get_rank(), _described(links))
-        return cls(memory, links)
+        return cls(memory, links, calls if links else None)
 
 
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()

@@ -1,9 +1,9 @@
 """The ring: hops between neighbours and the buffers they land in.
 
 A hop sends one buffer to one neighbour while another arrives from the other. On a CPU, neighbours of one host share the memory
-that buffers lie in (`gyre_trainer.link`); others send and receive in the process group. Every wait ends at the group's timeout,
-which `init_process_group(timeout=...)` sets. On CUDA a wait holds up the current stream, not the process: NCCL moves the
-buffers on a stream of its own, in the order of the hops.
+that buffers lie in, and a thread copies what travels (`gyre_trainer.link`); others send and receive in the process group. Every
+wait ends at the group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait holds up the current stream, not
+the process: NCCL moves the buffers on a stream of its own, in the order of the hops.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,7 +137,6 @@ class Ring:
             start = link.offer if leg.arrives == (stream is Stream.WEIGHTS) else link.copy
             try:
                 work = start(stream, leg.tensor, arrives=leg.arrives)
-                link.look()
             except OSError as error:
                 raise self.roll_call.error(leg.what, error) from error
             works.insert(0, (work, leg.what))
