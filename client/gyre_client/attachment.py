@@ -70,6 +70,8 @@ class Attachment:
         Raises:
             GyreError: Why the session ended before that.
         """
+        if self._arenas is not None:
+            self._arenas.ready()  # while the daemon reads
         try:
             for response in self._stream:
                 self._heard_at_s = time.monotonic()

@@ -14,6 +14,9 @@ _SCAN = 0xC0606610  # PAGEMAP_SCAN, of linux/fs.h, since Linux 6.7
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 _Argument = ctypes.c_uint64 * 12
 
+_MADV_POPULATE_READ = 22  # since Linux 5.14; not named in the standard library
+_madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` keeps the interpreter's lock, and all pages of an arena take milliseconds
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _ioctl = ctypes.PyDLL(None).ioctl  # a look takes microseconds; to get the interpreter's lock back may take longer
 _ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
 
@@ -28,6 +31,7 @@ class PrivatePages:
             mapping: Private, of a file.
         """
         self._address = np.frombuffer(mapping, np.uint8).ctypes.data
+        self._num_bytes = len(mapping)
         self._found = (ctypes.c_uint64 * 3)()
         self._pagemap = -1
         try:
@@ -35,6 +39,10 @@ class PrivatePages:
         except OSError:
             return
         weakref.finalize(self, os.close, self._pagemap).atexit = False
+
+    def map_pages(self) -> None:
+        """Every page is mapped, in one call; the caller keeps the mapping. An older kernel maps each when it is first read."""
+        _madvise(self._address, self._num_bytes, _MADV_POPULATE_READ)
 
     def may_be_written(self, offset_bytes: int, num_bytes: int) -> bool:
         """Whether any page of a range is this process's own copy; True as well where the kernel does not tell."""

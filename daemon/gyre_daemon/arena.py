@@ -7,6 +7,7 @@ it without a copy, and can neither write into it nor change its size; it vanishe
 
 import bisect
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -23,6 +24,8 @@ from gyre_daemon.errors import Overloaded
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
 _F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
 _STRIP_BYTES, _MAX_TOGETHER = 13 << 20, 256
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # `mmap.madvise` keeps the interpreter's lock for as long as it takes
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
 
 
@@ -114,8 +117,9 @@ class Arena:
         """
         with self._refusal():
             os.posix_fallocate(self.descriptor, begin, end - begin)
-        with contextlib.suppress(OSError):  # an older kernel touches a page when it is first written to
-            self._mapping.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+        mapping = self._mapping  # is here until the call returns
+        _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)  # an older kernel: each page when it is written to
+        del mapping
 
     def seal(self) -> None:
         """From now on nobody else can write, and nobody at all change the size; all memory is there and slots can be taken."""

@@ -232,12 +232,14 @@ class Arenas:
         await self._mapped.room(num_bytes)
         arena = Arena(num_bytes)
         self._mapped.add(arena)
-        steps = [(begin, min(begin + _STEP_BYTES, arena.num_bytes)) for begin in range(0, arena.num_bytes, _STEP_BYTES)]
-        num_at_once = 1 if self._own else self._workers.num_threads  # nobody waits for more than the first
-        for index in range(0, len(steps), num_at_once):
-            some = [partial(arena.allocate, *step) for step in steps[index : index + num_at_once]]
-            await asyncio.gather(*(self._workers.run(flow, 0, 0, allocate) for allocate in some))
+        works = [
+            partial(arena.allocate, begin, min(begin + _STEP_BYTES, arena.num_bytes))
+            for begin in range(0, arena.num_bytes, _STEP_BYTES)
+        ]
         if self._copied:
-            await self._workers.run(flow, 0, 0, partial(self._mapped.share, arena))
+            works.insert(0, partial(self._mapped.share, arena))
+        num_at_once = 1 if self._own else 1 + self._workers.num_threads  # nobody waits for more than the first
+        for index in range(0, len(works), num_at_once):
+            await asyncio.gather(*(self._workers.run(flow, 0, 0, work) for work in works[index : index + num_at_once]))
         arena.seal()
         into.append(arena)

@@ -91,7 +91,7 @@ class Subscription:
         head = range(self.view.next_to_send, self.view.next_to_send + max_batches)
         num_good = len(outcome.good(head))
         steps = self.view.send(num_good or 1)
-        self.feed.look_again()
+        self.feed.taken()
         return outcome.strip.part(steps) if num_good else outcome.errors[steps.start]
 
     def release(self, first_step: int) -> None:
@@ -136,6 +136,7 @@ class Feed:
         self._subscriptions: list[Subscription] = []
         self._changed = asyncio.Event()
         self._started = asyncio.Event()
+        self._is_read = asyncio.Event()
         self._is_full = False
         self._is_draining = False
         self._num_sealed = self._num_awaited = 0  # batches since the window was last looked at, and those that were waited for
@@ -193,6 +194,11 @@ class Feed:
         """Something changed: there may be room, or somebody waits."""
         self._changed.set()
 
+    def taken(self) -> None:
+        """Batches were taken."""
+        self._is_read.set()
+        self.look_again()
+
     def forget(self, subscription: Subscription) -> None:
         """A subscriber has left; the memory goes on as another's share, or is given back."""
         self._subscriptions.remove(subscription)
@@ -236,13 +242,18 @@ class Feed:
         await self.arenas.allocate(self.owner.flow)
         self._started.set()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.arenas.complete(self.owner.flow, self.look_again))
+            group.create_task(self._complete())
             while True:
                 self._changed.clear()
                 while begun := self._begin():
                     group.create_task(_leaving_nothing(self._fill(begun)))
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._wait()
+
+    async def _complete(self) -> None:
+        """More memory as it is needed, but not before a first batch was taken, which would share the processor with it."""
+        await self._is_read.wait()
+        await self.arenas.complete(self.owner.flow, self.look_again)
 
     def _run_done(self, task: asyncio.Task[None]) -> None:
         """A feed that cannot go on tells its subscribers instead of leaving them to wait."""

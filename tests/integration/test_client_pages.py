@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -58,3 +59,12 @@ def test_where_the_kernel_does_not_tell_everything_may_be_written(mapping: mmap.
 
     monkeypatch.setattr(os, "open", refuse)
     assert PrivatePages(mapping).may_be_written(0, PAGE)
+
+
+def test_pages_that_were_mapped_are_read_without_faults(mapping: mmap.mmap) -> None:
+    """But for those of the interpreter itself; what was only allocated is mapped page by page otherwise."""
+    PrivatePages(mapping).map_pages()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for page in range(NUM_PAGES):
+        mapping[page * PAGE]
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < NUM_PAGES // 2

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.address import parse_address
 from gyre_client.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.object_server.process import ObjectServerProcess, object_server
@@ -125,6 +127,27 @@ def read_slowly(loader: Loader) -> Iterator[None]:
     finally:
         stopping.set()
         reading.join()
+
+
+def test_memory_beyond_the_first_arena_comes_after_the_first_batch(gyred: StartDaemon, tmp_path: Path) -> None:
+    """Until then, to make it would only take the processor away from that batch."""
+    np.zeros(16 << 18, "<u4").tofile(tmp_path / "tokens.bin")
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": 1 << 18}
+    daemon = gyred({"datasets": {"tokens": tokens}})
+    with grpc.insecure_channel(daemon.address) as channel:
+        request = pb.OpenSessionRequest(
+            dataset=pb.DatasetRef(name="tokens"),
+            order=pb.OrderSpec(global_batch_size=4),
+            reader=pb.Reader(job="first", world_size=1),
+        )
+        pb_grpc.LoaderStub(channel).OpenSession(request, timeout=10)
+        until(lambda: status(daemon).sessions[0].num_ready == 3)  # as many as the first arena has room for
+        first_bytes = arena_bytes(daemon)
+        time.sleep(0.2)
+        assert arena_bytes(daemon) == first_bytes
+        with Loader("tokens", batch_size=4, job="second", address=daemon.address) as loader:
+            next(loader)  # from the same feed
+            until(lambda: arena_bytes(daemon) > first_bytes)
 
 
 def test_memory_stays_within_the_budget_whoever_is_slow_or_stopped(gyred: StartDaemon, tmp_path: Path) -> None:

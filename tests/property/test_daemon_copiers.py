@@ -122,6 +122,27 @@ def ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+def num_faults(pids: list[int]) -> int:
+    """Pages that were mapped one by one, or a few at once around one that was read."""
+    return sum(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7]) for pid in pids)
+
+
+def test_pages_are_mapped_in_rows(copiers: Copiers) -> None:
+    """Of an arena that has its memory, those that are written to, and once by each."""
+    num_pages = 2048
+    size = num_pages * mmap.PAGESIZE
+    arena = Arena(2 * size)
+    arena.allocate(0, 2 * size)
+    copiers.map(arena.key, arena.descriptor, arena.num_bytes)
+    file = Served(new_key(), os.memfd_create("file"))
+    os.write(file.descriptor, bytes(size))
+    before = num_faults(copiers.pids)
+    for _ in range(4):
+        assert copiers.copy(arena.key, [file], ranges_of([(file.key, 0, size, 0)])) == 0
+    assert num_faults(copiers.pids) - before < num_pages // 2
+    os.close(file.descriptor)
+
+
 def test_without_any(file: Served) -> None:
     arena = shared_arena(NO_COPIERS)
     assert not copies(NO_COPIERS, arena, file)
