@@ -49,7 +49,7 @@ class Fetch:
         return Fetch(self.plan[begin:end], extents, self.layout.part(begin, end))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Strip:
     """Successive steps' batches, whole and never changed again.
 
@@ -134,6 +134,8 @@ class _Scratch:
     memory: npt.NDArray[np.uint8]
     ends: _Integers
 
+
+_NO_MEMORY = np.empty(0, np.uint8)
 
 _Placed = tuple[_Bulk, list[_Scratch]]
 
@@ -223,6 +225,11 @@ class Fetcher:
                 raise self._corrupt(
                     bulk, first, column, f"{stored[first]} bytes are no {self._dataset.fields[column].codec} here"
                 )
+            if not codec.uses_scratch:
+                scratches.append(_Scratch(_NO_MEMORY, np.zeros(len(stored) + 1, np.int64)))
+                if stored.any():
+                    pieces.append((start, stored, bulk.place[:, column], everyone))
+                continue
             before = codec.scratch_bytes(stored, placed)
             ends = np.concatenate(([0], np.cumsum(before)))
             scratch = _Scratch(np.empty(int(ends[-1]), np.uint8), ends)
@@ -235,7 +242,8 @@ class Fetcher:
         start, size, target, sample = _in_order(pieces)
         memory = (bulk.slot.memory, *(scratch.memory for scratch in scratches))
         arena = None if any(len(scratch.memory) for scratch in scratches) else bulk.slot.arena
-        return Reads(bulk.shard[sample], start, size, target.astype(np.uint64), sample, memory, arena=arena), scratches
+        shard = bulk.shard if sample is everyone else bulk.shard[sample]
+        return Reads(shard, start, size, target.view(np.uint64), sample, memory, arena=arena), scratches
 
     def _finish(self, placed: Sequence[_Placed]) -> None:
         for bulk, scratches in placed:

@@ -28,10 +28,15 @@ class Codec(Protocol):
 
     Attributes:
         finishes: `finish` has something to do.
+        uses_scratch: `scratch_bytes` may be more than none.
     """
 
     @property
     def finishes(self) -> bool:
+        """See above."""
+
+    @property
+    def uses_scratch(self) -> bool:
         """See above."""
 
     def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
@@ -56,7 +61,7 @@ class Codec(Protocol):
 class BytesCodec:
     """Stored as the tensor lies in memory."""
 
-    finishes = False
+    finishes = uses_scratch = False
 
     def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
         """See `Codec.scratch_bytes`."""
@@ -96,7 +101,7 @@ class JsonCodec(BytesCodec):
 class IntegerCodec:
     """A decimal number as text; served as int64."""
 
-    finishes = True
+    finishes = uses_scratch = True
 
     def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
         """See `Codec.scratch_bytes`."""
@@ -120,7 +125,7 @@ class IntegerCodec:
 class NpyCodec:
     """An npy file; its header goes to scratch memory, its array straight into place."""
 
-    finishes = True
+    finishes = uses_scratch = True
 
     def scratch_bytes(self, stored: Sizes, placed: Sizes) -> Sizes:
         """See `Codec.scratch_bytes`."""

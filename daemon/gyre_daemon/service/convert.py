@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import tomllib
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
@@ -177,23 +178,38 @@ def from_cache(counts: CacheCounts) -> pb.CacheCount:
 
 def from_strips(strips: list[Strip], session: Session) -> pb.StreamResponse:
     """One message for several strips."""
-    return pb.StreamResponse(batches=pb.Batches(strips=[_from_strip(strip, session) for strip in strips]))
+    response = pb.StreamResponse()
+    response.batches.SetInParent()
+    for strip in strips:
+        message = response.batches.strips.add()
+        message.CopyFrom(_as_told(strip, session))
+        if session.shares_arena:
+            message.arena.arena = session.arena_number(strip)
+        else:
+            message.inline.SetInParent()
+    return response
+
+
+_TOLD: WeakKeyDictionary[Strip, pb.Strip] = WeakKeyDictionary()
+
+
+def _as_told(strip: Strip, session: Session) -> pb.Strip:
+    """What all sessions that read along are told: one order has one cursor at each step, and only arenas' numbers differ."""
+    message = _TOLD.get(strip)
+    if message is None:
+        message = _TOLD[strip] = _from_strip(strip, session)
+    return message
 
 
 def _from_strip(strip: Strip, session: Session) -> pb.Strip:
     """A layout that all batches have is written once."""
     plan, layout = strip.plan, strip.layout
-    message = pb.Strip(
+    return pb.Strip(
         first_step=plan.first_step,
         cursors=_from_cursors(session, range(plan.first_step, plan.stop_step)),
         layouts=[_from_layout(layout.shared)] if layout.shared else [_from_layout(batch) for batch in layout.batches],
+        arena=pb.ArenaSlot(offsets_bytes=(layout.offsets + strip.slot.offset_bytes).tolist()),
     )
-    if session.shares_arena:
-        message.arena.arena = session.arena_number(strip)
-        message.arena.offsets_bytes.extend((layout.offsets + strip.slot.offset_bytes).tolist())
-    else:
-        message.inline.SetInParent()
-    return message
 
 
 def _from_cursors(session: Session, steps: range) -> pb.Cursors:

@@ -164,9 +164,10 @@ class Bounds:
         Raises:
             CorruptSample: names the first shard that is too short.
         """
-        sizes = self._sizes[reads.shard]
-        outside = (reads.start < 0) | (reads.size < 0) | (reads.start > sizes - reads.size)
+        sizes = self._sizes if len(self._sizes) == 1 else self._sizes[reads.shard]
+        outside = ((reads.start | reads.size) < 0) | (reads.start > sizes - reads.size)
         if outside.any():
+            sizes = self._sizes[reads.shard]
             first = int(np.argmax(outside))
             start, size = int(reads.start[first]), int(reads.size[first])
             raise truncated(self._shards[int(reads.shard[first])].name, start, start + size, max(0, int(sizes[first]) - start))
