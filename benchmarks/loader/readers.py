@@ -18,7 +18,7 @@ from benchmarks.loader.data import Workload
 from benchmarks.loader.processes import cpu_s, family, page_faults
 
 CACHE_LINE_BYTES = 64
-WARMUP_S = 0.3
+WARMUP_S = 1.0  # memory is new to all at first: pages are mapped, workers fetch ahead
 ROUND_BATCHES = 4  # between two looks at the clock
 
 

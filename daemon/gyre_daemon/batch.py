@@ -5,7 +5,6 @@ ragged field is two tensors: the samples' elements back to back, and `NAME.offse
 is several successive batches in one piece of memory.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from gyre_daemon.steps import StripPlan
 
 ALIGNMENT_BYTES = 64
 _PAGE_BYTES = 4096
+_INT64, _BOOL = np.dtype("<i8"), np.dtype(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,28 +181,38 @@ def _write_offsets(layout: BatchLayout, payload: memoryview) -> None:
 def _make_layout(sizes: npt.NDArray[np.int64], fields: Sequence[FieldSpec], *, pads: bool) -> BatchLayout:
     num_samples = len(sizes)
     tensors: list[TensorSpec] = []
+    gaps: list[tuple[int, int]] = []
     places = np.empty((num_samples, len(fields), 2), np.int64)
+    end = 0
+
+    def align() -> None:
+        nonlocal end
+        before, end = end, _aligned(end)
+        if before < end:
+            gaps.append((before, end))
 
     def add(name: str, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> int:
-        offset = _aligned(tensors[-1].offset_bytes + tensors[-1].num_bytes) if tensors else 0
-        tensors.append(TensorSpec(name, dtype, shape, offset))
-        return offset
+        nonlocal end
+        align()
+        begin = end
+        tensors.append(TensorSpec(name, dtype, shape, begin))
+        end += tensors[-1].num_bytes
+        return begin
 
-    add(SAMPLE_ID, np.dtype("<i8"), (num_samples,))
+    add(SAMPLE_ID, _INT64, (num_samples,))
     if pads:
-        add(MASK, np.dtype(np.bool_), (num_samples,))
+        add(MASK, _BOOL, (num_samples,))
     for column, spec in enumerate(fields):
-        ends = np.cumsum(sizes[:, column]) if spec.ragged else np.arange(1, num_samples + 1) * _sample_bytes(spec)
-        length = int(ends[-1])
-        base = add(spec.name, spec.dtype, (length,) if spec.ragged else (num_samples, *spec.shape))
+        ends = sizes[:, column].cumsum() if spec.ragged else np.arange(1, num_samples + 1) * _sample_bytes(spec)
+        base = add(spec.name, spec.dtype, (int(ends[-1]),) if spec.ragged else (num_samples, *spec.shape))
         if spec.ragged:
-            add(spec.name + OFFSETS_SUFFIX, np.dtype("<i8"), (num_samples + 1,))
-        places[:, column, 1] = base + ends
-        places[:, column, 0] = np.concatenate(([base], places[:-1, column, 1]))
-    num_bytes = _aligned(tensors[-1].offset_bytes + tensors[-1].num_bytes)
-    edges = [(spec.offset_bytes, spec.offset_bytes + spec.num_bytes) for spec in tensors] + [(num_bytes, num_bytes)]
-    gaps = tuple((before[1], after[0]) for before, after in itertools.pairwise(edges) if before[1] < after[0])
-    return BatchLayout(tuple(tensors), places, gaps, num_bytes)
+            add(spec.name + OFFSETS_SUFFIX, _INT64, (num_samples + 1,))
+        ends += base
+        places[:, column, 1] = ends
+        places[0, column, 0] = base
+        places[1:, column, 0] = ends[:-1]
+    align()
+    return BatchLayout(tuple(tensors), places, tuple(gaps), end)
 
 
 def _sample_bytes(spec: FieldSpec) -> int:
