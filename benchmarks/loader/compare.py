@@ -170,7 +170,8 @@ def main() -> None:
     parsed = parser.parse_args()
     form = FULL_FORM if parsed.full else BRIEF_FORM
     lines = ["# The loader beside others", "", *circumstances(f"python -m benchmarks.loader.compare {' '.join(sys.argv[1:])}")]
-    lines[-1:] = [f"Medians of {form.num_rounds} interleaved rounds of {form.duration_s:g} s, each after {WARMUP_S:g} s of warming up.", ""]
+    rounds = f"{form.num_rounds} interleaved rounds of {form.duration_s:g} s, each after {WARMUP_S:g} s of warming up"
+    lines[-1:] = [f"Medians of {rounds}.", ""]
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         sets = workloads(Path(name), form.scale)
         with daemon(Path(name), {workload.name: workload.config for workload in sets}) as server:
