@@ -10,8 +10,9 @@ import contextlib
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 _MAX_IDLE_LANES = 64
@@ -199,16 +200,35 @@ class FairExecutor:
         A thread cannot be stopped: where the caller is cancelled, the turn ends with the work and not before.
         """
         await self._queue.acquire(flow, cost, urgency)
-        loop = asyncio.get_running_loop()
+        return await self._start(work)
+
+    def _start(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+        """The work runs in a thread. Its turn ends with it, whatever becomes of the future that tells what came of it.
+
+        `loop.run_in_executor` and a shield around what it gives would do the same by way of two futures more.
+        """
+        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         try:
-            running = loop.run_in_executor(self.executor, work)
+            running = self.executor.submit(work)
         except BaseException:
             self._queue.release()
             raise
-        running.add_done_callback(self._done)
-        return await asyncio.shield(running)
+        running.add_done_callback(partial(self._ended, result))
+        return result
 
-    def _done(self, running: asyncio.Future[Result]) -> None:
-        if not running.cancelled():
-            running.exception()  # looked at, also where nobody waits for it any more
+    def _ended(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
+        """In the thread."""
+        loop = result.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._tell, result, running)
+
+    def _tell(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
         self._queue.release()
+        if result.cancelled():
+            return
+        if running.cancelled():
+            result.cancel()
+        elif error := running.exception():
+            result.set_exception(error)
+        else:
+            result.set_result(running.result())
