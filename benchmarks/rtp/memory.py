@@ -45,15 +45,18 @@ def fake_rows(cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def real_rows(cases: Sequence[Case]) -> Iterator[Row]:
-    """Live bytes of rank 0 and the largest resident memory of all ranks; one process has all ranks' batch, divided by them."""
-    for contender, workload, num_ranks in cases:
-        if contender.how is How.ALONE:
-            resident = run_on_ranks(1, resident_peak_of_step, contender, workload, num_ranks)[0] // num_ranks
-            yield {**row_of((contender, workload, num_ranks), fake_step(contender, workload, num_ranks)), "resident": resident}
-            continue
-        step = run_on_ranks(num_ranks, _real_step, contender, workload)[0]
-        resident = max(run_on_ranks(num_ranks, resident_peak_of_step, contender, workload, 1))
-        yield {**row_of((contender, workload, num_ranks), step), "resident": resident}
+    """Live bytes of rank 0 and the resident memory of the rank with most; one process has all ranks' batch, divided by them."""
+    for case in cases:
+        contender, workload, num_ranks = case
+        alone = contender.how is How.ALONE
+        step = fake_step(*case) if alone else run_on_ranks(num_ranks, _real_step, contender, workload)[0]
+        shares = num_ranks if alone else 1
+        resident = max(run_on_ranks(num_ranks // shares, resident_peak_of_step, contender, workload, shares))
+        yield {
+            **row_of(case, step),
+            "resident": resident.proportional // shares,
+            "all pages": resident.all_pages // shares,
+        }
 
 
 def row_of(case: Case, step: Step) -> Row:
@@ -82,15 +85,24 @@ def table(rows: list[Row]) -> str:
     """MiB, and Gyre's peak as a multiple of each other's that recomputes as much; the floor is `floor_bytes`."""
     resident = any("resident" in row for row in rows)
     heading = "| tokens | ranks | | live at the peak, MiB | Gyre's to it | floor, MiB | sent, MiB |"
-    lines = [heading + " resident, MiB |" * resident]
-    lines.append("|---:|---:|---|---:|---:|---:|---:|" + "---:|" * resident)
+    lines = [heading + " resident, MiB | Gyre's to it | with all shared pages, MiB |" * resident]
+    lines.append("|---:|---:|---|---:|---:|---:|---:|" + "---:|---:|---:|" * resident)
     for row in rows:
         gyre = next((other for other in rows if _is_gyres_beside(other, row)), None)
-        ratio = f"{int(gyre['peak']) / int(row['peak']):.3f}" if gyre else "-"
-        end = f" {int(row['resident']) / 2**20:,.0f} |" if "resident" in row else ""
-        start = f"| {row['tokens']} | {row['ranks']} | {row['contender']} | {int(row['peak']) / 2**20:,.1f} | {ratio} |"
-        lines.append(f"{start} {int(row['floor']) / 2**20:,.0f} | {int(row['sent']) / 2**20:,.0f} |{end}")
+        cells = [row["tokens"], row["ranks"], row["contender"], f"{_mib(row, 'peak'):,.1f}", _ratio(gyre, row, "peak")]
+        cells += [f"{_mib(row, field):,.0f}" for field in ("floor", "sent")]
+        if resident:
+            cells += [f"{_mib(row, 'resident'):,.0f}", _ratio(gyre, row, "resident"), f"{_mib(row, 'all pages'):,.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _mib(row: Row, field: str) -> float:
+    return int(row[field]) / 2**20
+
+
+def _ratio(gyre: Row | None, row: Row, field: str) -> str:
+    return f"{int(gyre[field]) / int(row[field]):.3f}" if gyre else "-"
 
 
 def _is_gyres_beside(other: Row, row: Row) -> bool:

@@ -1,32 +1,75 @@
 """Resident memory as the kernel counts it: a cross-check of the live bytes that tensors account for."""
 
+import gc
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from gyre_trainer.mesh import make_mesh
+from torch import Tensor, nn
 
 from benchmarks.rtp.contenders import Contender, build
 from benchmarks.rtp.workloads import Workload, make_batch, make_optimizer
 
+_CPU = torch.device("cpu")
+_PROC = Path("/proc/self")
 
-def resident_peak_of_step(contender: Contender, workload: Workload, num_batches: int) -> int:
-    """Most bytes resident in the second step, less what was resident before the model was built."""
-    device = torch.device("cpu")
-    make_batch(workload, num_batches, device)
+
+class Resident(NamedTuple):
+    """Bytes.
+
+    Attributes:
+        proportional: of a page that several processes map, each has its share.
+        all_pages: such a page counts in each of them, once for every mapping.
+    """
+
+    proportional: int
+    all_pages: int
+
+
+def resident_peak_of_step(contender: Contender, workload: Workload, num_batches: int) -> Resident:
+    """Most bytes resident in the second step, less what was resident before the model was built.
+
+    Before it, another of one small block took as many steps and was dropped: so what is subtracted has, beside the interpreter
+    and torch, the modules and the code that first steps bring in, however large the model is.
+
+    The kernel has a high-water mark for all pages only. What several processes map, Gyre's buffers, stays as it is after the
+    first step; so that is taken off as it is at the end.
+    """
+    small = replace(workload.model, num_layers=1, dim=4 * workload.model.num_heads, hidden_dim=64, vocab_size=64, max_seq_len=8)
+    _two_steps(contender, replace(workload, model=small), num_batches)
+    gc.collect()
+    make_batch(workload, num_batches, _CPU)
     dist.barrier()
-    before = _status("VmRSS")
-    model = build(contender, workload, make_mesh("cpu"), device, fake=False)
+    before, shared_before = _kib("status", "VmRSS"), _shared_kib()
+    dist.barrier()
+    kept = _two_steps(contender, workload, num_batches)
+    dist.barrier()
+    all_pages, shared = _kib("status", "VmHWM") - before, _shared_kib() - shared_before
+    dist.barrier()  # of a process that ended there would be no share
+    del kept
+    return Resident(1024 * (all_pages - shared), 1024 * all_pages)
+
+
+def _two_steps(contender: Contender, workload: Workload, num_batches: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model = build(contender, workload, make_mesh("cpu"), _CPU, fake=False)
     optimizer = make_optimizer(workload, model)
-    batch = make_batch(workload, num_batches, device)
+    batch = make_batch(workload, num_batches, _CPU)
     for _ in range(2):
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        (_PROC / "clear_refs").write_text("5")  # the high-water mark begins anew
         model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _status("VmHWM") - before
+    return model, batch
 
 
-def _status(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+def _shared_kib() -> int:
+    """What pages count more than in proportion."""
+    return _kib("smaps_rollup", "Rss") - _kib("smaps_rollup", "Pss")
+
+
+def _kib(file: str, field: str) -> int:
+    line = next(line for line in (_PROC / file).read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1])

@@ -10,6 +10,8 @@ from benchmarks.rtp.contenders import Contender, How
 from benchmarks.rtp.floor import floor_bytes
 from benchmarks.rtp.gpu import cross_entropy_table, slices_table
 from benchmarks.rtp.live import fake_step
+from benchmarks.rtp.ranks import run_on_ranks
+from benchmarks.rtp.resident import resident_peak_of_step
 from benchmarks.rtp.speed import Took, measure, table
 from benchmarks.rtp.workloads import NARROW, SMALL, TOY, Workload
 
@@ -47,6 +49,15 @@ def test_no_counted_peak_is_below_its_computed_floor(how: How, workload: Workloa
     for recompute, per_block in ((False, False), (True, False), (True, True)):
         contender = Contender(how, recompute, per_block=per_block)
         assert floor_bytes(contender, workload, 2) <= fake_step(contender, workload, 2).peak_bytes
+
+
+def test_resident_memory_counts_a_buffer_of_two_processes_half_in_each() -> None:
+    wide = SMALL.with_layers(1).with_tokens(8)
+    ranks = run_on_ranks(2, resident_peak_of_step, Contender(How.GYRE), wide, 1)
+    buffers = 2 * 9 * 2**20  # half an MLP, of weights and of gradients; the neighbour maps them too, once for each of its links
+    for resident in ranks:
+        assert resident.proportional > 3 * 9 * 2**20  # the home is twice as large as a buffer, and there are gradients
+        assert buffers < resident.all_pages - resident.proportional < 3 * buffers
 
 
 def test_a_step_s_time_stands_beside_what_the_processor_works() -> None:
