@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gyre_client import Loader
 
+from benchmarks.loader.bare import bare_copy
 from benchmarks.loader.data import write_tokens
 from benchmarks.loader.markdown import table
 from benchmarks.loader.processes import Daemon, cpu_s, daemon
@@ -33,6 +34,7 @@ class Transport:
 
     Attributes:
         memcpy: bytes/s of one thread, from the mapped file into warm memory.
+        bare: bytes/s, and processor seconds of the one that copies for each 10^9, of two processes that do nothing else.
         bulk: bytes/s through Gyre, by what a batch of 8 MiB is made of.
         daemon_s_per_gb: processor seconds of the daemon for each 10^9 bytes of them.
         descriptors_per_s: batches of one sample of 64 bytes.
@@ -41,6 +43,7 @@ class Transport:
     """
 
     memcpy: float
+    bare: tuple[float, float]
     bulk: dict[str, float]
     daemon_s_per_gb: dict[str, float]
     descriptors_per_s: float
@@ -50,6 +53,8 @@ class Transport:
     def report(self) -> list[str]:
         """A table, as Markdown."""
         rows = [("memcpy, one thread", f"{self.memcpy / 1e9:.2f} GB/s", "1.00", "-")]
+        rate, cpu = self.bare
+        rows.append(("a bare copy between two processes", f"{rate / 1e9:.2f} GB/s", f"{rate / self.memcpy:.2f}", f"{cpu:.3f}"))
         abouts = {"whole": "one sample of 8 MiB", "gathered": "1,024 samples of 8 KiB"}
         for name, about in abouts.items():
             ratio, cpu = self.bulk[name] / self.memcpy, self.daemon_s_per_gb[name]
@@ -65,15 +70,18 @@ class Transport:
 def measure(server: Daemon, path: Path, duration_s: float) -> Transport:
     """Rounds of memcpy, large and small batches in turns."""
     copies: list[float] = []
+    bare: list[tuple[float, float]] = []
     bulk: dict[str, list[tuple[float, float]]] = {"whole": [], "gathered": []}
     small: list[tuple[float, float, float]] = []
     for _ in range(NUM_ROUNDS):
         copies.append(_memcpy(path, duration_s / 2))
+        bare.append(bare_copy(path, BATCH_BYTES, WARM_TARGETS, duration_s))
         for name, its in bulk.items():
             its.append(_bulk(server, name, duration_s))
         small.append(_small(server, duration_s))
     return Transport(
         statistics.median(copies),
+        (statistics.median(rate for rate, _ in bare), statistics.median(cpu for _, cpu in bare)),
         {name: statistics.median(rate for rate, _ in its) for name, its in bulk.items()},
         {name: statistics.median(cpu for _, cpu in its) for name, its in bulk.items()},
         *(statistics.median(figures) for figures in zip(*small, strict=True)),

@@ -14,7 +14,7 @@ MAX_EPOCHS = 1 << 32
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
 _STRIPS_AHEAD_BYTES, _MANY_IN_STRIPS = 24 << 20, 192  # the same where several batches make a strip
 _MOST_IN_STRIPS, _SAMPLES_IN_STRIPS = 768, 48 << 10  # where layouts are equal: a third of them is planned in 1 ms
-_FEW_STRIPS, _FEW_STRIPS_BYTES = 12, 40 << 20  # batches: three strips of four, as far as the bytes are enough for them
+_FEW_STRIPS, _FEW_STRIPS_BYTES = 12, 80 << 20  # batches: three strips of four, as far as the bytes are enough for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ class SessionRequest:
         return divide(batch_bytes, num_ahead, limit_bytes, in_strips=in_strips, may_grow=not self.prefetch_batches)
 
     def _in_strips(self, batch_bytes: int, *, scarce: bool) -> int:
-        few = max(_MIN_AHEAD, min(_FEW_STRIPS, _FEW_STRIPS_BYTES // batch_bytes))
+        part = 2 if scarce else 1
+        few = max(_MIN_AHEAD, min(_FEW_STRIPS, _FEW_STRIPS_BYTES // part // batch_bytes))
         most = _MANY_IN_STRIPS
         if self.dataset.has_equal_samples:
             most = max(most, min(_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS * self.reader.world_size // self.order.global_batch_size))
-        num_bytes = _STRIPS_AHEAD_BYTES // 2 if scarce else _STRIPS_AHEAD_BYTES
-        return min(max(num_bytes // batch_bytes, few), most)
+        return min(max(_STRIPS_AHEAD_BYTES // part // batch_bytes, few), most)
 
 
 def _one_by_one(batch_bytes: int) -> int:

@@ -11,7 +11,7 @@ from gyre_daemon.fair import NO_JOB, FairExecutor
 BATCH_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize(("num_ahead", "strip_bytes"), [(12, 4 << 20), (1, 1 << 20), (48, 13 << 20)])
+@pytest.mark.parametrize(("num_ahead", "strip_bytes"), [(12, 4 << 20), (1, 1 << 20), (48, 16 << 20), (96, 26 << 20)])
 def test_a_piece_follows_when_there_is_no_slot(num_ahead: int, strip_bytes: int) -> None:
     async def fill() -> tuple[int, list[Slot]]:
         share = divide(BATCH_BYTES, num_ahead, 1 << 30, in_strips=True)

@@ -114,7 +114,7 @@ def test_a_share_holds_a_batch_and_takes_no_more_than_it_may(
 def test_a_share_has_room_for_the_strips_that_its_client_uses(batch_bytes: int, num_ahead: int, limit: int) -> None:
     share = divide(batch_bytes, num_ahead, limit, in_strips=True)
     assert 1 <= share.num_together <= max(1, share.num_ahead // 3), "three strips at least are under way"
-    assert share.num_together == 1 or share.num_together * whole_pages(batch_bytes) <= 13 << 20
+    assert share.num_together == 1 or share.num_together * whole_pages(batch_bytes) <= 26 << 20
     assert share.num_queued % share.num_together == 0, "a client asks for whole strips"
     if share.num_together > 1:
         assert share.num_kept >= 2 * share.num_together, "the one in use, and the one before it"

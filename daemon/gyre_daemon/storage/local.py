@@ -21,6 +21,7 @@ from gyre_daemon.storage.readahead import ReadAhead
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
+_MAX_COPIED_BYTES = 1 << 20  # mean of all: beyond it the memory is the limit either way, and the kernel is here already
 _MIN_JOB_BYTES = 16 << 20  # less is not worth a second thread: it takes 4 ms, and batches behind it have threads too
 
 
@@ -140,7 +141,8 @@ class LocalStorage:
         if reads.arena is None or not all(shard.is_sound for shard in opened.values()):
             return False
         ranges = _ranges(reads, reads.arena, opened)
-        if not ranges.are_alike and int(reads.size.sum()) < _MIN_COPIED_BYTES * len(reads):
+        least = 0 if ranges.are_alike else _MIN_COPIED_BYTES
+        if not least <= int(reads.size.sum()) / len(reads) < _MAX_COPIED_BYTES:
             return False
         num_waits = self._copiers.copy(reads.arena.key, opened.values(), ranges)
         if num_waits:
