@@ -1,6 +1,7 @@
 """Resident memory as the kernel counts it: a cross-check of the live bytes that tensors account for."""
 
 import gc
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ class Resident(NamedTuple):
     """Bytes.
 
     Attributes:
-        proportional: of a page that several processes map, each has its share.
+        proportional: of a page of Gyre's buffers, which several processes map, each has its share.
         all_pages: such a page counts in each of them, once for every mapping.
     """
 
@@ -35,22 +36,21 @@ def resident_peak_of_step(contender: Contender, workload: Workload, num_batches:
     Before it, another of one small block took as many steps and was dropped: so what is subtracted has, beside the interpreter
     and torch, the modules and the code that first steps bring in, however large the model is.
 
-    The kernel has a high-water mark for all pages only. What several processes map, Gyre's buffers, stays as it is after the
-    first step; so that is taken off as it is at the end.
+    The kernel has a high-water mark for all pages only. Gyre's buffers stay as they are after the first step; so what they
+    count more than in proportion is taken off as it is at the end. Libraries count whole, before and after.
     """
     small = replace(workload.model, num_layers=1, dim=4 * workload.model.num_heads, hidden_dim=64, vocab_size=64, max_seq_len=8)
     _two_steps(contender, replace(workload, model=small), num_batches)
     gc.collect()
     make_batch(workload, num_batches, _CPU)
     dist.barrier()
-    before, shared_before = _kib("status", "VmRSS"), _shared_kib()
-    dist.barrier()
+    before = _status("VmRSS")
     kept = _two_steps(contender, workload, num_batches)
     dist.barrier()
-    all_pages, shared = _kib("status", "VmHWM") - before, _shared_kib() - shared_before
+    all_pages, shared = _status("VmHWM") - before, _shared()
     dist.barrier()  # of a process that ended there would be no share
     del kept
-    return Resident(1024 * (all_pages - shared), 1024 * all_pages)
+    return Resident(all_pages - shared, all_pages)
 
 
 def _two_steps(contender: Contender, workload: Workload, num_batches: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -65,11 +65,17 @@ def _two_steps(contender: Contender, workload: Workload, num_batches: int) -> tu
     return model, batch
 
 
-def _shared_kib() -> int:
-    """What pages count more than in proportion."""
-    return _kib("smaps_rollup", "Rss") - _kib("smaps_rollup", "Pss")
+def _shared() -> int:
+    """What pages of buffers count more than in proportion."""
+    mappings = re.split(r"^(?=[0-9a-f]+-)", (_PROC / "smaps").read_text(), flags=re.MULTILINE)
+    buffers = [mapping for mapping in mappings if "/memfd:gyre" in mapping]
+    return sum(_bytes(mapping, "Rss") - _bytes(mapping, "Pss") for mapping in buffers)
 
 
-def _kib(file: str, field: str) -> int:
-    line = next(line for line in (_PROC / file).read_text().splitlines() if line.startswith(f"{field}:"))
-    return int(line.split()[1])
+def _status(field: str) -> int:
+    return _bytes((_PROC / "status").read_text(), field)
+
+
+def _bytes(text: str, field: str) -> int:
+    line = next(line for line in text.splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
