@@ -140,9 +140,11 @@ class LocalStorage:
         """Whether copiers did it, where they are faster; no second one dies of the same file."""
         if reads.arena is None or not all(shard.is_sound for shard in opened.values()):
             return False
+        mean_bytes = int(reads.size.sum()) / len(reads)
+        if mean_bytes >= _MAX_COPIED_BYTES or (mean_bytes < _MIN_COPIED_BYTES and len(opened) > 1):
+            return False
         ranges = _ranges(reads, reads.arena, opened)
-        least = 0 if ranges.are_alike else _MIN_COPIED_BYTES
-        if not least <= int(reads.size.sum()) / len(reads) < _MAX_COPIED_BYTES:
+        if mean_bytes < _MIN_COPIED_BYTES and not ranges.are_alike:
             return False
         num_waits = self._copiers.copy(reads.arena.key, opened.values(), ranges)
         if num_waits:
