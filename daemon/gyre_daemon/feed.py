@@ -25,8 +25,6 @@ from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import View, Window
 
-_PATIENCE_S, _PATIENCE_FORGIVEN = 0.25, 0.05  # a slow subscriber may cost the others so much once, and so much for ever
-
 Clock = Callable[[], float]
 
 
@@ -56,6 +54,7 @@ class Subscriber(Protocol):
 
     flow: Flow
     is_starved: bool
+    patience: Patience
 
     @property
     def owns_a_feed(self) -> bool:
@@ -140,7 +139,6 @@ class Feed:
         self._is_full = False
         self._is_draining = False
         self._num_sealed = self._num_awaited = 0  # batches since the window was last looked at, and those that were waited for
-        self._patience = Patience(_PATIENCE_S, _PATIENCE_FORGIVEN)
         self._apart_until = first_step
         machinery.feeds.add(self)
         self._running = asyncio.create_task(_leaving_nothing(self._run()), name="feed")
@@ -173,6 +171,11 @@ class Feed:
     def is_only(self, subscription: Subscription) -> bool:
         """Nobody else takes batches here."""
         return self._subscriptions == [subscription]
+
+    @property
+    def is_stuck(self) -> bool:
+        """All its memory is full of batches that are kept, here or by those who have left."""
+        return self._is_full and self.window.keeper() is not None
 
     def may_be_joined(self, spec: Spec, share: Share) -> bool:
         """Sessions that want this, with that much memory of their own, can read along."""
@@ -274,22 +277,23 @@ class Feed:
         if laggard is None:
             await self._changed.wait()
             return
-        clock = self._machinery.clock
+        clock, patience = self._machinery.clock, laggard.subscriber.patience
         began = clock()
         try:
-            async with asyncio.timeout(self._patience.left_s(began)):
+            async with asyncio.timeout(patience.left_s(began)):
                 await self._changed.wait()
         except TimeoutError:
             log_event("reader falls behind", {"dataset": self.spec.dataset.name, "job": laggard.subscriber.flow.name})
             laggard.subscriber.cast_off()
-        self._patience.lose(began, clock())
+        patience.lose(began, clock())
 
     def _laggard(self) -> Subscription | None:
-        """Who keeps the memory that others wait for."""
-        view = self.window.laggard()
-        if view is None or not any(each.subscriber.is_starved for each in self._subscriptions if each.view is not view):
-            return None
-        return next(each for each in self._subscriptions if each.view is view)
+        """Who keeps the memory that others wait for; or that all wait for, where batches that are kept fill all of it."""
+        behind, keeper = self.window.laggard(), self.window.keeper()
+        starved = [each.view for each in self._subscriptions if each.subscriber.is_starved]
+        view = behind if any(each is not behind for each in starved) else None
+        view = view or (keeper if starved else None)
+        return next((each for each in self._subscriptions if each.view is view), None)
 
     @property
     def _is_apart(self) -> bool:

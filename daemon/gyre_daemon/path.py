@@ -14,9 +14,11 @@ from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Feed, Machinery, Subscription
 from gyre_daemon.fetch import Strip
+from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Spec
 from gyre_daemon.window import View
 
+_PATIENCE_S, _PATIENCE_FORGIVEN = 0.25, 0.05  # a reader may keep the others waiting so long once, and so much for ever
 _REACH = 4  # so many windows behind another feed, a session may still catch up with it
 
 
@@ -36,6 +38,7 @@ class Path:
     Attributes:
         flow: the job that reads.
         is_starved: its session could send a batch, and none is ready.
+        patience: that others have with it.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Path:
         """
         self.flow = flow
         self.is_starved = False
+        self.patience = Patience(_PATIENCE_S, _PATIENCE_FORGIVEN)
         self._traveller = traveller
         self._spec = spec
         self._share = share
@@ -146,7 +150,7 @@ class Path:
         while len(self._subscriptions) > 1:
             self._subscriptions.pop().leave()
         here = self._here
-        if here.feed.is_only(here) and here.feed.owner is self:
+        if here.feed.is_only(here) and here.feed.owner is self and not here.feed.is_stuck:
             here.feed.is_following = False
             here.view.extend(self._end_step)
         else:

@@ -109,6 +109,13 @@ class Window:
         behind = [view for view in self.views if view.next_to_send < front]
         return min(behind, key=lambda view: view.oldest_needed, default=None)
 
+    def keeper(self) -> "View | None":
+        """Of the views that keep steps they have sent, the one with the oldest, or any; only where nothing is begun for any view."""
+        if any(view.num_begun for view in self.views):
+            return None
+        keepers = [view for view in self.views if view.num_held]
+        return min(keepers or self.views, key=lambda view: view.oldest_needed, default=None)
+
     def _strips_from(self, step: int) -> "Iterator[_Strip]":
         while strip := self._strips.get(step):
             step = strip.steps.stop

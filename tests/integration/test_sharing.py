@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -108,6 +109,39 @@ def test_job_that_falls_behind_goes_on_alone(daemon: Daemon) -> None:
             batch = next(iter(slow))
             assert batch["sample_id"].tolist() == wanted[step]
             assert right(daemon, batch)
+
+
+def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(daemon: Daemon) -> None:
+    """Together they wait for longer than patience with one of them lasts."""
+    with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(loader(daemon, job, 4)) for job in "abcde"]
+
+        def read(index: int) -> list[list[int]]:
+            before = [next(iter(jobs[index]))["sample_id"].tolist() for _ in range(100 * (index + 1))]
+            time.sleep(0.09)
+            return before + [next(iter(jobs[index]))["sample_id"].tolist() for _ in range(600 - len(before))]
+
+        first, *others = threads.map(read, range(5), timeout=60)
+        assert all(other == first for other in others)
+        assert not events(daemon, "reader falls behind")
+        assert [session.num_sharing for session in status(daemon).sessions] == [5] * 5
+
+
+@pytest.mark.parametrize("prefetch_batches", [1, 4])
+def test_jobs_that_keep_their_batches_do_not_keep_each_other_from_reading(daemon: Daemon, prefetch_batches: int) -> None:
+    """Each keeps others, as many as it may, and all together as many as there is memory for."""
+    with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
+        jobs = [stack.enter_context(loader(daemon, job, prefetch_batches)) for job in "abcde"]
+
+        def read(index: int) -> list[dict[str, torch.Tensor]]:
+            for _ in range(20 * index):
+                next(iter(jobs[index]))
+            return [next(iter(jobs[index])) for _ in range(200 - 20 * index)]
+
+        first, *others = threads.map(read, range(5), timeout=60)
+        assert all(right(daemon, batch) for batches in (first, *others) for batch in batches)
+        for index, batches in enumerate(others, 1):
+            assert ids_of(batches) == ids_of(first[20 * index :])
 
 
 @pytest.mark.parametrize("prefetch_batches", [2, 4, 8])

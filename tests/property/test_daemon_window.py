@@ -165,12 +165,23 @@ class WindowModel(RuleBasedStateMachine):
             assert reader.view.at_end == (reader.next_to_send == reader.end_step)
 
     @invariant()
-    def laggard_needs_the_oldest_step(self) -> None:
-        oldest = {reader.view: min([*reader.held, reader.next_to_send]) for reader in self.present}
+    def laggard_is_behind_and_needs_the_oldest_step_of_those(self) -> None:
+        front = max((reader.next_to_send for reader in self.present), default=0)
+        behind = [reader for reader in self.present if reader.next_to_send < front]
         laggard = self.window.laggard()
+        assert (laggard is None) == (not behind)
         if laggard is not None:
-            assert oldest[laggard] == min(oldest.values())
-            assert laggard.next_to_send < max(reader.next_to_send for reader in self.present)
+            assert laggard in [reader.view for reader in behind]
+            assert laggard.oldest_needed == min(min([*reader.held, reader.next_to_send]) for reader in behind)
+
+    @invariant()
+    def keeper_is_there_where_nothing_is_under_way(self) -> None:
+        keeper = self.window.keeper()
+        assert (keeper is None) == (not self.present or any(reader.view.num_begun for reader in self.present))
+        held = [min(reader.held) for reader in self.present if reader.held]
+        if keeper is not None and held:
+            assert keeper.num_held
+            assert keeper.oldest_needed == min(held)
 
 
 TestWindow = WindowModel.TestCase
