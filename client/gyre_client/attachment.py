@@ -55,11 +55,12 @@ class Attachment:
         self._session_id = opened.session_id
         self._lease_s = opened.lease_s
         self._arenas = session.arenas
+        self._num_granted = opened.prefetch_batches
         self._max_kept = opened.max_kept_batches
         self._on_word = on_word
         self._silent_for_s: float | None = None
         self._heard_at_s = time.monotonic()
-        self.outbox = Outbox(opened.session_id, num_credits, max(1, opened.prefetch_batches // TOGETHER_PER_GRANT))
+        self.outbox = Outbox(opened.session_id, num_credits, max(1, self._num_granted // TOGETHER_PER_GRANT))
         self._payload: grpc.CallIterator[bytes] | None = None
         self._is_closed = False
         self._stream = connection.stream(self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch))
@@ -78,6 +79,8 @@ class Attachment:
                 self._on_word()
                 match response.WhichOneof("event"):
                     case "batches":
+                        if response.batches.prefetch_batches:
+                            self._take_grant(response.batches)
                         for strip in response.batches.strips:
                             yield from self._receive(strip)
                     case "end_of_stream":
@@ -99,6 +102,12 @@ class Attachment:
         """Whether so many slots are in use, beside those of unread batches, that the daemon may soon have none to fill."""
         arenas = self._arenas
         return arenas is not None and arenas.num_lent - num_unread > self._max_kept
+
+    def _take_grant(self, batches: pb.Batches) -> None:
+        """From now on the daemon has room for more batches, or for fewer."""
+        more = batches.prefetch_batches - self._num_granted
+        self._num_granted, self._max_kept = batches.prefetch_batches, batches.max_kept_batches
+        self.outbox.grant(more, max(1, self._num_granted // TOGETHER_PER_GRANT))
 
     def _receive(self, strip: pb.Strip) -> Iterator[Strip]:
         cursors, layouts = read_cursors(strip.cursors), read_layouts(strip)

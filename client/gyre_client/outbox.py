@@ -44,6 +44,13 @@ class Outbox:
             self._waited_s += waited_s
             self._notify_if_due(self._num_credits)
 
+    def grant(self, num_more: int, num_together: int) -> None:
+        """So many batches more may be sent, or fewer where it is negative: so many credits that come up are kept back."""
+        with self._changed:
+            self._num_credits += num_more
+            self._num_together = num_together
+            self._notify_if_due(self._num_credits)
+
     def note_wait(self, seconds: float) -> None:
         """The consumer had nothing to go on with for so long; travels with the next credit, or at once where it adds up."""
         with self._changed:
@@ -76,7 +83,8 @@ class Outbox:
         while not self._closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due or self._closed, heartbeat_s)
-                num_credits, self._num_credits = self._num_credits, 0
+                num_credits = max(0, self._num_credits)
+                self._num_credits -= num_credits
                 waited_s, self._waited_s = self._waited_s, 0.0
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
                 self._is_due, self._num_released = bool(self._released), len(self._released)

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from gyre_daemon.errors import Overloaded
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
 _F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
-_STRIP_BYTES, _MAX_TOGETHER = 26 << 20, 256
+_STRIP_BYTES, _MAX_TOGETHER, _MAX_WINDOWS = 26 << 20, 256, 4
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # `mmap.madvise` keeps the interpreter's lock for as long as it takes
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
@@ -174,6 +174,7 @@ class Share:
         num_bytes: of its arenas.
         num_ahead: batches in flight or ready: the prefetch window.
         num_together: batches that make a strip: they are read together and lie in one slot.
+        max_windows: how many times the memory makes strips as long as they may be.
         num_queued: batches that its client may have received and not taken.
         num_kept: batches that its client may go on to use after it took the next.
         may_grow: nobody asked for just this window.
@@ -183,9 +184,26 @@ class Share:
     num_bytes: int
     num_ahead: int
     num_together: int
+    max_windows: int
     num_queued: int
     num_kept: int
     may_grow: bool
+
+    @property
+    def strip_bytes(self) -> int:
+        """Upper bound of a strip."""
+        return self.batch_bytes * self.num_together
+
+    def times(self, num_windows: int) -> "Share":
+        """As many times the memory, for longer strips."""
+        return replace(
+            self,
+            num_bytes=self.num_bytes * num_windows,
+            num_ahead=self.num_ahead * num_windows,
+            num_together=self.num_together * num_windows,
+            num_queued=self.num_queued * num_windows,
+            num_kept=self.num_kept * num_windows,
+        )
 
 
 def divide(batch_bytes: int, num_ahead: int, limit_bytes: int, *, in_strips: bool = False, may_grow: bool = False) -> Share:
@@ -203,7 +221,9 @@ def divide(batch_bytes: int, num_ahead: int, limit_bytes: int, *, in_strips: boo
     num_slots = max(1, min(num_wanted, limit_bytes // batch_bytes))
     if num_slots < num_wanted:
         num_ahead = max(1, 3 * (num_slots - 1) // 8)
-    num_together = max(1, min(_STRIP_BYTES // batch_bytes, _MAX_TOGETHER, num_ahead // 3)) if in_strips else 1
+    longest = max(1, min(_STRIP_BYTES // batch_bytes, _MAX_TOGETHER)) if in_strips else 1
+    num_together = max(1, min(longest, num_ahead // 3))
+    max_windows = min(_MAX_WINDOWS, longest // num_together) if num_ahead >= 3 else 1  # three strips at least are under way
     num_queued = min(num_ahead, max(1, num_slots - num_ahead)) // num_together * num_together  # whole strips travel
     num_kept = max(0, num_slots - num_ahead - num_queued)
-    return Share(batch_bytes, num_slots * batch_bytes, num_ahead, num_together, num_queued, num_kept, may_grow)
+    return Share(batch_bytes, num_slots * batch_bytes, num_ahead, num_together, max_windows, num_queued, num_kept, may_grow)

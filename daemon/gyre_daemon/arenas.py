@@ -1,13 +1,14 @@
 """The memory of one feed: arenas that a session reserved, and what is added to them while subscribers wait for storage.
 
 To touch fresh memory takes a second per some GiB. So a first arena is small and allocated by all threads at once; the rest of
-the share follows in pieces of that size, each when batches have no room without it: who reads as fast as batches come never
-needs most of it. Every piece is allocated step by step: a feed that is closed meanwhile leaves no thread busy.
+the share follows in pieces, each when batches have no room without it: who reads as fast as batches come never needs most of
+it. A piece has room for the longest strips that the window may grow to. Every piece is allocated step by step: a feed that is
+closed meanwhile leaves no thread busy.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from gyre_daemon.arena import Arena, Budget, Share, Slot
@@ -82,7 +83,7 @@ class Arenas:
     """
 
     def __init__(
-        self, share: Share, budget: Budget, mapped: Mapped, limit_bytes: int, workers: FairExecutor, *, copied: bool = False
+        self, share: Share, budget: Budget, mapped: Mapped, limit_bytes: int, workers: FairExecutor, *, in_bulk: bool = False
     ) -> None:
         """No memory yet: see `allocate`.
 
@@ -92,15 +93,16 @@ class Arenas:
             mapped: told of each arena.
             limit_bytes: of all arenas together.
             workers: allocate.
-            copied: copiers may write into the arenas.
+            in_bulk: copiers may write into the arenas, and what is added is for longer strips.
         """
         self.num_windows = 1
         self._share = share
+        self._piece = _whole(share.strip_bytes * (share.max_windows if share.may_grow else 1))
         self._budget = budget
         self._mapped = mapped
         self._limit_bytes = limit_bytes
         self._workers = workers
-        self._copied = copied
+        self._in_bulk = in_bulk
         self._own: list[Arena] = []
         self._added: list[Arena] = []
         self._leaving: list[Arena] = []
@@ -133,7 +135,7 @@ class Arenas:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        await self._make(min(self._piece_bytes, self._share.num_bytes), flow, self._own)
+        await self._make(min(_whole(self._share.strip_bytes), self._share.num_bytes), flow, self._own)
 
     async def complete(self, flow: Flow, made: Callable[[], None]) -> None:
         """Make what the share has beyond the first arena, each piece when somebody found no slot.
@@ -145,12 +147,9 @@ class Arenas:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        missing = self._share.num_bytes - self.first.num_bytes
-        while missing:
+        for num_bytes in self._pieces(self._share.num_bytes - self.first.num_bytes):
             await self._is_short.wait()
-            num_bytes = self._piece_bytes if missing >= 2 * self._piece_bytes else missing
             await self._make(num_bytes, flow, self._own)
-            missing -= num_bytes
             self._is_short.clear()
             made()
 
@@ -167,14 +166,22 @@ class Arenas:
         if self._leaving:
             self._drop_empty()
 
-    def grow(self, flow: Flow) -> "asyncio.Task[None] | None":
-        """Double the memory, if the limit allows it and the budget still has a share for somebody else; done with the task."""
-        more = self.num_windows * self._share.num_ahead * self._share.batch_bytes
+    def grow(self, num_windows: int, flow: Flow) -> "asyncio.Task[None] | None":
+        """Have memory for so many windows, if the limit allows it and the budget still has a share for somebody else.
+
+        Returns:
+            What is done once it is there; None where it cannot be had.
+        """
+        share = self._share
+        window_bytes = (
+            -(-share.num_bytes // self._piece) * self._piece if self._in_bulk else share.num_ahead * share.batch_bytes
+        )
+        more = (num_windows - self.num_windows) * window_bytes
         has = self._share.num_bytes + sum(arena.num_bytes for arena in self._added + self._leaving)
         if self._growing or has + more > self._limit_bytes or more + self._share.num_bytes > self._budget.free_bytes:
             return None
         self._budget.reserve(more, "a longer window")
-        self._growing = asyncio.create_task(self._add(more, flow))
+        self._growing = asyncio.create_task(self._add(more, num_windows, flow))
         return self._growing
 
     def shrink(self) -> asyncio.Event | None:
@@ -201,11 +208,13 @@ class Arenas:
             arenas.clear()
         self._has_shrunk.set()
 
-    @property
-    def _piece_bytes(self) -> int:
-        """Some whole strips."""
-        strip_bytes = self._share.batch_bytes * self._share.num_together
-        return max(1, _PIECE_BYTES // strip_bytes) * strip_bytes
+    def _pieces(self, num_bytes: int) -> Iterator[int]:
+        """So many bytes, in pieces."""
+        while num_bytes >= 2 * self._piece:
+            yield self._piece
+            num_bytes -= self._piece
+        if num_bytes:
+            yield num_bytes
 
     def _drop_empty(self) -> None:
         for arena in [arena for arena in self._leaving if not arena.held_bytes]:
@@ -215,18 +224,18 @@ class Arenas:
         if not self._leaving:
             self._has_shrunk.set()
 
-    async def _add(self, num_bytes: int, flow: Flow) -> None:
+    async def _add(self, num_bytes: int, num_windows: int, flow: Flow) -> None:
+        missing = num_bytes
         try:
-            await self._make(num_bytes, flow, self._added)
+            for piece in self._pieces(num_bytes) if self._in_bulk else (num_bytes,):
+                await self._make(piece, flow, self._added)
+                missing -= piece
+            self.num_windows = num_windows
         except Overloaded:  # the machine has less than the budget says: go on with what there is
-            self._budget.give_back(num_bytes)
-            return
-        except asyncio.CancelledError:
-            self._budget.give_back(num_bytes)
-            raise
+            pass
         finally:
+            self._budget.give_back(missing)
             self._growing = None
-        self.num_windows *= 2
 
     async def _make(self, num_bytes: int, flow: Flow, into: list[Arena]) -> None:
         await self._mapped.room(num_bytes)
@@ -236,10 +245,15 @@ class Arenas:
             partial(arena.allocate, begin, min(begin + _STEP_BYTES, arena.num_bytes))
             for begin in range(0, arena.num_bytes, _STEP_BYTES)
         ]
-        if self._copied:
+        if self._in_bulk:
             works.insert(0, partial(self._mapped.share, arena))
         num_at_once = 1 if self._own else 1 + self._workers.num_threads  # nobody waits for more than the first
         for index in range(0, len(works), num_at_once):
             await asyncio.gather(*(self._workers.run(flow, 0, 0, work) for work in works[index : index + num_at_once]))
         arena.seal()
         into.append(arena)
+
+
+def _whole(strip_bytes: int) -> int:
+    """Strips of a piece, or one."""
+    return max(1, _PIECE_BYTES // strip_bytes) * strip_bytes

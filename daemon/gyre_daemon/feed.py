@@ -20,6 +20,7 @@ from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import Strip
+from gyre_daemon.growth import Growth
 from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
 from gyre_daemon.storage import Delays
@@ -114,6 +115,7 @@ class Feed:
 
     Attributes:
         owner: that subscriber.
+        extent: what that memory has grown to, where strips have become longer with it.
         arenas: where batches lie; the first is the owner's share.
         is_following: it only leads up to another feed.
     """
@@ -121,11 +123,12 @@ class Feed:
     def __init__(self, spec: Spec, share: Share, first_step: int, owner: Subscriber, machinery: Machinery) -> None:
         self.spec = spec
         self.share = share
+        self.extent = share
         self.owner = owner
         self.window = Window(first_step, share.num_ahead, self._free)
-        copied = spec.dataset.storage.reads_in_bulk
+        self._in_bulk = spec.dataset.storage.reads_in_bulk
         limit_bytes = machinery.arena_limit_bytes
-        self.arenas = Arenas(share, machinery.budget, machinery.mapped, limit_bytes, machinery.workers, copied=copied)
+        self.arenas = Arenas(share, machinery.budget, machinery.mapped, limit_bytes, machinery.workers, in_bulk=self._in_bulk)
         self.is_closed = False
         self.is_following = False
         self._machinery = machinery
@@ -138,7 +141,7 @@ class Feed:
         self._is_read = asyncio.Event()
         self._is_full = False
         self._is_draining = False
-        self._num_sealed = self._num_awaited = 0  # batches since the window was last looked at, and those that were waited for
+        self._growth = Growth(share, in_bulk=self._in_bulk)
         self._apart_until = first_step
         machinery.feeds.add(self)
         self._running = asyncio.create_task(_leaving_nothing(self._run()), name="feed")
@@ -230,8 +233,10 @@ class Feed:
 
     def shrink(self) -> asyncio.Event | None:
         """Give back what a longer window took, as soon as no batch lies there, which the event tells; None for nothing."""
-        self.window.size = self.share.num_ahead
-        return self.arenas.shrink()
+        self._growth.shrunk(self._machinery.clock())
+        shrinking = self.arenas.shrink()
+        self._resize()
+        return shrinking
 
     def _inherit(self) -> None:
         heirs = [each.subscriber for each in self._subscriptions if not each.subscriber.owns_a_feed]
@@ -356,29 +361,32 @@ class Feed:
                 stop_step=plan.stop_step,
                 begun_at=began,
                 total_s=self._machinery.clock() - began,
-                is_awaited=any(each.subscriber.is_starved for each in self._subscriptions),
+                is_awaited=self._is_awaited,
                 delays=delays,
                 error=next(map(str, outcome.errors.values()), ""),
             )
         )
 
+    @property
+    def _is_awaited(self) -> bool:
+        """Somebody waits for batches that are not whole."""
+        return any(each.subscriber.is_starved for each in self._subscriptions)
+
     def _grow_if_awaited(self, num_sealed: int) -> None:
-        """Where subscribers waited for half of the batches of a whole window, the window doubles, if there is memory for it.
+        """Where subscribers waited long enough, have memory for more windows, if there is any."""
+        now, has = self._machinery.clock(), self.arenas.num_windows
+        wanted = self._growth.sealed(num_sealed, has, now, is_awaited=self._is_awaited)
+        growing = self.arenas.grow(wanted, self.owner.flow) if wanted > has else None
+        if growing:
+            growing.add_done_callback(lambda _: self._resize())
 
-        Local files wait for the processor and not for an answer: more of them at once bring nothing.
-        """
-        if not self.share.may_grow or self.spec.dataset.storage.reads_in_bulk:
-            return
-        self._num_sealed += num_sealed
-        self._num_awaited += num_sealed * any(each.subscriber.is_starved for each in self._subscriptions)
-        if self._num_sealed >= self.window.size:
-            growing = self.arenas.grow(self.owner.flow) if 2 * self._num_awaited >= self._num_sealed else None
-            self._num_sealed = self._num_awaited = 0
-            if growing:
-                growing.add_done_callback(self._grown)
-
-    def _grown(self, growing: asyncio.Task[None]) -> None:
-        self.window.size = self.share.num_ahead * self.arenas.num_windows
+    def _resize(self) -> None:
+        """Windows, and strips that are read in bulk, become as long as there is memory for."""
+        num_windows = self.arenas.num_windows
+        self.window.size = self.share.num_ahead * num_windows
+        if self._in_bulk:
+            self.extent = self.share.times(num_windows)
+            self._prefetcher.num_together = self.extent.num_together
         self.look_again()
 
 

@@ -18,7 +18,7 @@ from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Spec
 from gyre_daemon.window import View
 
-_PATIENCE_S, _PATIENCE_FORGIVEN = 0.25, 0.05  # a reader may keep the others waiting so long once, and so much for ever
+_PATIENCE = ((0.25, 0.25), (1.0, 0.05))  # a reader may keep others waiting so many seconds at once, and so much of all time
 _REACH = 4  # so many windows behind another feed, a session may still catch up with it
 
 
@@ -56,7 +56,7 @@ class Path:
         """
         self.flow = flow
         self.is_starved = False
-        self.patience = Patience(_PATIENCE_S, _PATIENCE_FORGIVEN)
+        self.patience = Patience(_PATIENCE)
         self._traveller = traveller
         self._spec = spec
         self._share = share

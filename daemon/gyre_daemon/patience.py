@@ -1,29 +1,31 @@
-"""How long one reader may keep others waiting: a leaky bucket of lost time. Pure: the caller brings the clock."""
+"""How long one reader may keep others waiting: leaky buckets of lost time. Pure: the caller brings the clock."""
+
+from collections.abc import Sequence
 
 
 class Patience:
-    """Lost time adds up, and a small part of all time is forgiven again."""
+    """Lost time adds up, and a part of all time is forgiven again: little of it in the long run, more for a while."""
 
-    def __init__(self, limit_s: float, forgiven: float) -> None:
+    def __init__(self, limits: Sequence[tuple[float, float]]) -> None:
         """Nothing is lost yet.
 
         Args:
-            limit_s: how much may be lost at once.
-            forgiven: the part of time that may be lost for ever.
+            limits: how many seconds may be lost at once, and the part of time that may be lost for ever; each of them counts.
         """
-        self._limit_s = limit_s
-        self._forgiven = forgiven
-        self._lost_s = 0.0
+        self._limits = limits
+        self._lost_s = [0.0] * len(limits)
         self._at = float("-inf")
 
     def left_s(self, now: float) -> float:
         """How much more may be lost now; 0 when patience has run out."""
-        return max(0.0, self._limit_s - self._level(now))
+        levels = self._levels(now)
+        return max(0.0, min(limit_s - level for (limit_s, _), level in zip(self._limits, levels, strict=True)))
 
     def lose(self, since: float, now: float) -> None:
         """The time from `since` to `now` was lost."""
-        level = self._level(since)
-        self._lost_s, self._at = level + (now - since), now
+        self._lost_s = [level + (now - since) for level in self._levels(since)]
+        self._at = now
 
-    def _level(self, now: float) -> float:
-        return max(0.0, self._lost_s - self._forgiven * (now - self._at)) if self._lost_s else 0.0
+    def _levels(self, now: float) -> list[float]:
+        pairs = zip(self._limits, self._lost_s, strict=True)
+        return [max(0.0, lost_s - forgiven * (now - self._at)) if lost_s else 0.0 for (_, forgiven), lost_s in pairs]

@@ -84,16 +84,19 @@ class Spec:
 
 
 class Prefetcher:
-    """Begins and fills the steps of one spec, in order from a first one on."""
+    """Begins and fills the steps of one spec, in order from a first one on.
+
+    Attributes:
+        num_together: batches that make a strip from now on.
+    """
 
     def __init__(self, spec: Spec, share: Share, first_step: int, flow: Flow, workers: FairExecutor) -> None:
         self._spec = spec
         self._flow = flow
         self._fetcher = Fetcher(spec.dataset, workers)
-        self._share = share
+        self.num_together = share.num_together
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
-        self._max_prepared = max(_MAX_PREPARED, share.num_together)
         self._num_prepared = max(1, min(_FIRST_BYTES // share.batch_bytes, _MAX_PREPARED))  # grows
         self._plans = spec.plan.batches(first_step, 0, spec.rank, spec.world_size)  # not laid out
         blockwise = spec.order.mode == "block"
@@ -104,11 +107,11 @@ class Prefetcher:
     def may_begin(self, window: Window) -> bool:
         """There is room for a whole strip, or for the last steps."""
         room = window.room
-        return room >= self._share.num_together or (room > 0 and window.next_to_begin + room == window.end_step)
+        return room >= self.num_together or (room > 0 and window.next_to_begin + room == window.end_step)
 
     def begin(self, window: Window, arenas: Arenas) -> Begun | None:
         """Begin a strip, if there is a slot for it; call only where it may."""
-        fetch, num_steps = self._next_fetch(window), min(window.room, self._share.num_together)
+        fetch, num_steps = self._next_fetch(window), min(window.room, self.num_together)
         if num_steps < len(fetch.plan):
             self._fetches.insert(1, fetch.part(num_steps, len(fetch.plan)))
             fetch = self._fetches[0] = fetch.part(0, num_steps)
@@ -143,11 +146,12 @@ class Prefetcher:
     def _next_fetch(self, window: Window) -> Fetch:
         """The strip to begin next, laid out together with those that follow it."""
         if not self._fetches:
+            most = max(_MAX_PREPARED, self.num_together)
             if self._announcer:  # blocks are announced behind what is laid out, which must not lag behind the window
-                self._num_prepared = min(window.size, self._max_prepared)
-            together = min(self._share.num_together, self._num_prepared)
+                self._num_prepared = min(window.size, most)
+            together = min(self.num_together, self._num_prepared)
             wanted = self._num_prepared // together * together
-            self._num_prepared = min(2 * wanted, self._max_prepared)
+            self._num_prepared = min(2 * wanted, most)
             if window.end_step is not None:
                 wanted = min(wanted, max(window.room, 1))
             self._plan(wanted)

@@ -92,7 +92,7 @@ class Session:
         self._draining = False
         self._seen = environment.machinery.clock()
         self._occupancy = Occupancy(self._seen)
-        self.share = self._reserve()
+        self.share = self._granted = self._reserve()
         spec = Spec(request.dataset, order, reader.rank, reader.world_size, plan)
         self._path = Path(self, spec, self.share, (self.first_step, self.num_steps), flow, environment.machinery)
 
@@ -144,6 +144,14 @@ class Session:
         number = self._shown.number(strip.slot.arena)
         assert number is not None
         return number
+
+    def new_grant(self) -> Share | None:
+        """What its client may have from now on, where that is not what it was told last."""
+        extent = self._path.feed.extent
+        if extent == self._granted:
+            return None
+        self._granted = extent
+        return extent
 
     @property
     def num_sharing(self) -> int:

@@ -110,7 +110,7 @@ class Window:
         return min(behind, key=lambda view: view.oldest_needed, default=None)
 
     def keeper(self) -> "View | None":
-        """Of the views that keep steps they have sent, the one with the oldest, or any; only where nothing is begun for any view."""
+        """Who keeps the oldest step that was sent; only where nothing is in flight or ready for anybody."""
         if any(view.num_begun for view in self.views):
             return None
         keepers = [view for view in self.views if view.num_held]

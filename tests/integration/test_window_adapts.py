@@ -1,6 +1,7 @@
-"""The window grows while trainers wait for a storage that answers late, and shrinks when another session needs the memory."""
+"""The window grows while trainers wait, and shrinks when another session needs the memory."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -80,3 +81,37 @@ def test_window_that_was_asked_for_stays(daemon: Daemon) -> None:
         for _ in range(40):
             assert right(next(iter(loader)))
         assert status(daemon).sessions[0].prefetch_batches == 2
+
+
+@pytest.fixture
+def local(gyred: StartDaemon, tmp_path: Path) -> Daemon:
+    """A daemon that serves a file, with memory for three sessions: each has 66 MiB."""
+    samples = np.arange(2000, dtype="<u4")[:, None] + np.zeros(LENGTH, "<u4")
+    samples.tofile(tmp_path / "tokens.bin")
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    return gyred({"memory_budget": "220MiB", "datasets": {"tokens": tokens}})
+
+
+def test_strips_of_a_file_become_longer_while_the_trainer_waits_and_shorter_for_another(local: Daemon) -> None:
+    with Loader("tokens", batch_size=BATCH, seed=1, address=local.address, job="first") as first:
+        kept = [next(iter(first))]
+        (before,) = status(local).sessions
+        after = before
+        for _ in range(200):
+            assert all(right(next(iter(first))) for _ in range(100))
+            (after,) = status(local).sessions
+            if after.prefetch_batches > before.prefetch_batches:
+                break
+        assert after.prefetch_batches == 2 * before.prefetch_batches, "for a third, no other session would find its share"
+        assert status(local).memory_reserved_bytes > 2 * before.memory_limit_bytes
+        for _ in range(20):  # strips that are twice as long, two of them in use and some kept
+            batches = [next(iter(first)) for _ in range(100)]
+            assert all(right(batch) for batch in batches)
+            kept.append(batches[50])
+        with Loader("tokens", batch_size=BATCH, seed=2, address=local.address, job="second") as second:
+            for _ in range(2000):
+                assert right(next(iter(first)))
+                assert right(next(iter(second)))
+            assert status(local).sessions[0].prefetch_batches == before.prefetch_batches
+            assert all(right(batch) for batch in kept)
+    assert status(local).memory_reserved_bytes == 0

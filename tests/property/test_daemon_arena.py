@@ -121,6 +121,23 @@ def test_a_share_has_room_for_the_strips_that_its_client_uses(batch_bytes: int, 
     assert divide(batch_bytes, num_ahead, limit).num_together == 1
 
 
+@given(st.integers(1, 1 << 24), st.integers(1, 1024), st.integers(0, 1 << 30))
+def test_a_share_that_grows_has_room_for_longer_strips(batch_bytes: int, num_ahead: int, limit: int) -> None:
+    share = divide(batch_bytes, num_ahead, limit, in_strips=True)
+    for num_windows in range(1, share.max_windows + 1):
+        grown = share.times(num_windows)
+        assert grown.num_bytes == num_windows * share.num_bytes
+        assert grown.strip_bytes <= 26 << 20 or grown.num_together == 1
+        assert grown.num_together <= min(256, max(1, grown.num_ahead // 3))
+        assert grown.num_queued % grown.num_together == 0, "a client asks for whole strips"
+        if share.num_together > 1:
+            assert grown.num_kept >= 2 * grown.num_together, "the one in use, and the one before it"
+        num_slots = grown.num_bytes // grown.batch_bytes
+        assert num_slots == num_windows or grown.num_ahead + grown.num_queued + grown.num_kept == num_slots
+    assert share.times(1) == share
+    assert divide(batch_bytes, num_ahead, limit).max_windows == 1
+
+
 @given(st.lists(st.integers(0, 100)), st.integers(0, 300))
 def test_a_budget_is_never_exceeded(wishes: list[int], limit: int) -> None:
     budget = Budget(limit)

@@ -2,7 +2,7 @@ from gyre_daemon.patience import Patience
 
 
 def test_patience_runs_out_with_the_time_that_is_lost() -> None:
-    patience = Patience(limit_s=0.05, forgiven=0.05)
+    patience = Patience([(0.05, 0.05)])
     assert patience.left_s(100.0) == 0.05
     patience.lose(100.0, 100.02)
     assert round(patience.left_s(100.02), 6) == 0.03
@@ -11,7 +11,7 @@ def test_patience_runs_out_with_the_time_that_is_lost() -> None:
 
 
 def test_little_is_forgiven_for_ever_and_much_is_not() -> None:
-    little, much = Patience(0.05, 0.05), Patience(0.05, 0.05)
+    little, much = Patience([(0.05, 0.05)]), Patience([(0.05, 0.05)])
     for second in range(1000):
         little.lose(second, second + 0.04)  # four hundredths of the time
         if second < 20:
@@ -21,7 +21,16 @@ def test_little_is_forgiven_for_ever_and_much_is_not() -> None:
 
 
 def test_long_ago_is_forgotten() -> None:
-    patience = Patience(0.05, 0.05)
+    patience = Patience([(0.05, 0.05)])
     patience.lose(0.0, 1.0)
     assert patience.left_s(1.0) == 0
     assert patience.left_s(1000.0) == 0.05
+
+
+def test_more_is_forgiven_for_a_while_than_in_the_long_run() -> None:
+    patience = Patience([(0.25, 0.25), (1.0, 0.05)])
+    for turn in range(100):
+        assert (patience.left_s(turn * 0.1) > 0.19) == (turn < 51), "a fifth of the time, but not for more than some seconds"
+        patience.lose(turn * 0.1, turn * 0.1 + 0.02)
+    assert patience.left_s(10.0) == 0
+    assert patience.left_s(1000.0) == 0.25

@@ -180,6 +180,9 @@ def from_strips(strips: list[Strip], session: Session) -> pb.StreamResponse:
     """One message for several strips."""
     response = pb.StreamResponse()
     response.batches.SetInParent()
+    if session.shares_arena and (grant := session.new_grant()):
+        response.batches.prefetch_batches = grant.num_queued
+        response.batches.max_kept_batches = grant.num_kept
     for strip in strips:
         message = response.batches.strips.add()
         message.CopyFrom(_as_told(strip, session))

@@ -1008,16 +1008,25 @@ class Batches(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STRIPS_FIELD_NUMBER: _builtins.int
+    PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
+    MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
+    prefetch_batches: _builtins.int
+    """Where the first is not 0, both are granted from these strips on, in place of what was granted before; SessionOpened says what
+    they are. The client gives as much more credit at once, or as much less with what it gives next.
+    """
+    max_kept_batches: _builtins.int
     @_builtins.property
     def strips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Strip]: ...
     def __init__(
         self,
         *,
         strips: _abc.Iterable[Global___Strip] | None = ...,
+        prefetch_batches: _builtins.int = ...,
+        max_kept_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["strips", b"strips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_kept_batches", b"max_kept_batches", "prefetch_batches", b"prefetch_batches", "strips", b"strips"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
