@@ -19,7 +19,7 @@ from benchmarks.loader.data import Workload
 from benchmarks.loader.processes import cpu_s, family, page_faults
 
 CACHE_LINE_BYTES = 64
-WARMUP_S = 3.0  # memory is new to all at first: pages are mapped, workers fetch ahead, windows grow
+WARMUP_S = 2.0  # memory is new to all at first: pages are mapped, workers fetch ahead, windows grow
 ROUND_BATCHES = 4  # between two looks at the clock
 
 

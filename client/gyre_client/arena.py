@@ -34,7 +34,7 @@ class Arenas:
     @property
     def num_lent(self) -> int:
         """Batches whose memory is in use."""
-        return sum(arena.num_lent for arena in self._mapped.values())
+        return sum(arena.num_lent for arena in list(self._mapped.values()))  # the receiver may be adding one
 
     def ready(self) -> None:
         """The first one's pages are mapped: to be called where that does not keep the daemon waiting."""
