@@ -379,7 +379,7 @@ class Feed:
 
         Not where many files are read at once: what one feed gains by longer strips, others lose by colder caches.
         """
-        if self._in_bulk and len(self._machinery.feeds) > _FEW_FEEDS:
+        if self._in_bulk and sum(not feed.is_closed for feed in self._machinery.feeds) > _FEW_FEEDS:
             return
         now, has = self._machinery.clock(), self.arenas.num_windows
         wanted = self._growth.sealed(num_sealed, has, now, is_awaited=self._is_awaited)
