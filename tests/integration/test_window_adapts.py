@@ -51,16 +51,22 @@ def right(batch: dict[str, torch.Tensor]) -> bool:
     return bool((batch["tokens"].numpy() == ids[:, None]).all())
 
 
+def read_until_it_grows(daemon: Daemon, loader: Loader, before: pb.SessionState) -> pb.SessionState:
+    """The only session's state, once its window is longer than before, or after many batches."""
+    after = before
+    for _ in range(600):
+        assert all(right(next(iter(loader))) for _ in range(32))
+        (after,) = status(daemon).sessions
+        if after.prefetch_batches > before.prefetch_batches:
+            break
+    return after
+
+
 def test_window_grows_while_the_trainer_waits_and_shrinks_for_another(daemon: Daemon) -> None:
     with Loader("tokens", batch_size=BATCH, seed=1, address=daemon.address, job="first") as first:
         assert right(next(iter(first)))
         (before,) = status(daemon).sessions
-        after = before
-        for _ in range(100):
-            assert all(right(next(iter(first))) for _ in range(32))
-            (after,) = status(daemon).sessions
-            if after.prefetch_batches > before.prefetch_batches:
-                break
+        after = read_until_it_grows(daemon, first, before)
         assert after.prefetch_batches > before.prefetch_batches
         assert status(daemon).memory_reserved_bytes > after.memory_limit_bytes
         others = [Loader("tokens", batch_size=BATCH, seed=seed, address=daemon.address, job=str(seed)) for seed in (2, 3)]
@@ -96,12 +102,7 @@ def test_strips_of_a_file_become_longer_while_the_trainer_waits_and_shorter_for_
     with Loader("tokens", batch_size=BATCH, seed=1, address=local.address, job="first") as first:
         kept = [next(iter(first))]
         (before,) = status(local).sessions
-        after = before
-        for _ in range(200):
-            assert all(right(next(iter(first))) for _ in range(100))
-            (after,) = status(local).sessions
-            if after.prefetch_batches > before.prefetch_batches:
-                break
+        after = read_until_it_grows(local, first, before)
         assert after.prefetch_batches == 2 * before.prefetch_batches, "for a third, no other session would find its share"
         assert status(local).memory_reserved_bytes > 2 * before.memory_limit_bytes
         for _ in range(20):  # strips that are twice as long, two of them in use and some kept
