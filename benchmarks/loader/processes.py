@@ -68,9 +68,15 @@ class Daemon:
 
 @contextmanager
 def daemon(
-    folder: Path, datasets: Mapping[str, Mapping[str, object]], budget_bytes: int = BUDGET_BYTES, more: Sequence[str] = ()
+    folder: Path,
+    datasets: Mapping[str, Mapping[str, object]],
+    budget_bytes: int = BUDGET_BYTES,
+    more: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> Iterator[Daemon]:
     """A daemon that serves these datasets, with `more` lines of configuration; its files are in a folder of its own.
+
+    It is the one that is installed where `python` is.
 
     Its socket is in the system's folder for temporary files: the path of a socket has 102 bytes at most.
     """
@@ -82,7 +88,7 @@ def daemon(
         for name, config in datasets.items():
             lines += [f"[datasets.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in config.items())]
         (home / "gyre.toml").write_text("\n".join(lines))
-        command = [sys.executable, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
+        command = [python, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
         process = subprocess.Popen(command, stderr=log)
         try:
             _await_ready(process, home / "log")

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import IO
 
 from benchmarks.loader.data import Workload
@@ -44,10 +45,14 @@ class Entry:
     Attributes:
         contender: who.
         results: one per round, by workload.
+        python: what runs its jobs.
+        root: of the checkout that its jobs are of; None for this one.
     """
 
     contender: Contender
     results: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
+    python: str = sys.executable
+    root: Path | None = None
     _jobs: list["subprocess.Popen[str]"] = field(default_factory=list)
     _words: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # on standard error
     _folder: "tempfile.TemporaryDirectory[str]" = field(default_factory=tempfile.TemporaryDirectory)  # some leave locks behind
@@ -56,10 +61,12 @@ class Entry:
         """Its processes run and wait."""
         task = asdict(self.contender) | {"address": address}
         for _ in range(self.contender.num_jobs):
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.readers"]
+            command = [self.python, "-W", "ignore", "-m", "benchmarks.loader.readers"]
             pipe = subprocess.PIPE
             environment = {**os.environ, "TMPDIR": self._folder.name}
-            job = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._words, text=True, env=environment)
+            job = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=self._words, text=True, env=environment, cwd=self.root
+            )
             self._jobs.append(job)
             self._say(job, task)
 

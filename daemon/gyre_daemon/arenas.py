@@ -121,6 +121,11 @@ class Arenas:
         return self._own[0]
 
     @property
+    def extent(self) -> Share:
+        """What the share has grown to, where strips become longer with it."""
+        return self._share.times(self.num_windows) if self._in_bulk else self._share
+
+    @property
     def held_bytes(self) -> int:
         """Of slots that are taken."""
         return sum(arena.held_bytes for arena in self._all)

@@ -7,8 +7,7 @@ the others waiting for longer than patience lasts is cast off and goes on by its
 
 import asyncio
 import logging
-import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet
@@ -16,7 +15,7 @@ from weakref import WeakSet
 from gyre_daemon.account import Accounts, BatchAccount
 from gyre_daemon.arena import Budget, Share, Slot
 from gyre_daemon.arenas import Arenas, Mapped
-from gyre_daemon.errors import GyreError, first_error
+from gyre_daemon.errors import GyreError, first_error, leaving_nothing
 from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import Strip
@@ -117,7 +116,6 @@ class Feed:
 
     Attributes:
         owner: that subscriber.
-        extent: what that memory has grown to, where strips have become longer with it.
         arenas: where batches lie; the first is the owner's share.
         is_following: it only leads up to another feed.
     """
@@ -125,7 +123,6 @@ class Feed:
     def __init__(self, spec: Spec, share: Share, first_step: int, owner: Subscriber, machinery: Machinery) -> None:
         self.spec = spec
         self.share = share
-        self.extent = share
         self.owner = owner
         self.window = Window(first_step, share.num_ahead, self._free)
         self._in_bulk = spec.dataset.storage.reads_in_bulk
@@ -146,7 +143,7 @@ class Feed:
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self._apart_until = first_step
         machinery.feeds.add(self)
-        self._running = asyncio.create_task(_leaving_nothing(self._run()), name="feed")
+        self._running = asyncio.create_task(leaving_nothing(self._run()), name="feed")
         self._running.add_done_callback(self._run_done)
 
     async def started(self) -> None:
@@ -256,7 +253,7 @@ class Feed:
             while True:
                 self._changed.clear()
                 while begun := self._begin():
-                    group.create_task(_leaving_nothing(self._fill(begun)))
+                    group.create_task(leaving_nothing(self._fill(begun)))
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._wait()
 
@@ -389,21 +386,6 @@ class Feed:
 
     def _resize(self) -> None:
         """Windows, and strips that are read in bulk, become as long as there is memory for."""
-        num_windows = self.arenas.num_windows
-        self.window.size = self.share.num_ahead * num_windows
-        if self._in_bulk:
-            self.extent = self.share.times(num_windows)
-            self._prefetcher.num_together = self.extent.num_together
+        self.window.size = self.share.num_ahead * self.arenas.num_windows
+        self._prefetcher.num_together = self.arenas.extent.num_together
         self.look_again()
-
-
-async def _leaving_nothing(work: Coroutine[None, None, None]) -> None:
-    """Run a coroutine; if it is cancelled, its frames let go of the arena now and not at some garbage collection.
-
-    A task group keeps the CancelledError that ends it in its own frame, which the error's traceback keeps in turn.
-    """
-    try:
-        await work
-    except asyncio.CancelledError as error:
-        traceback.clear_frames(error.__traceback__)
-        raise

@@ -147,7 +147,7 @@ class Session:
 
     def new_grant(self) -> Share | None:
         """What its client may have from now on, where that is not what it was told last."""
-        extent = self._path.feed.extent
+        extent = self._path.feed.arenas.extent
         if extent == self._granted:
             return None
         self._granted = extent
