@@ -52,7 +52,13 @@ class Machinery:
 
 
 class Subscriber(Protocol):
-    """Who takes batches from a feed: a session's path."""
+    """Who takes batches from a feed: a session's path.
+
+    Attributes:
+        flow: for which it reads.
+        is_starved: it waits for batches that are not whole, or have no room.
+        patience: that others have with it.
+    """
 
     flow: Flow
     is_starved: bool
@@ -282,6 +288,7 @@ class Feed:
             await self._changed.wait()
             return
         clock, patience = self._machinery.clock, laggard.subscriber.patience
+        waiting = [each.subscriber for each in self._subscriptions if each is not laggard and each.subscriber.is_starved]
         began = clock()
         try:
             async with asyncio.timeout(patience.left_s(began)):
@@ -289,7 +296,9 @@ class Feed:
         except TimeoutError:
             log_event("reader falls behind", {"dataset": self.spec.dataset.name, "job": laggard.subscriber.flow.name})
             laggard.subscriber.cast_off()
-        patience.lose(began, clock())
+        patience.lose(began, now := clock())
+        for subscriber in waiting:
+            subscriber.patience.regain(began, now)
 
     def _laggard(self) -> Subscription | None:
         """Who keeps the memory that others wait for; or that all wait for, where batches that are kept fill all of it."""

@@ -18,7 +18,7 @@ from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Spec
 from gyre_daemon.window import View
 
-_PATIENCE = ((0.25, 0.25), (1.0, 0.05))  # a reader may keep others waiting so many seconds at once, and so much of all time
+_PATIENCE = ((0.25, 1.0), (1.0, 0.05))  # seconds that a reader may cost others at once, and the part of all time besides
 _REACH = 4  # so many windows behind another feed, a session may still catch up with it
 
 
@@ -37,7 +37,7 @@ class Path:
 
     Attributes:
         flow: the job that reads.
-        is_starved: its session could send a batch, and none is ready.
+        is_starved: its client may soon have nothing to go on with, and no batch is ready.
         patience: that others have with it.
     """
 

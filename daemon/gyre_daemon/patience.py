@@ -26,6 +26,11 @@ class Patience:
         self._lost_s = [level + (now - since) for level in self._levels(since)]
         self._at = now
 
+    def regain(self, since: float, now: float) -> None:
+        """The time from `since` to `now` was lost to somebody else: as much is forgiven."""
+        self._lost_s = [max(0.0, level - (now - since)) for level in self._levels(now)]
+        self._at = now
+
     def _levels(self, now: float) -> list[float]:
         pairs = zip(self._limits, self._lost_s, strict=True)
         return [max(0.0, lost_s - forgiven * (now - self._at)) if lost_s else 0.0 for (_, forgiven), lost_s in pairs]

@@ -74,6 +74,7 @@ class Session:
         self.shuffle = ShuffleMeter(plan.num_samples)
         self.attached = False
         self.credits = 0
+        self._most_credits = 0
         self._environment = environment
         cursor = request.start_cursor()
         self.cursors = cursor.encoder()
@@ -196,6 +197,7 @@ class Session:
     def add_credit(self, num_batches: int, waited_s: float = 0.0) -> None:
         """The client takes so many batches more; its trainer stood still for so long."""
         self.credits += min(num_batches, _MAX_CREDITS - self.credits)
+        self._most_credits = max(self._most_credits, self.credits)
         if 0 < waited_s < math.inf:
             self.counts.trainer_waited_s += waited_s
         self._note_window()
@@ -296,6 +298,11 @@ class Session:
         self._sendable.set()
 
     @property
+    def _is_short(self) -> bool:
+        """Its client has taken more than half of what it queues, and may soon have nothing to go on with."""
+        return self.credits > min(self._most_credits, self._granted.num_queued) // 2
+
+    @property
     def _drained(self) -> bool:
         return self._draining and (self._path.view.num_begun == 0 or not self.credits)
 
@@ -333,7 +340,7 @@ class Session:
 
     async def _wait_until_sendable(self) -> None:
         self._note_window()
-        self._path.is_starved = bool(self.credits) and not self._path.head_is_ready
+        self._path.is_starved = self._is_short and not self._path.head_is_ready
         if self._path.is_starved:
             self._path.feed.look_again()
         self._sendable.clear()

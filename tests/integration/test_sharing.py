@@ -127,6 +127,23 @@ def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(daemon: Daemon
         assert [session.num_sharing for session in status(daemon).sessions] == [5] * 5
 
 
+def test_job_that_waits_for_others_as_they_for_it_stays(daemon: Daemon) -> None:
+    """In the long run both cost the other far more than a twentieth of the time."""
+    with ThreadPoolExecutor(2) as threads, loader(daemon, "a", 4) as a, loader(daemon, "b", 4) as b:
+
+        def read(job: Loader, pauses: range) -> list[list[int]]:
+            ids = []
+            for turn in range(40):
+                if turn in pauses:
+                    time.sleep(0.09)
+                ids += ids_of([next(iter(job)) for _ in range(20)])
+            return ids
+
+        first, second = threads.map(read, (a, b), (range(0, 40, 2), range(1, 40, 2)), timeout=60)
+        assert first == second
+        assert not events(daemon, "reader falls behind")
+
+
 @pytest.mark.parametrize("prefetch_batches", [1, 4])
 def test_jobs_that_keep_their_batches_do_not_keep_each_other_from_reading(daemon: Daemon, prefetch_batches: int) -> None:
     """Each keeps others, as many as it may, and all together as many as there is memory for."""

@@ -34,3 +34,19 @@ def test_more_is_forgiven_for_a_while_than_in_the_long_run() -> None:
         patience.lose(turn * 0.1, turn * 0.1 + 0.02)
     assert patience.left_s(10.0) == 0
     assert patience.left_s(1000.0) == 0.25
+
+
+def test_who_loses_as_much_as_it_costs_is_forgiven_all() -> None:
+    patience = Patience([(0.25, 1.0), (1.0, 0.05)])
+    for turn in range(100):
+        began = turn * 0.2
+        assert patience.left_s(began) == 0.25
+        patience.lose(began, began + 0.1)
+        patience.regain(began + 0.1, began + 0.2)
+
+
+def test_nothing_is_forgiven_in_advance() -> None:
+    patience = Patience([(0.25, 0.0)])
+    patience.regain(0.0, 5.0)
+    patience.lose(5.0, 5.2)
+    assert round(patience.left_s(5.2), 6) == 0.05
