@@ -80,6 +80,7 @@ class Arenas:
 
     Attributes:
         num_windows: how many times the share's window there is memory for.
+        extent: what the share has grown to, where strips become longer with it.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Arenas:
             in_bulk: copiers may write into the arenas, and what is added is for longer strips.
         """
         self.num_windows = 1
-        self._share = share
+        self.extent = self._share = share
         self._piece = _whole(share.strip_bytes * (share.max_windows if share.may_grow else 1))
         self._budget = budget
         self._mapped = mapped
@@ -119,11 +120,6 @@ class Arenas:
     def first(self) -> Arena:
         """The one that is there from beginning to end."""
         return self._own[0]
-
-    @property
-    def extent(self) -> Share:
-        """What the share has grown to, where strips become longer with it."""
-        return self._share.times(self.num_windows) if self._in_bulk else self._share
 
     @property
     def held_bytes(self) -> int:
@@ -195,7 +191,7 @@ class Arenas:
             self._growing.cancel()
         if not self._added:
             return None
-        self.num_windows = 1
+        self._resize(1)
         self._leaving += self._added
         self._added.clear()
         self._has_shrunk.clear()
@@ -235,12 +231,17 @@ class Arenas:
             for piece in self._pieces(num_bytes) if self._in_bulk else (num_bytes,):
                 await self._make(piece, flow, self._added)
                 missing -= piece
-            self.num_windows = num_windows
+            self._resize(num_windows)
         except Overloaded:  # the machine has less than the budget says: go on with what there is
             pass
         finally:
             self._budget.give_back(missing)
             self._growing = None
+
+    def _resize(self, num_windows: int) -> None:
+        self.num_windows = num_windows
+        if self._in_bulk:
+            self.extent = self._share.times(num_windows)
 
     async def _make(self, num_bytes: int, flow: Flow, into: list[Arena]) -> None:
         await self._mapped.room(num_bytes)

@@ -194,6 +194,11 @@ class FairExecutor:
         self.num_threads = num_threads
         self._queue = FairQueue(num_threads)
 
+    @property
+    def is_idle(self) -> bool:
+        """No thread has anything to do."""
+        return self._queue.num_taken == 0
+
     async def run(self, flow: Flow, cost: float, urgency: int, work: Callable[[], Result]) -> Result:
         """Do computation or blocking I/O in a thread, when it is the flow's turn.
 

@@ -22,7 +22,7 @@ from gyre_daemon.storage.readahead import ReadAhead
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
 _MAX_COPIED_BYTES = 1 << 20  # mean of all: beyond it the memory is the limit either way, and the kernel is here already
-_MIN_JOB_BYTES = 16 << 20  # less is not worth a second thread: it takes 4 ms, and batches behind it have threads too
+_MIN_JOB_BYTES = 16 << 20  # less is not worth a second thread: it takes 4 ms
 
 
 class LocalStorage:
@@ -56,8 +56,12 @@ class LocalStorage:
         await self.read_made(parts, reads.flow, num_bytes, reads.urgency)
 
     def cuts(self, num_reads: int, num_bytes: int) -> list[int]:
-        """Where so many reads are best cut into jobs for several threads: from 0 to the end."""
-        num_jobs = max(1, min(self._workers.num_threads, 1 + num_bytes // _MIN_JOB_BYTES, num_reads))
+        """Where so many reads are best cut into jobs for several threads: from 0 to the end.
+
+        They are left in one where threads have other things to do: a job costs a millisecond or so beside what it copies.
+        """
+        most = self._workers.num_threads if self._workers.is_idle else 1
+        num_jobs = max(1, min(most, 1 + num_bytes // _MIN_JOB_BYTES, num_reads))
         return [num_reads * job // num_jobs for job in range(num_jobs + 1)]
 
     async def read_made(self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int) -> None:
