@@ -22,7 +22,7 @@ from benchmarks.loader.markdown import table
 from benchmarks.loader.mosaic import is_installed
 from benchmarks.loader.processes import Daemon, daemon, load_average
 from benchmarks.loader.race import Contender, Result, race
-from benchmarks.loader.readers import WARMUP_S
+from benchmarks.loader.readers import WARMUP
 
 ONE_JOB = (
     Contender("Gyre", "gyre"),
@@ -170,7 +170,7 @@ def main() -> None:
     parsed = parser.parse_args()
     form = FULL_FORM if parsed.full else BRIEF_FORM
     lines = ["# The loader beside others", "", *circumstances(f"python -m benchmarks.loader.compare {' '.join(sys.argv[1:])}")]
-    rounds = f"{form.num_rounds} interleaved rounds of {form.duration_s:g} s, each after {WARMUP_S:g} s of warming up"
+    rounds = f"{form.num_rounds} interleaved rounds of {form.duration_s:g} s, each after warming up: {WARMUP}"
     lines[-1:] = [f"Medians of {rounds}.", ""]
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         sets = workloads(Path(name), form.scale)

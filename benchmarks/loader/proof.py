@@ -20,7 +20,7 @@ from benchmarks.loader.markdown import table
 from benchmarks.loader.plots import plot_growth, plot_rates, plot_sessions
 from benchmarks.loader.processes import MEMORY_SLACK_BYTES, Daemon, daemon
 from benchmarks.loader.race import Contender, Result
-from benchmarks.loader.readers import WARMUP_S
+from benchmarks.loader.readers import WARMUP
 
 MAX_DEVIATION = 0.10  # how far from the mean a job may be
 MAX_FIRST_BATCH_S = 0.05
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     form = compare.BRIEF_FORM if parsed.brief else compare.FULL_FORM
     given = " ".join(sys.argv[1:] if arguments is None else arguments)
     title = ["# The loader, measured", "", *compare.circumstances(f"python -m benchmarks.loader.proof {given}")]
-    rounds = f"{form.num_rounds} interleaved rounds of {form.duration_s:g} s, each after {WARMUP_S:g} s of warming up"
+    rounds = f"{form.num_rounds} interleaved rounds of {form.duration_s:g} s, each after warming up: {WARMUP}"
     title[-1:] = [f"Rates are medians of {rounds}.", ""]
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         findings = prove(Path(name), form, not parsed.brief)

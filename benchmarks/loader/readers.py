@@ -19,8 +19,13 @@ from benchmarks.loader.data import Workload
 from benchmarks.loader.processes import cpu_s, family, page_faults
 
 CACHE_LINE_BYTES = 64
-WARMUP_S = 2.0  # memory is new to all at first: pages are mapped, workers fetch ahead, windows grow
+WARMUP = "one second and one more for each job, five at most"
 ROUND_BATCHES = 4  # between two looks at the clock
+
+
+def warmup_s(num_jobs: int) -> float:
+    """How long jobs that begin together read before they are measured: memory is new, workers fetch ahead, windows grow."""
+    return 1.0 + min(num_jobs, 4)
 
 
 def touch(batch: torch.Tensor) -> None:
@@ -36,6 +41,7 @@ class Reader:
     def __init__(self, task: dict[str, Any]) -> None:
         self._kind: str = task["kind"]
         self._num_workers: int = task["num_workers"]
+        self._warmup_s = warmup_s(task["num_jobs"])
         self._address: str = task["address"]
         self._batches: libraries.Batches = iter(())
         self._batch_size = 0
@@ -59,7 +65,7 @@ class Reader:
         Returns:
             samples_per_s, and of this process and its children cpu_s_per_1000 and faults_per_1000.
         """
-        self._read(WARMUP_S)
+        self._read(self._warmup_s)
         pids = family(os.getpid())
         cpu_before, faults_before = cpu_s(pids), page_faults(pids)
         num_batches, elapsed_s = self._read(duration_s)

@@ -20,7 +20,7 @@ from benchmarks.loader.data import SHORT, Workload, tokens
 from benchmarks.loader.libraries import Batches, gyre
 from benchmarks.loader.markdown import table
 from benchmarks.loader.processes import Daemon, daemon
-from benchmarks.loader.readers import WARMUP_S, touch
+from benchmarks.loader.readers import touch, warmup_s
 
 MAX_PROCESSES = 8
 BUDGET_BYTES = 4 << 30  # the daemon's default is 1 GiB; 64 sessions of default size want more
@@ -85,7 +85,7 @@ def _together(jobs: Sequence["_Job"], count: int, same_order: bool, duration_s: 
     for job in jobs:
         job.hear()
     for job in jobs:
-        job.say("run", duration_s)
+        job.say("run", [warmup_s(count), duration_s])
     rates = [job.hear() for job in jobs]
     num_bytes = server.memory_bytes()
     for job in jobs:
@@ -134,8 +134,8 @@ def _read() -> None:
             for stream in streams:
                 touch(next(stream))
         elif command == "run":
-            _rate(streams, WARMUP_S, workload.batch_size)
-            answer = _rate(streams, argument, workload.batch_size)
+            for duration_s in argument:
+                answer = _rate(streams, duration_s, workload.batch_size)
         else:
             for stream in streams:
                 stream.close()  # type: ignore[attr-defined]  # a generator
