@@ -1,4 +1,7 @@
-"""What more sessions cost: `python -m benchmarks.loader.sessions`. At most eight processes, each with its sessions in turn."""
+"""What more sessions cost: `python -m benchmarks.loader.sessions`. At most eight processes, each with its sessions in turn.
+
+They read turn after turn until the daemon's memory has stopped growing; the last turn counts.
+"""
 
 import argparse
 import json
@@ -20,9 +23,10 @@ from benchmarks.loader.data import SHORT, Workload, tokens
 from benchmarks.loader.libraries import Batches, gyre
 from benchmarks.loader.markdown import table
 from benchmarks.loader.processes import Daemon, daemon
-from benchmarks.loader.readers import touch, warmup_s
+from benchmarks.loader.readers import touch
 
 MAX_PROCESSES = 8
+MAX_TURNS = 20
 BUDGET_BYTES = 4 << 30  # the daemon's default is 1 GiB; 64 sessions of default size want more
 BRIEF_COUNTS = (1, 8, 64)
 FULL_COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -84,10 +88,14 @@ def _together(jobs: Sequence["_Job"], count: int, same_order: bool, duration_s: 
         job.say("open", [0 if same_order else number * share + n for n in range(share)])
     for job in jobs:
         job.hear()
-    for job in jobs:
-        job.say("run", [warmup_s(count), duration_s])
-    rates = [job.hear() for job in jobs]
-    num_bytes = server.memory_bytes()
+    num_bytes = 0
+    for _ in range(MAX_TURNS):
+        for job in jobs:
+            job.say("run", duration_s)
+        rates = [job.hear() for job in jobs]
+        before, num_bytes = num_bytes, server.memory_bytes()
+        if num_bytes - before < num_bytes // 100:  # to touch new memory takes seconds, and happens once
+            break
     for job in jobs:
         job.say("close", None)
     for job in jobs:
@@ -134,8 +142,7 @@ def _read() -> None:
             for stream in streams:
                 touch(next(stream))
         elif command == "run":
-            for duration_s in argument:
-                answer = _rate(streams, duration_s, workload.batch_size)
+            answer = _rate(streams, argument, workload.batch_size)
         else:
             for stream in streams:
                 stream.close()  # type: ignore[attr-defined]  # a generator
