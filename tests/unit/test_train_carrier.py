@@ -69,6 +69,31 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "gyre hops"]
 
 
+def test_a_thread_that_ends_before_it_is_woken_is_no_error() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    memory, calls = SharedMemory(), select.epoll()
+    link = Link(one, memory, timedelta(seconds=TIMEOUT_S), calls)
+    number, before = link.number, threads()
+
+    class Noticed(threading.Event):
+        """Who sets it finds that the thread has ended over it."""
+
+        def set(self) -> None:
+            super().set()
+            calls.modify(number, select.EPOLLOUT | select.EPOLLONESHOT)
+            until(lambda: threads() == before)
+
+    plain = threading.Event
+    events = iter([Noticed()])
+    with patch.object(threading, "Event", lambda: next(events, None) or plain()):  # a thread has one of its own
+        carrier = Carrier(calls, [link])
+    del link, one
+    del carrier
+    gc.collect()
+    assert threads() == before
+    other.close()
+
+
 @pytest.mark.parametrize("offered_first", [True, False])
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_copy_is_made_though_nobody_looks(sides: tuple[Side, Side], arrives: bool, offered_first: bool) -> None:

@@ -19,7 +19,7 @@ class Carrier:
         by_number = {link.number: link for link in links}
         thread = threading.Thread(target=_carry, args=(calls, by_number, stop), name="gyre hops", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, thread, stop, calls, next(iter(by_number)))
+        weakref.finalize(self, _end, thread, stop, calls, next(iter(links)))
 
 
 def _carry(calls: select.epoll, links: Mapping[int, Link], stop: threading.Event) -> None:
@@ -28,12 +28,12 @@ def _carry(calls: select.epoll, links: Mapping[int, Link], stop: threading.Event
             links[number].carry()
 
 
-def _end(thread: threading.Thread, stop: threading.Event, calls: select.epoll, number: int) -> None:
-    """Wake the thread, and see it end: nothing of it is left then.
+def _end(thread: threading.Thread, stop: threading.Event, calls: select.epoll, link: Link) -> None:
+    """Wake the thread, and see it end: nothing of it is left then. The link is there until that is done.
 
     In a process that was forked there is no such thread, and that of the other process is called once for nothing.
     """
     stop.set()
-    calls.modify(number, select.EPOLLOUT | select.EPOLLONESHOT)
+    calls.modify(link.number, select.EPOLLOUT | select.EPOLLONESHOT)
     if thread is not threading.current_thread():  # in which garbage may be collected, too
         thread.join(_END_S)
