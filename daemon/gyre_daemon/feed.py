@@ -383,7 +383,7 @@ class Feed:
     def _grow_if_awaited(self, num_sealed: int) -> None:
         """Where subscribers waited long enough, have memory for more windows, if there is any.
 
-        Not where many files are read at once: what one feed gains by longer strips, others lose by colder caches.
+        Not where more than a few feeds of local files are open: what one gains by longer strips, others lose by colder caches.
         """
         if self._in_bulk and sum(not feed.is_closed for feed in self._machinery.feeds) > _FEW_FEEDS:
             return

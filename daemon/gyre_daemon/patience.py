@@ -32,5 +32,6 @@ class Patience:
         self._at = now
 
     def _levels(self, now: float) -> list[float]:
+        passed_s = max(0.0, now - self._at)  # what two feeds tell of one reader may overlap
         pairs = zip(self._limits, self._lost_s, strict=True)
-        return [max(0.0, lost_s - forgiven * (now - self._at)) if lost_s else 0.0 for (_, forgiven), lost_s in pairs]
+        return [max(0.0, lost_s - forgiven * passed_s) if lost_s else 0.0 for (_, forgiven), lost_s in pairs]

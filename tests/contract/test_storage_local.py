@@ -3,13 +3,17 @@
 import asyncio
 import gc
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.fair import NO_JOB, FairExecutor
+from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import local
 
 from tests.contract.places import FailingDisk, LocalPlace, Place, Targets, first_of, noise, num_descriptors, run
@@ -182,3 +186,19 @@ class TestLocalOneByOne(TestLocal):
     @pytest.fixture(autouse=True)
     def no_gather(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(local, "is_allowed", lambda: False)
+
+
+def test_reads_are_cut_for_several_threads_only_where_all_have_nothing_else_to_do() -> None:
+    async def cuts() -> list[list[int]]:
+        with ThreadPoolExecutor(3) as executor:
+            workers, done = FairExecutor(executor, 3), threading.Event()
+            storage = local.LocalStorage([], [], workers, Metrics())
+            found = [storage.cuts(12, 64 << 20), storage.cuts(12, 1 << 20), storage.cuts(2, 64 << 20)]
+            busy = asyncio.create_task(workers.run(NO_JOB, 0, 0, done.wait))
+            await asyncio.sleep(0)
+            found.append(storage.cuts(12, 64 << 20))
+            done.set()
+            await busy
+            return [*found, storage.cuts(12, 64 << 20)]
+
+    assert run(cuts()) == [[0, 4, 8, 12], [0, 12], [0, 1, 2], [0, 12], [0, 4, 8, 12]]

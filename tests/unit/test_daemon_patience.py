@@ -50,3 +50,10 @@ def test_nothing_is_forgiven_in_advance() -> None:
     patience.regain(0.0, 5.0)
     patience.lose(5.0, 5.2)
     assert round(patience.left_s(5.2), 6) == 0.05
+
+
+def test_losses_that_overlap_are_no_more_than_their_sum() -> None:
+    patience = Patience([(1.0, 1.0)])
+    patience.lose(0.0, 0.3)
+    patience.lose(0.1, 0.4)
+    assert round(patience.left_s(0.4), 6) == 0.4
