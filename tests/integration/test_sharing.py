@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -109,6 +111,33 @@ def test_job_that_falls_behind_goes_on_alone(daemon: Daemon) -> None:
             batch = next(iter(slow))
             assert batch["sample_id"].tolist() == wanted[step]
             assert right(daemon, batch)
+
+
+def test_job_that_stops_does_not_stop_a_client_that_asks_for_one_batch_at_a_time(daemon: Daemon) -> None:
+    messages: queue.SimpleQueue[pb.StreamRequest | None] = queue.SimpleQueue()
+    request = pb.OpenSessionRequest(
+        dataset=pb.DatasetRef(name="tokens"),
+        order=pb.OrderSpec(global_batch_size=BATCH, seed=3),
+        reader=pb.Reader(job="hand", world_size=1),
+        prefetch_batches=WINDOW,
+    )
+    with loader(daemon, "stopped") as stopped, grpc.insecure_channel(daemon.address) as channel:
+        next(iter(stopped))
+        stub = pb_grpc.LoaderStub(channel)
+        session = stub.OpenSession(request, timeout=10).session_id
+        assert [session.num_sharing for session in status(daemon).sessions] == [2, 2]
+        messages.put(pb.StreamRequest(attach=pb.Attach(session_id=session)))
+        messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=1)))
+        stream: Any = stub.Stream(iter(messages.get, None), timeout=30)
+        for step in range(500):
+            response = next(stream)
+            while not response.HasField("batches"):
+                response = next(stream)
+            assert [strip.first_step for strip in response.batches.strips] == [step]
+            messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=1, released_steps=[step])))
+        messages.put(None)
+        stream.cancel()
+    assert [event["job"] for event in events(daemon, "reader falls behind")] == ["stopped"]
 
 
 def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(daemon: Daemon) -> None:
