@@ -25,7 +25,7 @@ _WHOLE_GRAIN_BYTES = 128 << 10
 
 _Ranges = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
-_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore = ctypes.PyDLL(None).mincore  # it waits for nothing: the interpreter's lock is kept
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
@@ -110,13 +110,19 @@ def _probes(reads: Reads) -> list[tuple[int, int]]:
 
 
 def _is_resident(shard: OpenShard, offset: int) -> bool:
-    """Whether a byte of a shard can be read without a disk."""
+    """Whether a byte of a shard can be read without a disk.
+
+    Where the kernel calls the page resident, which it does of every page of another's file, a read that refuses to wait is
+    tried. That alone would not do: it begins to read ahead, and a disk that answers meanwhile looks like memory.
+    """
+    if not is_mapped_in_memory(shard.address + offset):
+        return False
     try:
         return os.preadv(shard.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except BlockingIOError:
         return False
     except OSError:  # a file system without such reads
-        return is_mapped_in_memory(shard.address + offset)
+        return True
 
 
 def is_mapped_in_memory(address: int) -> bool:
