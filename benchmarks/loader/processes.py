@@ -155,6 +155,11 @@ class Memory:
         return cls(own, sum(fields["Pss_File"] for fields in rollups))
 
 
+def arena_bytes(pid: int) -> int:
+    """Resident shared memory of one process."""
+    return _kib_fields(Path(f"/proc/{pid}/status"))["RssShmem"]
+
+
 def own_memory_bytes(pid: int) -> int:
     """Resident memory of one process without the files that it maps."""
     fields = _kib_fields(Path(f"/proc/{pid}/status"))

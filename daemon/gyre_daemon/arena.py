@@ -23,6 +23,7 @@ from gyre_daemon.errors import Overloaded
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
 _F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
+_SESSION_NOTE_BYTES = 256 << 10
 _STRIP_BYTES, _MAX_TOGETHER, _MAX_WINDOWS = 26 << 20, 256, 4
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # `mmap.madvise` keeps the interpreter's lock for as long as it takes
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -30,7 +31,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_F
 
 
 class Budget:
-    """Bytes that all arenas may have together."""
+    """Bytes that all arenas may have together, with what is noted of the batches in them."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -171,6 +172,7 @@ class Share:
 
     Attributes:
         batch_bytes: upper bound of one batch.
+        note_bytes: upper bound of what is noted of one batch beside its memory.
         num_bytes: of its arenas.
         num_ahead: batches in flight or ready: the prefetch window.
         num_together: batches that make a strip: they are read together and lie in one slot.
@@ -181,6 +183,7 @@ class Share:
     """
 
     batch_bytes: int
+    note_bytes: int
     num_bytes: int
     num_ahead: int
     num_together: int
@@ -194,6 +197,15 @@ class Share:
         """Upper bound of a strip."""
         return self.batch_bytes * self.num_together
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What a session with it takes of the budget."""
+        return _SESSION_NOTE_BYTES + self.with_notes(self.num_bytes)
+
+    def with_notes(self, num_bytes: int) -> int:
+        """So many bytes of arenas, with what is noted of the batches in them."""
+        return num_bytes + num_bytes // self.batch_bytes * self.note_bytes
+
     def times(self, num_windows: int) -> "Share":
         """As many times the memory, for longer strips."""
         return replace(
@@ -206,19 +218,28 @@ class Share:
         )
 
 
-def divide(batch_bytes: int, num_ahead: int, limit_bytes: int, *, in_strips: bool = False, may_grow: bool = False) -> Share:
+def divide(
+    batch_bytes: int,
+    num_ahead: int,
+    limit_bytes: int,
+    *,
+    note_bytes: int = 0,
+    in_strips: bool = False,
+    may_grow: bool = False,
+) -> Share:
     """The share of a session that wants to be so many batches ahead: within the limit, but room for one batch in any case.
 
     Args:
         batch_bytes: upper bound of a batch.
         num_ahead: the prefetch window it would like.
         limit_bytes: what it may have.
+        note_bytes: see `Share`.
         in_strips: whether several small batches are read together; a third of the window at most.
         may_grow: whether more may be added later.
     """
     batch_bytes = whole_pages(batch_bytes)
     num_wanted = 2 * num_ahead + max(2, 2 * num_ahead // 3)
-    num_slots = max(1, min(num_wanted, limit_bytes // batch_bytes))
+    num_slots = max(1, min(num_wanted, (limit_bytes - _SESSION_NOTE_BYTES) // (batch_bytes + note_bytes)))
     if num_slots < num_wanted:
         num_ahead = max(1, 3 * (num_slots - 1) // 8)
     longest = max(1, min(_STRIP_BYTES // batch_bytes, _MAX_TOGETHER)) if in_strips else 1
@@ -226,4 +247,5 @@ def divide(batch_bytes: int, num_ahead: int, limit_bytes: int, *, in_strips: boo
     max_windows = min(_MAX_WINDOWS, longest // num_together) if num_ahead >= 3 else 1  # three strips at least are under way
     num_queued = min(num_ahead, max(1, num_slots - num_ahead)) // num_together * num_together  # whole strips travel
     num_kept = max(0, num_slots - num_ahead - num_queued)
-    return Share(batch_bytes, num_slots * batch_bytes, num_ahead, num_together, max_windows, num_queued, num_kept, may_grow)
+    num_bytes = num_slots * batch_bytes
+    return Share(batch_bytes, note_bytes, num_bytes, num_ahead, num_together, max_windows, num_queued, num_kept, may_grow)

@@ -179,9 +179,10 @@ class Arenas:
         )
         more = (num_windows - self.num_windows) * window_bytes
         has = self._share.num_bytes + sum(arena.num_bytes for arena in self._added + self._leaving)
-        if self._growing or has + more > self._limit_bytes or more + self._share.num_bytes > self._budget.free_bytes:
+        needed = share.with_notes(more)
+        if self._growing or has + more > self._limit_bytes or needed + share.reserved_bytes > self._budget.free_bytes:
             return None
-        self._budget.reserve(more, "a longer window")
+        self._budget.reserve(needed, "a longer window")
         self._growing = asyncio.create_task(self._add(more, num_windows, flow))
         return self._growing
 
@@ -202,7 +203,7 @@ class Arenas:
         """Let go of everything; what is still read or written lives on and is never used again."""
         if self._growing:
             self._growing.cancel()
-        self._budget.give_back(sum(arena.num_bytes for arena in self._added + self._leaving))
+        self._give_back(sum(arena.num_bytes for arena in self._added + self._leaving))
         for arena in self._all:
             arena.close()
         for arenas in (self._own, self._added, self._leaving):
@@ -221,7 +222,7 @@ class Arenas:
         for arena in [arena for arena in self._leaving if not arena.held_bytes]:
             self._leaving.remove(arena)
             arena.close()
-            self._budget.give_back(arena.num_bytes)
+            self._give_back(arena.num_bytes)
         if not self._leaving:
             self._has_shrunk.set()
 
@@ -235,8 +236,12 @@ class Arenas:
         except Overloaded:  # the machine has less than the budget says: go on with what there is
             pass
         finally:
-            self._budget.give_back(missing)
+            self._give_back(missing)
             self._growing = None
+
+    def _give_back(self, num_bytes: int) -> None:
+        """Of what was added."""
+        self._budget.give_back(self._share.with_notes(num_bytes))
 
     def _resize(self, num_windows: int) -> None:
         self.num_windows = num_windows

@@ -80,7 +80,7 @@ class StripLayout:
         first = self.batches[0]
         return first if all(each is first for each in self.batches) else None
 
-    @cached_property
+    @property
     def places(self) -> npt.NDArray[np.int64]:
         """Of all samples, int64 [K * B, F, 2]: as a batch's, but in the strip's memory."""
         offsets = self.offsets[:, None, None, None]
@@ -138,6 +138,16 @@ def max_batch_bytes(index: SampleIndex, num_samples: int) -> int:
     offsets = sum((num_samples + 1) * 8 for spec in index.fields if spec.ragged)
     num_tensors = 3 + 2 * len(index.fields)
     return fixed + offsets + index.max_ragged_bytes(num_samples) + 9 * num_samples + num_tensors * ALIGNMENT_BYTES
+
+
+def max_note_bytes(index: SampleIndex, num_samples: int) -> int:
+    """An upper bound of what the daemon notes of a batch of so many samples beside its buffer, until it is released.
+
+    Measured with small samples: ids, where samples are until they are read, and, where no two batches need have the same one,
+    a layout. See `benchmarks/loader/notes.py`.
+    """
+    of_sample, of_batch = (32, 900) if any(spec.ragged for spec in index.fields) else (8, 64)
+    return num_samples * (8 + of_sample * len(index.fields)) + 128 + of_batch * len(index.fields)
 
 
 def write_own_tensors(plan: StripPlan, layout: StripLayout, memory: memoryview) -> None:

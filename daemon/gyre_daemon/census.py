@@ -44,5 +44,5 @@ def _now(session: Session) -> JobNow:
         num_held=session.num_held,
         window_size=session.window_size,
         memory_bytes=session.memory_bytes,
-        memory_limit_bytes=session.share.num_bytes,
+        memory_limit_bytes=session.share.reserved_bytes,
     )

@@ -25,8 +25,6 @@ from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import View, Window
 
-_FEW_FEEDS = 4
-
 Clock = Callable[[], float]
 
 
@@ -381,12 +379,7 @@ class Feed:
         return any(each.subscriber.is_starved for each in self._subscriptions)
 
     def _grow_if_awaited(self, num_sealed: int) -> None:
-        """Where subscribers waited long enough, have memory for more windows, if there is any.
-
-        Not where more than a few feeds of local files are open: what one gains by longer strips, others lose by colder caches.
-        """
-        if self._in_bulk and sum(not feed.is_closed for feed in self._machinery.feeds) > _FEW_FEEDS:
-            return
+        """Where subscribers waited long enough, have memory for more windows, if there is any."""
         now, has = self._machinery.clock(), self.arenas.num_windows
         wanted = self._growth.sealed(num_sealed, has, now, is_awaited=self._is_awaited)
         growing = self.arenas.grow(wanted, self.owner.flow) if wanted > has else None

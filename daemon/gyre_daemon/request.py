@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gyre_daemon.arena import Share, divide
-from gyre_daemon.batch import max_batch_bytes
+from gyre_daemon.batch import max_batch_bytes, max_note_bytes
 from gyre_daemon.config import MAX_PREFETCH_BATCHES
 from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
 from gyre_daemon.dataset import Dataset
@@ -78,12 +78,13 @@ class SessionRequest:
 
     def wanted_share(self, limit_bytes: int, *, scarce: bool = False) -> Share:
         """The memory that it would like to have; less where memory is scarce and it asks for no window in particular."""
-        batch_bytes = max_batch_bytes(self.dataset.index, self.order.global_batch_size // self.reader.world_size)
+        num_samples = self.order.global_batch_size // self.reader.world_size
+        batch_bytes = max_batch_bytes(self.dataset.index, num_samples)
         in_strips = self.dataset.storage.reads_in_bulk
         num_wanted = self._in_strips(batch_bytes, scarce=scarce) if in_strips else _one_by_one(batch_bytes)
         num_ahead = self.prefetch_batches or num_wanted
-        limit_bytes = max(limit_bytes, batch_bytes)
-        return divide(batch_bytes, num_ahead, limit_bytes, in_strips=in_strips, may_grow=not self.prefetch_batches)
+        note_bytes, may_grow = max_note_bytes(self.dataset.index, num_samples), not self.prefetch_batches
+        return divide(batch_bytes, num_ahead, limit_bytes, note_bytes=note_bytes, in_strips=in_strips, may_grow=may_grow)
 
     def _in_strips(self, batch_bytes: int, *, scarce: bool) -> int:
         part = 2 if scarce else 1

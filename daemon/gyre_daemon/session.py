@@ -289,7 +289,7 @@ class Session:
         self._payload = None
         self._path.leave(self._shown.when_unread if self._shown else _at_once)
         self._shown = None
-        self._environment.budget.give_back(self.share.num_bytes)
+        self._environment.budget.give_back(self.share.reserved_bytes)
         self._sendable.set()
         self._payload_ready.set()
 
@@ -307,13 +307,13 @@ class Session:
         return self._draining and (self._path.view.num_begun == 0 or not self.credits)
 
     def _reserve(self) -> Share:
-        """What it wants, or as much of it as there is; who comes next finds something too."""
+        """What it wants, or as much of it as seven eighths of what there is; who comes next finds something too."""
         request, budget = self.request, self._environment.budget
         limit_bytes = self._environment.machinery.arena_limit_bytes
         share = request.wanted_share(limit_bytes)
-        if share.num_bytes > budget.free_bytes // 2:
-            share = request.wanted_share(min(limit_bytes, budget.free_bytes), scarce=True)
-        budget.reserve(share.num_bytes, f"a session on `{request.dataset.name}`")
+        if share.reserved_bytes > budget.free_bytes // 2:
+            share = request.wanted_share(min(limit_bytes, budget.free_bytes * 7 // 8), scarce=True)
+        budget.reserve(share.reserved_bytes, f"a session on `{request.dataset.name}`")
         return share
 
     def _count(self, strip: Strip) -> None:

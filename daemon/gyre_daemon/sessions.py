@@ -153,7 +153,7 @@ class SessionTable:
     async def _reclaim(self, request: SessionRequest) -> None:
         """Where memory is short, windows that have grown shrink first."""
         machinery = self.environment.machinery
-        if request.wanted_share(machinery.arena_limit_bytes).num_bytes > machinery.budget.free_bytes // 2:
+        if request.wanted_share(machinery.arena_limit_bytes).reserved_bytes > machinery.budget.free_bytes // 2:
             shrinking = [shrunk.wait() for feed in machinery.feeds if (shrunk := feed.shrink())]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RECLAIM_S):

@@ -289,14 +289,14 @@ def test_newer_session_of_a_rank_fences_the_older(tokens: Daemon, stub: pb_grpc.
 
 def test_budget_refuses_the_next_session_and_harms_no_other(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred(
-        {"memory_budget": "64KiB", "prefetch_batches": 2, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}}
+        {"memory_budget": "1MiB", "prefetch_batches": 2, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}}
     )
     with Loader("tokens", batch_size=300, address=daemon.address) as first:
         next(iter(first))
-        refused = Loader("tokens", batch_size=3000, address=daemon.address, reattach_timeout_s=0.5)
-        with pytest.raises(Overloaded, match=r"memory_budget of 65536 bytes") as caught, refused:
+        refused = Loader("tokens", batch_size=60_000, address=daemon.address, reattach_timeout_s=0.5)
+        with pytest.raises(Overloaded, match=r"memory_budget of 1048576 bytes") as caught, refused:
             next(iter(refused))
-        assert int(caught.value.facts["needed_bytes"]) > int(caught.value.facts["limit_bytes"]) == 65536
+        assert int(caught.value.facts["needed_bytes"]) > int(caught.value.facts["limit_bytes"]) == 1048576
         for _ in range(5):
             next(iter(first))
 

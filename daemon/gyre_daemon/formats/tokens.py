@@ -84,8 +84,8 @@ class TokensIndex:
             shard = np.searchsorted(self._first, sample_ids, side="right") - 1
             start = (sample_ids - self._first[shard]) * self._stride_bytes
         else:
-            shard, start = np.zeros(len(sample_ids), np.int64), sample_ids * self._stride_bytes
-        return Extents(shard, start[:, None], np.full((len(sample_ids), 1), self._sample_bytes, np.int64))
+            shard, start = np.broadcast_to(np.int64(0), len(sample_ids)), sample_ids * self._stride_bytes
+        return Extents(shard, start[:, None], np.broadcast_to(np.int64(self._sample_bytes), (len(sample_ids), 1)))
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`: no field is ragged."""

@@ -254,7 +254,7 @@ def from_session(session: Session) -> pb.SessionState:
         num_held=session.num_held,
         prefetch_batches=session.window_size,
         memory_bytes=session.memory_bytes,
-        memory_limit_bytes=session.share.num_bytes,
+        memory_limit_bytes=session.share.reserved_bytes,
         credits=session.credits,
         wait_storage_s=totals.times.wait_storage_s,
         wait_trainer_s=totals.times.wait_trainer_s,
