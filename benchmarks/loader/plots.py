@@ -63,7 +63,8 @@ def plot_sessions(crowds: Sequence[Crowd], path: Path) -> None:
             axis.plot(counts, values, "o-", color=colour, label=label)
             axis.set_xscale("log", base=2)
             axis.set(xlabel="sessions", title=title)
-            axis.set_ylim(bottom=0)
+    for axis in axes:
+        axis.set_ylim(bottom=0)  # not before: it would keep the limits of what is drawn so far
     axes[0].legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)
