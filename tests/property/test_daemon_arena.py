@@ -93,20 +93,22 @@ def test_the_memory_of_an_arena_is_there_before_it_is_filled() -> None:
     arena.close()
 
 
-@given(st.integers(1, 1 << 28), st.integers(1, 1024), st.integers(0, 1 << 30), st.booleans())
+@given(st.integers(1, 1 << 28), st.integers(1, 1024), st.integers(0, 1 << 30), st.integers(0, 1 << 20), st.booleans())
 def test_a_share_holds_a_batch_and_takes_no_more_than_it_may(
-    batch_bytes: int, num_ahead: int, limit: int, in_strips: bool
+    batch_bytes: int, num_ahead: int, limit: int, note_bytes: int, in_strips: bool
 ) -> None:
-    share = divide(batch_bytes, num_ahead, limit, in_strips=in_strips)
+    share = divide(batch_bytes, num_ahead, limit, note_bytes=note_bytes, in_strips=in_strips)
     one = whole_pages(batch_bytes)
     assert share.num_bytes % one == 0
-    assert one <= share.num_bytes <= max(one, limit)
+    assert one <= share.num_bytes
+    least = divide(batch_bytes, num_ahead, 0, note_bytes=note_bytes).reserved_bytes
+    assert share.num_bytes + share.num_bytes // one * note_bytes < share.reserved_bytes <= max(least, limit)
     assert 1 <= share.num_ahead <= num_ahead
     assert 1 <= share.num_queued <= num_ahead
     num_slots = share.num_bytes // one
     if num_slots > 1:
         assert share.num_ahead + share.num_queued + share.num_kept == num_slots
-    if limit >= one * (2 * num_ahead + max(2, 2 * num_ahead // 3)):
+    if limit >= divide(batch_bytes, num_ahead, 1 << 62, note_bytes=note_bytes).reserved_bytes:
         assert (share.num_ahead, share.num_queued) == (num_ahead, num_ahead - num_ahead % share.num_together)
 
 
