@@ -1,7 +1,7 @@
 """What the daemon notes of batches beside their memory: `python -m benchmarks.loader.notes`.
 
-Many sessions of very small samples, of which there is most to note: as many as the budget holds, a hundred at most. Each reads its
-window several times. What is noted is the daemon's own memory without arenas and without what it had before.
+Many sessions of very small samples, of which there is most to note: as many as the budget holds, a hundred at most. Each reads
+its window several times. What is noted is the daemon's own memory without arenas and without what it had before.
 """
 
 import tarfile

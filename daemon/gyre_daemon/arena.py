@@ -23,7 +23,7 @@ from gyre_daemon.errors import Overloaded
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
 _F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
-_SESSION_NOTE_BYTES = 256 << 10  # a session, its feed, its plan and its connection, whatever its batches are
+_SESSION_NOTE_BYTES = 256 << 10  # of a session, its feed and its connection
 _STRIP_BYTES, _MAX_TOGETHER, _MAX_WINDOWS = 26 << 20, 256, 4
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # `mmap.madvise` keeps the interpreter's lock for as long as it takes
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
