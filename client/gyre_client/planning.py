@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from fractions import Fraction
 from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
@@ -14,8 +15,10 @@ from gyre_client.wire import ORDERS, TAILS, plain
 
 MAX_STEPS = 1000  # of a range: each is a call
 
-_SIZE = re.compile(r"(\d{1,20})\s*(B|KiB|MiB|GiB|TiB|)", re.ASCII)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")  # as in the daemon's configuration
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
+_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}  # as in the daemon's configuration
+_DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +120,6 @@ def _steps(text: str) -> tuple[int, int | None]:
 
 def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 1048576 or 1MiB")
-    return int(match[1]) << 10 * _UNITS.index(match[2] or "B")
+    if not match or match[2] not in _UNIT_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 1048576, 1MiB (binary) or 1MB (decimal)")
+    return int(Fraction(match[1]) * _UNIT_BYTES[match[2]])

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,12 +20,14 @@ Origin = Literal["default", "file", "environment", "flag"]
 
 ENVIRONMENT_PREFIX = "GYRE_"
 MAX_PREFETCH_BATCHES = 1024
-_SIZE = re.compile(r"(\d{1,20})(\.\d{1,20})?\s*(B|KiB|MiB|GiB|TiB|)", re.ASCII)
-_UNIT_BYTES = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
+_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 
 
 class Size(int):
-    """A number of bytes; in TOML an integer or text such as "64MiB"."""
+    """A number of bytes; in TOML an integer, or text such as "64MiB" (2^20 bytes each) or "64MB" (10^6 bytes each)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +211,17 @@ def _required(cls: type[Any]) -> list[str]:
 
 
 def parse_size(text: str | int, where: str) -> Size:
-    """Bytes from an integer or text such as "1.5GiB"."""
+    """Bytes from an integer or text such as "1.5GiB" or "1GB"; a fraction of a byte is cut off.
+
+    Raises:
+        ConfigError: it is neither, or its unit is unknown; names `where`.
+    """
     match = _SIZE.fullmatch(str(text).strip())
-    if not match:
-        raise ConfigError(f'{where} must be a number of bytes such as 1048576 or "64MiB", but is {text!r:.200}')
-    unit_bytes = _UNIT_BYTES[match[3]]
-    return Size(int(match[1]) * unit_bytes + int(float(match[2] or 0) * unit_bytes))
+    if not match or match[2] not in _UNIT_BYTES:
+        raise ConfigError(
+            f'{where} must be a number of bytes such as 1073741824, "512MiB" (binary) or "1GB" (decimal), but is {text!r:.200}'
+        )
+    return Size(Fraction(match[1]) * _UNIT_BYTES[match[2]])
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -140,7 +140,8 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, sentence: str) -> None:
         ({"GYRE_LEASE_S": "soon"}, {}, r"GYRE_LEASE_S must be of type float, but is 'soon'"),
         ({"GYRE_MAX_REQUESTS": ""}, {}, r"GYRE_MAX_REQUESTS must be of type int, but is ''"),
         ({"GYRE_MAX_REQUESTS": "1.5"}, {}, r"GYRE_MAX_REQUESTS must be of type int"),
-        ({"GYRE_MEMORY_BUDGET": "1 MB"}, {}, r"GYRE_MEMORY_BUDGET must be a number of bytes"),
+        ({"GYRE_MEMORY_BUDGET": "1 Mb"}, {}, r"GYRE_MEMORY_BUDGET must be a number of bytes"),
+        ({"GYRE_CACHE_DISK": "1 terabyte"}, {}, r"GYRE_CACHE_DISK must be a number of bytes such as 1073741824"),
         ({}, {"memory_budget": "lots"}, r"--memory-budget must be a number of bytes"),
         ({}, {"num_io_threads": "x"}, r"--num-io-threads must be of type int"),
     ],
@@ -178,6 +179,12 @@ def test_files_that_cannot_be_read(tmp_path: Path, make: Any, sentence: str) -> 
         (" 64 MiB ", 64 << 20),
         ("1.5GiB", 3 << 29),
         ("2TiB", 2 << 40),
+        ("1GB", 10**9),
+        ("1 kB", 1000),
+        ("1 KB", 1000),
+        ("0.7MB", 700_000),
+        ("1.1 TB", 1_100_000_000_000),
+        ("1.0000000001KiB", 1024),
         ((1 << 53) + 1, (1 << 53) + 1),
     ],
 )
@@ -185,7 +192,18 @@ def test_sizes(text: str | int, num_bytes: int) -> None:
     assert parse_size(text, "memory") == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1MB", "1 mib", "0x10", "1e9", "1,5MiB", "nan", "1 MiB MiB", "9" * 400])
+@pytest.mark.parametrize("key", ["memory_budget", "session_memory", "cache_memory", "cache_disk"])
+def test_sizes_mean_the_same_in_file_environment_and_flag(tmp_path: Path, key: str) -> None:
+    for text, num_bytes in {"1GB": 10**9, "512MiB": 512 << 20, "1.5 GiB": 3 << 29, "1073741824": 1 << 30}.items():
+        in_file = load(written(tmp_path, f'{key} = "{text}"'), {}, {})
+        in_environment = load(None, {f"GYRE_{key.upper()}": text}, {})
+        in_flag = load(None, {}, {key: text})
+        assert [getattr(each.config, key) for each in (in_file, in_environment, in_flag)] == [num_bytes] * 3
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "1Mb", "1G", "1 mib", "0x10", "1e9", "1,5MiB", "nan", "1 MiB MiB", "9" * 400]
+)
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="memory must be a number of bytes such as"):
         parse_size(text, "memory")

@@ -1,0 +1,22 @@
+"""What `gyre plan` takes for a size."""
+
+import argparse
+
+import pytest
+from gyre_client.planning import add_plan_arguments
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("4096", 4096), ("1MB", 10**6), ("1.5MiB", 3 << 19), ("2 GB", 2 * 10**9)])
+def test_sizes_are_decimal_or_binary(text: str, num_bytes: int) -> None:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    assert parser.parse_args(["--batch-size", "1", "--io-block", text]).io_block == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MB", "1Mb", "-1", "1e6"])
+def test_no_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--batch-size", "1", f"--io-block={text}"])
+    assert "is no size such as" in capsys.readouterr().err
