@@ -25,7 +25,7 @@ from gyre_daemon.server import Privacy, serve
 from gyre_daemon.storage import parse_location
 
 _COLLECT_AFTER = (50_000, 20, 50)  # objects that may be in cycles; then generations
-_FLAG_KEYS = ("memory_budget", "log_level", "index_dir", "prefetch_batches", "num_io_threads")
+_FLAG_KEYS = ("memory_budget", "log_level", "log_format", "index_dir", "prefetch_batches", "num_io_threads")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,7 +88,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     if not parsed.embedded:  # whoever has a private daemon chose no budget
         check_memory_budget(config.memory_budget, memory_limit_bytes())
     privacy = Privacy(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
-    start_log(config.log_level)
+    start_log(config.log_level, config.log_format)
     reread = (lambda: _reread(parsed)) if parsed.config else None
     _collect_rarely()
     raise_descriptor_limit()

@@ -70,6 +70,7 @@ class DaemonConfig:
         cache_dir: a folder for blocks that outlive the daemon; empty for none. One daemon at a time has it.
         cache_disk: bytes of blocks in that folder.
         log_level: debug, info, warning or error.
+        log_format: text, json, or auto, which is text on a terminal and JSON elsewhere.
         metrics_listen: where Prometheus may ask for metrics, `tcp:HOST:PORT`; empty for nowhere.
         metrics_public: metrics_listen may be open to other hosts, who then learn the names of jobs and what they read.
         datasets: by name.
@@ -92,6 +93,7 @@ class DaemonConfig:
     cache_dir: str = ""
     cache_disk: Size = Size(64 << 30)
     log_level: str = "info"
+    log_format: str = "auto"
     metrics_listen: str = ""
     metrics_public: bool = False
     datasets: Mapping[str, DatasetConfig] = field(default_factory=dict)
@@ -115,6 +117,8 @@ class DaemonConfig:
             raise ConfigError('listen is empty; name an address such as "unix:/run/gyre/gyre.sock"')
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f'log_level is "{self.log_level}"; it must be debug, info, warning or error')
+        if self.log_format not in ("auto", "text", "json"):
+            raise ConfigError(f'log_format is "{self.log_format}"; it must be auto, text or json')
 
 
 @dataclass(frozen=True, slots=True)

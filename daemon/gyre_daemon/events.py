@@ -1,4 +1,7 @@
-"""The daemon's log: one event per line, as JSON, on standard error. Facts are short values; no credential is ever one."""
+"""The daemon's log: one event per line on standard error, as JSON for programs or as text for a reader at a terminal.
+
+Facts are short values; no credential is ever one.
+"""
 
 import json
 import logging
@@ -20,13 +23,40 @@ def log_event(event: str, facts: Mapping[str, object] | None = None, level: int 
     _LOGGER.log(level, event, extra={"facts": dict(facts or {})})
 
 
-def start_log(level: str) -> None:
-    """Send events of this level and above to standard error."""
+def start_log(level: str, style: str = "json") -> None:
+    """Send events of this level and above to standard error.
+
+    Args:
+        level: debug, info, warning or error.
+        style: json or text; with auto it is text on a terminal and JSON elsewhere.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter())
+    is_text = style == "text" or (style == "auto" and sys.stderr.isatty())
+    handler.setFormatter(_TextFormatter() if is_text else _JsonFormatter())
     _LOGGER.handlers[:] = [handler]
     _LOGGER.propagate = False
     _LOGGER.setLevel(level.upper())
+
+
+class _TextFormatter(logging.Formatter):
+    """`2026-11-22 19:46:32 WARNING reload refused  reason="..."`, in local time."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        facts = getattr(record, "facts", {})
+        line = f"{time} {record.levelname:7} {record.getMessage()}"
+        line += "".join(f"  {key}={_shown(value)}" for key, value in facts.items())
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _shown(value: object) -> str:
+    """A fact as one word, or quoted. Control characters, which would act on a terminal, are escaped."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(_shown, value)) or "none"
+    text = str(value)
+    if text and text.isprintable() and not any(letter in ' ,="' for letter in text):
+        return text
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 class _JsonFormatter(logging.Formatter):

@@ -1,6 +1,7 @@
 """A daemon process as its operator meets it: addresses, locks, health, reflection, logs, the end."""
 
 import os
+import pty
 import socket
 import stat
 import subprocess
@@ -148,6 +149,22 @@ def test_check_config_tells_values_and_origins(tmp_path: Path) -> None:
     assert "memory_budget = 67108864  # flag" in printed
     assert "lease_s = 7.0  # environment" in printed
     assert "hunter2" not in printed
+
+
+@pytest.mark.parametrize(("arguments", "is_json"), [((), False), (("--log-format", "json"), True)])
+def test_the_log_is_text_on_a_terminal_unless_told_otherwise(tmp_path: Path, arguments: tuple[str, ...], is_json: bool) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "gyre_daemon", "serve", "--listen", f"unix:{tmp_path}/gyre.sock", *arguments]
+    with os.fdopen(ours, "rb", buffering=0) as terminal, subprocess.Popen(command, stderr=theirs) as daemon:
+        os.close(theirs)
+        text = b""
+        while b"ready" not in text or not text.endswith(b"\n"):
+            text += terminal.read(1000)
+        daemon.terminate()
+        assert daemon.wait(30) == 0
+    line = text.decode().splitlines()[-1]
+    assert line.startswith("{") == is_json
+    assert is_json or f"INFO    ready  listen=unix:{tmp_path}/gyre.sock  pid={daemon.pid}" in line
 
 
 def test_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None:

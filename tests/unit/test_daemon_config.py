@@ -107,6 +107,7 @@ def test_datasets(tmp_path: Path) -> None:
         ("num_io_threads = 0", r"num_io_threads must be positive"),
         ("prefetch_batches = -1", r"prefetch_batches must not be negative"),
         ("log_level = 'loud'", r'log_level is "loud"; it must be debug, info, warning or error'),
+        ("log_format = 'xml'", r'log_format is "xml"; it must be auto, text or json'),
         ("datasets = 3", r"datasets must be a table, written \[datasets.NAME\]"),
         ("job_weights = 3", r"job_weights must be a table"),
         ('[job_weights]\n"prod-*" = 0', r"job_weights.prod-\* must be a number above 0, but is 0"),
