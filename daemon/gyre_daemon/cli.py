@@ -14,6 +14,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
+from gyre_daemon.checks import missing_datasets, open_datasets
 from gyre_daemon.config import DaemonConfig, EffectiveConfig, load
 from gyre_daemon.copiers import Copiers
 from gyre_daemon.errors import ConfigError
@@ -54,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
 
     checking = commands.add_parser("check-config", help="print the effective configuration and where each value comes from")
     _add_config_flags(checking)
+    checking.add_argument(
+        "--open", action="store_true", help="open every dataset as the daemon would; exit 1 if one of them cannot be"
+    )
     checking.set_defaults(run=_check_config)
 
     asking = commands.add_parser("health", help="exit 0 if the daemon at an address serves, 1 if not")
@@ -93,7 +97,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     _collect_rarely()
     raise_descriptor_limit()
     with Copiers(_num_copiers(config)) as copiers:
-        uvloop.run(serve(config, _cache_home() / "gyre" / "index", privacy, reread, copiers))
+        uvloop.run(serve(config, _index_home(), privacy, reread, copiers))
     return 0
 
 
@@ -123,6 +127,15 @@ def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     _check(effective.config)
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
+    _print_config(effective)
+    if parsed.open:
+        return _open_datasets(effective.config)
+    for name, error in missing_datasets(effective.config):
+        print(f"gyred: warning: dataset `{name}` cannot be served now: {error}", file=sys.stderr)
+    return 0
+
+
+def _print_config(effective: EffectiveConfig) -> None:
     for field in fields(DaemonConfig):
         if field.name in effective.origins:
             value = getattr(effective.config, field.name)
@@ -139,7 +152,19 @@ def _check_config(parsed: argparse.Namespace) -> int:
             print(f"{key} = {json.dumps(value)}")
         if dataset.storage:
             print(f"# storage settings: {', '.join(sorted(dataset.storage))}")
-    return 0
+
+
+def _open_datasets(config: DaemonConfig) -> int:
+    start_log("warning", config.log_format)
+    raise_descriptor_limit()
+    findings = uvloop.run(open_datasets(config, _index_home()))
+    print()
+    for found in findings:
+        if found.is_open:
+            print(f"# dataset `{found.name}` opens: {found.text}")
+        else:
+            print(f"gyred: dataset `{found.name}` cannot be opened: {found.text}", file=sys.stderr)
+    return 0 if all(found.is_open for found in findings) else 1
 
 
 def _health(parsed: argparse.Namespace) -> int:
@@ -169,5 +194,6 @@ def _check(config: DaemonConfig) -> None:
             raise ConfigError(f"datasets.{name}.uri: {error}") from error
 
 
-def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _index_home() -> Path:
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_home) / "gyre" / "index"

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from tests.conftest import StartDaemon
+from tests.conftest import StartDaemon, to_toml
 
 SERVICE = "gyre_protos.v1.Loader"
 
@@ -149,6 +149,46 @@ def test_check_config_tells_values_and_origins(tmp_path: Path) -> None:
     assert "memory_budget = 67108864  # flag" in printed
     assert "lease_s = 7.0  # environment" in printed
     assert "hunter2" not in printed
+
+
+def config_of(folder: Path, **datasets: object) -> Path:
+    path = folder / "gyre.toml"
+    path.write_text(to_toml({"index_dir": str(folder / "index"), "datasets": datasets}))
+    return path
+
+
+def test_check_config_warns_of_what_is_not_there(tmp_path: Path, token_files: Path) -> None:
+    there = tokens_dataset(token_files)
+    missing = {**there, "uri": f"{token_files}/{{a,zz}}.bin"}
+    path = config_of(tmp_path, there=there, missing=missing, remote={**there, "uri": "s3://bucket/x"})
+    checked = gyred_command("check-config", "--config", str(path))
+    assert checked.returncode == 0, "the other datasets can be served"
+    (warning,) = checked.stderr.splitlines()
+    assert "warning: dataset `missing` cannot be served now: no shard at" in warning
+    assert "zz.bin" in warning
+
+
+def test_check_config_opens_every_dataset(tmp_path: Path, token_files: Path) -> None:
+    there = tokens_dataset(token_files)
+    (tmp_path / "junk.tar").write_bytes(b"no tar" * 1000)
+    missing = {**there, "uri": f"{token_files}/zz.bin"}
+    junk = {"uri": str(tmp_path / "junk.tar"), "format": "webdataset"}
+    storage = {"endpoint": "http://127.0.0.1:1", "region": "x", "access_key_id": "hunter2", "secret_access_key": "hunter2"}
+    remote = {**there, "uri": "s3://bucket/x.bin", "storage": storage}
+    checked = gyred_command("check-config", "--open", "--config", str(config_of(tmp_path, there=there)))
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert "# dataset `there` opens: 300 samples in 4 shards" in checked.stdout
+    path = config_of(tmp_path, there=there, missing=missing, junk=junk, remote=remote)
+    checked = gyred_command("check-config", "--open", "--config", str(path))
+    assert checked.returncode == 1
+    assert "# dataset `there` opens: 300 samples in 4 shards" in checked.stdout
+    told = sorted(checked.stderr.splitlines())
+    for line, name, reason in zip(
+        told, ("junk", "missing", "remote"), ("junk.tar", "no shard at", "s3://bucket/x.bin"), strict=True
+    ):
+        assert line.startswith(f"gyred: dataset `{name}` cannot be opened: ")
+        assert reason in line
+    assert "hunter2" not in checked.stdout + checked.stderr
 
 
 @pytest.mark.parametrize(("arguments", "is_json"), [((), False), (("--log-format", "json"), True)])

@@ -7,7 +7,7 @@ ranges of shards, each with the memory where its bytes belong. Reading waits; it
 from gyre_daemon.storage.base import MAX_GAP_BYTES, Bounds, NextUse, Reads, Shard, Storage
 from gyre_daemon.storage.delays import Delays, RequestDelays
 from gyre_daemon.storage.endpoint import Endpoint, Terms
-from gyre_daemon.storage.local import LocalStorage
+from gyre_daemon.storage.local import LocalStorage, list_files
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.openfiles import file_error
@@ -27,5 +27,6 @@ __all__ = [
     "StorageOpener",
     "Terms",
     "file_error",
+    "list_files",
     "parse_location",
 ]
