@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from gyre_daemon.lag import LoopLag
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
-from gyre_daemon.reload import Reread, reload
+from gyre_daemon.reload import Reloader, Reread
 from gyre_daemon.scrape import ScrapeServer
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
 from gyre_daemon.session import SessionEnvironment
@@ -46,6 +46,8 @@ _SERVER_OPTIONS = [
     ("grpc.max_concurrent_streams", 4096),
 ]
 _LAST_GRACE_S = 1.0
+
+Routine = Callable[[], Coroutine[None, None, None]]  # runs as long as the daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ async def serve(
         sides += [SideChannel(address.path) for address in addresses if isinstance(address, UnixAddress)]
         daemon = _Daemon(config, fallback_index_dir, executor, sides, copiers, allow_ad_hoc=privacy is not None)
         if reread:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, daemon.reload, reread)
+            daemon.reload_on_signal(reread)
         await daemon.run(addresses, claims, stopping)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
@@ -125,6 +127,7 @@ class _Daemon:
         machinery = Machinery(budget, mapped, workers, config.session_memory, time.monotonic)
         self._sessions = SessionTable(SessionEnvironment(machinery, metrics, config.lease_s), config.job_weights)
         self._loop_lag = LoopLag()
+        self._routines: list[Routine] = [self._sessions.watch_leases, feed_watchdog, self._loop_lag.watch]
         self._scrapes = ScrapeServer(Exposition(lambda: take_census(self._sessions, self._loop_lag)).text)
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         self._health = HealthServicer()
@@ -132,8 +135,11 @@ class _Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
-    def reload(self, reread: Reread) -> None:
-        self._config = reload(self._config, reread, self._catalog, self._sessions)
+    def reload_on_signal(self, reread: Reread) -> None:
+        """SIGHUP has the configuration read again."""
+        reloader = Reloader(self._config, reread, self._catalog, self._sessions)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+        self._routines.append(reloader.run)
 
     async def run(
         self, addresses: Sequence[UnixAddress | TcpAddress], claims: Sequence[SocketClaim], stopping: asyncio.Event
@@ -144,8 +150,7 @@ class _Daemon:
         for claim in claims:
             claim.open_to_group()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        routines = (self._sessions.watch_leases(), feed_watchdog(), self._loop_lag.watch())
-        background = [asyncio.create_task(routine) for routine in routines]
+        background = [asyncio.create_task(routine()) for routine in self._routines]
         facts = {"listen": listening, "pid": os.getpid(), "datasets": sorted(self._config.datasets), **serving_metrics}
         log_event("ready", facts)
         notify("READY=1")

@@ -1,0 +1,87 @@
+"""When a configuration that was read again is taken in: against a clock and readings of the test's own."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.reload import Reloader
+
+BOTH = DaemonConfig(datasets={name: DatasetConfig(f"/{name}", "tokens") for name in ("a", "b")})
+ONE = DaemonConfig(datasets={"a": BOTH.datasets["a"]})
+OTHER = DaemonConfig(datasets={"b": BOTH.datasets["b"]})
+NONE = DaemonConfig()
+
+Reading = DaemonConfig | ConfigError
+
+
+class Daemon:
+    """What a reload acts on."""
+
+    def __init__(self, running: DaemonConfig, readings: Sequence[Reading]) -> None:
+        self.datasets = dict(running.datasets)
+        self.pauses_s: list[float] = []
+        self._readings = iter(readings)
+        self.reloader = Reloader(running, self.reread, cast("Any", self), cast("Any", self), self.sleep)
+
+    def reread(self) -> DaemonConfig:
+        reading = next(self._readings)
+        if isinstance(reading, ConfigError):
+            raise reading
+        return reading
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+
+    def replace(self, datasets: dict[str, DatasetConfig]) -> None:
+        self.datasets = dict(datasets)
+
+    def reweigh(self, weights: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(())  # no session
+
+
+def after_reload(running: DaemonConfig, *readings: Reading) -> tuple[list[str], list[float]]:
+    """Which datasets are served then, and the pauses between readings; every reading was made."""
+
+    async def run() -> Daemon:
+        daemon = Daemon(running, readings)
+        task = asyncio.create_task(daemon.reloader.run())
+        daemon.reloader.ask()
+        for _ in range(10 + 3 * len(readings)):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert next(daemon._readings, None) is None
+        return daemon
+
+    daemon = asyncio.run(run())
+    return sorted(daemon.datasets), daemon.pauses_s
+
+
+def test_what_is_added_is_served_at_once() -> None:
+    assert after_reload(ONE, BOTH) == (["a", "b"], [])
+    assert after_reload(NONE, NONE) == ([], [])
+
+
+def test_what_is_missing_is_removed_when_it_is_missing_twice() -> None:
+    assert after_reload(BOTH, ONE, ONE) == (["a"], [1.0])
+    assert after_reload(BOTH, ONE, BOTH) == (["a", "b"], [1.0])
+    assert after_reload(BOTH, ONE, OTHER, OTHER) == (["b"], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("readings", [(NONE,), (ConfigError("half"),), (ONE, NONE), (ONE, ConfigError("half"))])
+def test_what_cannot_be_meant_is_refused(readings: Sequence[Reading], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gyre_daemon"):
+        assert after_reload(BOTH, *readings)[0] == ["a", "b"]
+    refused = caplog.records[-1]
+    assert refused.getMessage() == "reload refused"
+    assert refused.__dict__["facts"]["kept"] == ["a", "b"]
+
+
+def test_a_file_that_never_rests_is_refused() -> None:
+    assert after_reload(BOTH, *[ONE, OTHER] * 15) == (["a", "b"], [1.0] * 30)
