@@ -4,6 +4,7 @@ The daemon explains a failure in a `google.rpc.ErrorInfo` (domain "gyre") inside
 class of the error, `metadata` its facts. What comes without one (a dead socket, a proxy, a deadline) is judged by its status.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar, cast
@@ -36,18 +37,20 @@ CALL_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 600.0  # the daemon may have to build an index first; `gyre index` shows its progress
 INDEX_TIMEOUT_S = 24 * 3600.0
 CLOSE_TIMEOUT_S = 2.0
-MAX_CONTROL_BYTES = 64 << 10
+MAX_CONTROL_BYTES = 64 << 10  # of a request, as the daemon has it
+CONNECT_TIMEOUT_MS = 5000  # a daemon whose processor is busy answers late; nobody there is an answer at once
 RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants to be left alone
 
 _DOMAIN = "gyre"
 _DETAILS_KEY = "grpc-status-details-bin"
+_TOO_LONG = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")  # as gRPC says it
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # nobody else's connection back-off
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # despite its name: how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
@@ -75,9 +78,20 @@ def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
     info, facts = _explanation(failure)
     if info.domain == _DOMAIN:
         return BY_REASON.get(info.reason, by_status)(details, facts)
+    if by_status is Overloaded and (sizes := _TOO_LONG.search(details)):
+        return _too_long(int(sizes[1]), int(sizes[2]))
     if by_status is DaemonUnavailable:
         return DaemonUnavailable(f"no daemon answers at {address.text}: {details}")
     return by_status(f"the daemon at {address.text} answered {failure.code().name}: {details}")
+
+
+def _too_long(num_bytes: int, max_bytes: int) -> InvalidRequest:
+    """It stays too long however often it is sent."""
+    return InvalidRequest(
+        f"the request has {num_bytes} bytes, and a message to or from a daemon may have {max_bytes}: "
+        "shorten the dataset's path or brace list, its options, the job's name or the state that is loaded",
+        {"num_bytes": str(num_bytes), "max_bytes": str(max_bytes)},
+    )
 
 
 def _explanation(failure: grpc.RpcError) -> tuple[ErrorInfo, dict[str, str]]:
@@ -136,8 +150,10 @@ class Connection:
 
     def index(self, dataset: pb.DatasetRef) -> Iterator[pb.IndexProgress]:
         """Builds what is missing of the dataset's index; yields once per shard."""
+        request = pb.IndexDatasetRequest(dataset=dataset)
+        _check_length(request)
         try:
-            yield from self._stub.IndexDataset(pb.IndexDatasetRequest(dataset=dataset), timeout=INDEX_TIMEOUT_S)
+            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
 
@@ -177,7 +193,13 @@ class Connection:
         return self._read_payload(pb.ReadPayloadRequest(session_id=session_id))
 
     def _call(self, method: Callable[..., _Response], request: Message, timeout_s: float) -> _Response:
+        _check_length(request)
         try:
             return method(request, timeout=timeout_s)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
+
+
+def _check_length(request: Message) -> None:
+    if request.ByteSize() > MAX_CONTROL_BYTES:
+        raise _too_long(request.ByteSize(), MAX_CONTROL_BYTES)

@@ -14,7 +14,8 @@
     ├── Overloaded                           no room in the daemon: says needed and limit
     ├── DaemonUnavailable                    nobody answers at the address
     ├── DaemonFault                          the daemon failed in a way it should not
-    └── ForkedProcess                        a Loader used outside the process that made it
+    ├── ForkedProcess                        a Loader used outside the process that made it
+    └── ConcurrentUse                        a Loader used by two threads at the same time
 
 The daemon names the class of an error by its `reason`; `BY_REASON` is that one table.
 """
@@ -88,6 +89,10 @@ class DaemonFault(GyreError):
 
 class ForkedProcess(GyreError):
     """A Loader was used outside the process that made it."""
+
+
+class ConcurrentUse(GyreError):
+    """A Loader was used by a thread while another one used it; the message names both."""
 
 
 BY_REASON: dict[str, type[GyreError]] = {error.__name__: error for error in GyreError.__subclasses__()}

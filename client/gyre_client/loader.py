@@ -17,6 +17,7 @@ from gyre_client.connection import Connection
 from gyre_client.device import CudaCopier, DeviceStream, parse_device
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset
 from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
+from gyre_client.one_thread import OneThread
 from gyre_client.outage import Outage
 from gyre_client.stream import BatchStream
 from gyre_client.wire import dataset_ref, join_value
@@ -106,6 +107,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             join=join_value(join),
         )
         self._reattach_timeout_s = reattach_timeout_s
+        self._one_thread = OneThread("this Loader")
         self._cursor = b""
         self._step = 0
         self._held = _Held(endpoint_of_dataset(address, dataset, format))
@@ -117,10 +119,15 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             raise
 
     def __iter__(self) -> Self:
-        self._stream()
+        with self._one_thread:
+            self._stream()
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
+        with self._one_thread:
+            return self._next()
+
+    def _next(self) -> dict[str, torch.Tensor]:
         held = self._held
         stream = held.stream if held.pid == os.getpid() else None  # what is open needs no further check
         batch = (stream or self._stream()).take()
@@ -189,13 +196,14 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         if not isinstance(cursor, bytes) or not cursor:
             raise CursorRejected(f"this is no state of a Loader: it has {sorted(state_dict)}, and `cursor` must be bytes")
         self._check_process()
-        self._held.close_stream()
-        previous, self._cursor = self._cursor, cursor
-        try:
-            self._stream()
-        except BaseException:
-            self._cursor = previous
-            raise
+        with self._one_thread:
+            self._held.close_stream()
+            previous, self._cursor = self._cursor, cursor
+            try:
+                self._stream()
+            except BaseException:
+                self._cursor = previous
+                raise
 
     def close(self) -> None:
         """The session is over, its threads and connections are gone; batches already yielded stay valid."""

@@ -10,6 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -17,9 +18,19 @@ import torch
 import webdataset
 from gyre_client import Loader, objects, texts
 from gyre_client.address import parse_address
-from gyre_client.connection import Connection
-from gyre_client.errors import CorruptSample, CursorRejected, Fenced, ForkedProcess, InvalidRequest, Overloaded, UnknownDataset
+from gyre_client.connection import Connection, error_from
+from gyre_client.errors import (
+    ConcurrentUse,
+    CorruptSample,
+    CursorRejected,
+    Fenced,
+    ForkedProcess,
+    InvalidRequest,
+    Overloaded,
+    UnknownDataset,
+)
 from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 from torch.utils.data import DataLoader
 
 NUM_SAMPLES = 101
@@ -51,6 +62,61 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
         list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
         for one, other in zip(first, second, strict=True)
     )
+
+
+def test_a_request_that_is_too_long_is_refused_at_once(address: str) -> None:
+    """Nothing about it changes by trying again: neither by our own check, nor where the daemon's gRPC refuses it."""
+    long = f"/data/{{{','.join(f'shard-{number:08}' for number in range(8000))}}}.bin"
+    sentence = r"the request has \d+ bytes, and a message to or from a daemon may have 65536: shorten"
+    with pytest.raises(InvalidRequest, match=sentence) as refused:
+        Loader(long, batch_size=4, format="tokens", options={"sequence_length": LENGTH}, address=address)
+    assert int(refused.value.facts["num_bytes"]) > 65536
+    with Connection(parse_address(address)) as connection, pytest.raises(InvalidRequest, match=sentence):
+        list(connection.index(pb.DatasetRef(name=long)))
+    with (
+        Loader("numbers", batch_size=4, job="j" * 70000, address=address) as loader,
+        pytest.raises(InvalidRequest, match=sentence),
+    ):
+        next(loader)
+
+
+def test_what_the_daemon_s_grpc_finds_too_long_is_told_likewise(address: str) -> None:
+    request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="x" * 70000))
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
+        LoaderStub(channel).DescribeDataset(request, timeout=30)
+    error = error_from(refused.value, parse_address(address))
+    assert type(error) is InvalidRequest
+    assert "may have 65536" in str(error)
+
+
+def test_two_threads_at_once_are_told_and_one_after_the_other_is_fine(address: str) -> None:
+    with Loader("numbers", batch_size=4, epochs=1, tail="drop", address=address) as loader:
+        waiting, go_on = threading.Event(), threading.Event()
+        stream = iter(loader)._stream()
+        take = stream.take
+
+        def slow_take() -> Any:
+            waiting.set()
+            assert go_on.wait(30)
+            return take()
+
+        stream.take = slow_take  # type: ignore[method-assign]
+        first: list[Batch] = []
+        reader = threading.Thread(target=lambda: first.append(next(loader)), name="evaluation")
+        reader.start()
+        try:
+            assert waiting.wait(30)
+            with pytest.raises(ConcurrentUse, match=r"thread 'MainThread' uses this Loader while thread 'evaluation' does"):
+                next(loader)
+            with pytest.raises(ConcurrentUse):
+                loader.load_state_dict(loader.state_dict())
+        finally:
+            go_on.set()
+            reader.join()
+        stream.take = take  # type: ignore[method-assign]
+        rest = list(loader)  # in this thread again
+        with Loader("numbers", batch_size=4, epochs=1, tail="drop", address=address) as other:
+            assert same(first + rest, list(other))
 
 
 def ids(batches: list[Batch]) -> list[int]:

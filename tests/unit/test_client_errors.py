@@ -100,3 +100,12 @@ def test_the_daemon_s_wish_to_be_left_alone_is_a_fact() -> None:
     info, retry = ErrorInfo(domain="gyre", reason="Overloaded"), RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000))
     error = error_from(explained(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", info, retry), ADDRESS)
     assert error.facts == {RETRY_AFTER: "1.5"}
+
+
+@pytest.mark.parametrize("side", ["CLIENT: Sent", "SERVER: Received"])
+def test_a_request_that_is_too_long_stays_so(side: str) -> None:
+    error = error_from(
+        Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{side} message larger than max (70000 vs. 65536)"), ADDRESS
+    )
+    assert type(error) is errors.InvalidRequest
+    assert error.facts == {"num_bytes": "70000", "max_bytes": "65536"}
