@@ -1,29 +1,32 @@
 """A private daemon: a child process on a socket that only this user can reach, gone with its parent.
 
 All loaders of a process share one; the first starts it, the last stops it. The child watches its parent, so it ends, and
-removes its directory, even when the parent is killed.
+removes its directory, even when the parent is killed. Where both are killed, the next private daemon removes it.
 """
 
 import contextlib
 import importlib.util
+import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import IO
 
 from gyre_client.address import Address, parse_address
 from gyre_client.connection import Connection
 from gyre_client.errors import DaemonUnavailable
+from gyre_client.private_folder import SOCKET, PrivateFolder
 
+BAD_CONFIGURATION = 2  # an exit status: it would end so again
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
 MAX_STDERR_BYTES = 2000  # of the child's last words, in an error
+
+_log = logging.getLogger(__name__)
 
 
 class EmbeddedDaemon:
@@ -41,8 +44,8 @@ class EmbeddedDaemon:
                 'pip install "gyre-ml[daemon]", or pass address= (or set GYRE_ADDRESS) to use a running one'
             )
         self._lock = threading.Lock()
-        self._directory = Path(tempfile.mkdtemp(prefix="gyre-"))  # mode 0700
-        self.address: Address = parse_address(f"unix:{self._directory}/gyre.sock")
+        self._folder = PrivateFolder()
+        self.address: Address = parse_address(f"unix:{self._folder.path}/{SOCKET}")
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (has no name and ends with `stop`)
         try:
             self._child = self._start()
@@ -63,7 +66,6 @@ class EmbeddedDaemon:
         """
         with self._lock:
             if self._child.poll() is not None:
-                self._directory.mkdir(mode=0o700, exist_ok=True)
                 self._child = self._start()
 
     def stop(self) -> None:
@@ -79,11 +81,22 @@ class EmbeddedDaemon:
 
     def _remove_files(self) -> None:
         self._stderr.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.remove()
 
     def _start(self) -> "subprocess.Popen[bytes]":
+        """A child that answers; one that dies of anything but its configuration is started once more."""
+        try:
+            return self._start_once()
+        except _Died as death:
+            if death.status == BAD_CONFIGURATION:
+                raise
+            _log.warning("%s; starting it once more", death)
+            return self._start_once()
+
+    def _start_once(self) -> "subprocess.Popen[bytes]":
+        self._folder.ensure()
         command = [sys.executable, "-m", "gyre_daemon", "serve", "--embedded"]
-        command += ["--socket-dir", str(self._directory), "--parent-pid", str(os.getpid())]
+        command += ["--socket-dir", str(self._folder.path), "--parent-pid", str(os.getpid())]
         child = subprocess.Popen(  # a session of its own: Ctrl-C is for the parent to handle
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr, start_new_session=True
         )
@@ -99,8 +112,8 @@ class EmbeddedDaemon:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline_s:
             if child.poll() is not None:
-                raise DaemonUnavailable(f"the private daemon ended with status {child.returncode}: {self._last_words()}")
-            if (self._directory / "gyre.sock").exists() and self._answers():
+                raise _Died(child.returncode, self._last_words())
+            if (self._folder.path / SOCKET).exists() and self._answers():
                 return
             time.sleep(POLL_S)
         raise DaemonUnavailable(f"the private daemon did not answer within {START_TIMEOUT_S:.0f} s: {self._last_words()}")
@@ -115,6 +128,18 @@ class EmbeddedDaemon:
         size_bytes = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size_bytes - MAX_STDERR_BYTES))
         return self._stderr.read().decode(errors="replace").strip() or "it said nothing"
+
+
+class _Died(DaemonUnavailable):
+    """A private daemon ended while it was started.
+
+    Attributes:
+        status: its exit status; a negative signal number where it was killed.
+    """
+
+    def __init__(self, status: int, last_words: str) -> None:
+        super().__init__(f"the private daemon ended with status {status}: {last_words}")
+        self.status = status
 
 
 class _Shared:

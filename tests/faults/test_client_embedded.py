@@ -1,19 +1,23 @@
 """The private daemon's life: started on demand, shared, and gone with its parent however that ends."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import ConfigError, DaemonUnavailable, ShardMissing, UnknownDataset
+from gyre_client.private_folder import PrivateFolder
 
 OPTIONS = {"sequence_length": 8}
 
@@ -129,6 +133,88 @@ def test_a_private_daemon_that_dies_is_replaced_and_nothing_is_lost(tokens: Path
         assert seen == expected
         assert daemons() != [daemon]
     assert daemons() == []
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files that nobody else uses."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_the_next_clears_away_what_a_killed_owner_and_daemon_left(tokens: Path, temporary: Path) -> None:
+    program = "\n".join(
+        [
+            "import os, signal, sys",
+            "from gyre_client import Loader, embedded",
+            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'sequence_length': 8})",
+            "os.kill(embedded.acquire().pid, signal.SIGKILL)",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+        ]
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(tokens)], timeout=60, check=False)
+    assert result.returncode == -signal.SIGKILL
+    (left,) = temporary.iterdir()
+    assert {file.name for file in left.iterdir()} == {"gyre.sock", "gyre.sock.lock", "gyre.sock.side"}
+    foreign = temporary / "gyred-of-a-user"
+    foreign.mkdir()
+    (foreign / "gyre.sock").touch()
+    (foreign / "precious").touch()
+    (temporary / "gyred-a-file").touch()
+    (temporary / "gyred-a-link").symlink_to(foreign)
+    kept = {"gyred-of-a-user", "gyred-a-file", "gyred-a-link"}
+    with private(tokens) as loader:
+        assert not left.exists()
+        (daemon,) = daemons()
+        assert {path.name for path in temporary.iterdir()} == {directory_of(daemon).name, *kept}
+        assert next(loader)["tokens"].shape == (10, 8)
+    assert {path.name for path in temporary.iterdir()} == kept
+    assert {file.name for file in foreign.iterdir()} == {"gyre.sock", "precious"}
+
+
+def test_folders_of_living_owners_and_daemons_stay(temporary: Path) -> None:
+    of_owner = PrivateFolder()  # whose daemon was not started yet
+    of_daemon = temporary / "gyred-orphan"
+    of_daemon.mkdir(0o700)
+    with (of_daemon / "gyre.sock.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        another = PrivateFolder()
+        assert {path.name for path in temporary.iterdir()} == {of_owner.path.name, of_daemon.name, another.path.name}
+    another.path.rmdir()  # as a daemon does at its end
+    another.ensure()
+    for folder in (of_owner, another, PrivateFolder()):
+        folder.remove()
+    assert list(temporary.iterdir()) == [], "the orphan's daemon ended"
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+def test_a_daemon_that_dies_while_it_starts_is_started_once_more(
+    tokens: Path, temporary: Path, num_deaths: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started: list[int] = []
+    start = subprocess.Popen
+
+    def start_and_kill(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        child: subprocess.Popen[bytes] = start(*arguments, **options)
+        started.append(child.pid)
+        if len(started) <= num_deaths:
+            child.kill()
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill)
+    if num_deaths == 1:
+        with private(tokens) as loader:
+            assert next(loader)["tokens"].shape == (10, 8)
+    else:
+        with pytest.raises(DaemonUnavailable, match="the private daemon ended with status -9: it said nothing"):
+            private(tokens)
+    assert len(started) == 2
+    assert "starting it once more" in caplog.text
+    assert daemons() == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_what_the_private_daemon_says_against_a_definition(tmp_path: Path, tokens: Path) -> None:
