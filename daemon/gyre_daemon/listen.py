@@ -4,6 +4,7 @@ import fcntl
 import ipaddress
 import os
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,11 @@ class SocketClaim:
     """The exclusive right to a Unix socket path, held by a lock file for the life of the process.
 
     The kernel drops the lock however the process ends, so a socket that is left behind by a killed daemon is cleared away by
-    the next and that of a living one is never touched.
+    the next and that of a living one is never touched. Where somebody removed the lock file, a daemon that still listens is
+    found by connecting to its socket.
+
+    Attributes:
+        address: that is claimed.
     """
 
     def __init__(self, address: UnixAddress) -> None:
@@ -103,26 +108,69 @@ class SocketClaim:
         Raises:
             ConfigError: another daemon has it, something else is there, or the folder cannot be used.
         """
+        self.address = address
         self._path = address.path
         self._lock_path = address.path.with_name(address.path.name + ".lock")
+        self._lock = -1
+        self._socket: os.stat_result | None = None
+        try:
+            self.claim()
+        except ConfigError:
+            if self._lock >= 0:
+                os.close(self._lock)
+            raise
+
+    @property
+    def is_reachable(self) -> bool:
+        """Clients that connect to the path find this daemon's socket."""
+        return self._socket is not None and _is_same(self._socket, self._path)
+
+    def claim(self) -> None:
+        """The lock is held and nothing is at the path, or this daemon's socket; the first time, or after they were removed.
+
+        Raises:
+            ConfigError: see above.
+        """
         try:
             self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
             if self._path.exists() and not self._path.is_socket():
                 raise ConfigError(f"{self._path} is there and is no socket; remove it or listen on another path")
-            self._lock = self._lock_file()
-            self._path.unlink(missing_ok=True)
+            if not _is_at(self._lock, self._lock_path):
+                self._hold()
+            if not self.is_reachable:
+                self._make_way()
         except OSError as error:
             raise ConfigError(f"cannot claim the socket {self._path}: {error.strerror}") from error
 
     def open_to_group(self) -> None:
         """Let owner and group connect; call when the socket is bound."""
         self._path.chmod(0o660)
+        self._socket = self._path.stat()
 
     def give_up(self) -> None:
-        """Remove socket and lock."""
-        self._path.unlink(missing_ok=True)
-        self._lock_path.unlink(missing_ok=True)
+        """Remove socket and lock, unless another daemon has them by now."""
+        if _is_at(self._lock, self._lock_path):
+            self._path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
+
+    def _hold(self) -> None:
+        """Hold the lock file that is there now; one that was held before is let go of."""
+        lock = self._lock_file()
+        os.truncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = lock
+
+    def _make_way(self) -> None:
+        """Nothing is at the path any more; what was there had no living owner."""
+        if _is_listening(self._path):
+            raise ConfigError(
+                f"another process listens on {self._path}, although the lock file beside it is free, as if it had been removed "
+                "and made again; stop that process or listen on another path"
+            )
+        self._path.unlink(missing_ok=True)
 
     def _lock_file(self) -> int:
         while True:
@@ -136,17 +184,31 @@ class SocketClaim:
                     f"another daemon (process {holder}) serves {self._path}; stop it or listen on another path", {"pid": holder}
                 ) from error
             if _is_at(descriptor, self._lock_path):
-                os.truncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
                 return descriptor
             os.close(descriptor)  # its last holder removed it between our open and our lock
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def _is_listening(path: Path) -> bool:
+    """Whether a living process listens on the socket at a path; one that nobody may connect to counts as such."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+        try:
+            client.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError:  # EAGAIN: more wait for it than it has room for
+            return True
+    return True
+
+
+def _is_same(found: os.stat_result, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
+        return os.path.samestat(found, path.stat())
+    except OSError:
         return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    return descriptor >= 0 and _is_same(os.fstat(descriptor), path)
 
 
 def _parse_tcp(text: str, rest: str) -> TcpAddress:

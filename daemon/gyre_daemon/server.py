@@ -22,6 +22,7 @@ from gyre_daemon.catalog import Catalog
 from gyre_daemon.census import take_census
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copiers import Copiers
+from gyre_daemon.doors import Door, Doors
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.events import log_event
 from gyre_daemon.exposition import Exposition
@@ -91,7 +92,7 @@ async def serve(
         daemon = _Daemon(config, fallback_index_dir, executor, sides, copiers, allow_ad_hoc=privacy is not None)
         if reread:
             daemon.reload_on_signal(reread)
-        await daemon.run(addresses, claims, stopping)
+        await daemon.run(addresses, [Door(*each) for each in zip(claims, sides, strict=True)], stopping)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
         for side in sides:
@@ -129,11 +130,9 @@ class _Daemon:
         self._loop_lag = LoopLag()
         self._routines: list[Routine] = [self._sessions.watch_leases, feed_watchdog, self._loop_lag.watch]
         self._scrapes = ScrapeServer(Exposition(lambda: take_census(self._sessions, self._loop_lag)).text)
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._service = LoaderService(self._catalog, self._sessions, sides, config.prefetch_batches)
         self._health = HealthServicer()
-        register(LoaderService(self._catalog, self._sessions, sides, config.prefetch_batches), self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        self._servers: list[grpc.aio.Server] = []
 
     def reload_on_signal(self, reread: Reread) -> None:
         """SIGHUP has the configuration read again."""
@@ -141,21 +140,22 @@ class _Daemon:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
         self._routines.append(reloader.run)
 
-    async def run(
-        self, addresses: Sequence[UnixAddress | TcpAddress], claims: Sequence[SocketClaim], stopping: asyncio.Event
-    ) -> None:
-        listening = [_bind(self._server, address) for address in addresses]
+    async def run(self, addresses: Sequence[UnixAddress | TcpAddress], doors: Sequence[Door], stopping: asyncio.Event) -> None:
+        server = self._new_server()
+        listening = [_bind(server, address) for address in addresses]
         serving_metrics = await self._serve_metrics()
-        await self._server.start()
-        for claim in claims:
-            claim.open_to_group()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await server.start()
+        for door in doors:
+            door.claim.open_to_group()
+        await self._set_serving(True)
+        watch = asyncio.create_task(Doors(doors, self._bind_again, self._set_serving).watch())
         background = [asyncio.create_task(routine()) for routine in self._routines]
         facts = {"listen": listening, "pid": os.getpid(), "datasets": sorted(self._config.datasets), **serving_metrics}
         log_event("ready", facts)
         notify("READY=1")
         await stopping.wait()
         notify("STOPPING=1")
+        watch.cancel()
         await self._drain()
         await self._scrapes.stop()
         for task in background:
@@ -164,6 +164,21 @@ class _Daemon:
         if self._cache:
             await self._cache.close()
         log_event("stopped")
+
+    def _new_server(self) -> grpc.aio.Server:
+        """One more, for the same service; all end with the daemon."""
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        register(self._service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._servers.append(server)
+        return server
+
+    async def _bind_again(self, address: UnixAddress) -> None:
+        """See `Doors`. A gRPC server that runs takes no further address, so there is one more of them."""
+        server = self._new_server()
+        _bind(server, address)
+        await server.start()
 
     async def _serve_metrics(self) -> dict[str, str]:
         """What there is to log of it."""
@@ -174,14 +189,15 @@ class _Daemon:
 
     async def _drain(self) -> None:
         """NOT_SERVING, no new session, the batches that are under way, goodbye."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_serving(False)
         log_event("draining", {"sessions": len(list(self._sessions)), "timeout_s": self._config.drain_timeout_s})
         await self._sessions.drain(self._config.drain_timeout_s)
-        await self._server.stop(_LAST_GRACE_S)
+        await asyncio.gather(*(server.stop(_LAST_GRACE_S) for server in self._servers))
 
-    async def _set_health(self, state: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_serving(self, is_serving: bool) -> None:
+        states = health_pb2.HealthCheckResponse
         for service in ("", SERVICE_NAME):
-            await self._health.set(service, state)
+            await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
 
 
 def _make_cache(config: DaemonConfig, workers: FairExecutor, metrics: Metrics) -> NodeCache | None:

@@ -6,6 +6,7 @@ was given: so the daemon knows when memory that several jobs read can be used ag
 """
 
 import asyncio
+import os
 import secrets
 import socket
 import struct
@@ -94,16 +95,40 @@ class SideChannel:
         self._path = path.with_name(path.name + SUFFIX)
         self._peers: dict[str, Peer] = {}
         self._connections: dict[str, socket.socket] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._bind()
+
+    @property
+    def is_reachable(self) -> bool:
+        """Clients that connect to the path find this daemon's socket."""
+        try:
+            return os.path.samestat(self._socket, self._path.stat())
+        except OSError:
+            return False
+
+    def bind_again(self) -> None:
+        """Listen at the path again, where the socket was removed; who is connected stays so.
+
+        Raises:
+            ConfigError: it cannot be bound.
+        """
+        before = self._listener
+        self._bind()
+        asyncio.get_running_loop().remove_reader(before)
+        before.close()
+
+    def _bind(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             self._path.unlink(missing_ok=True)
-            self._listener.bind(str(self._path))
+            listener.bind(str(self._path))
             self._path.chmod(0o660)
-            self._listener.listen(_BACKLOG)
+            listener.listen(_BACKLOG)
+            self._socket = self._path.stat()
         except OSError as error:
-            self._listener.close()
+            listener.close()
             raise ConfigError(f"cannot listen on {self._path}: {error.strerror}") from error
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def peer(self, token: str) -> Peer | None:
         """The client that was given this token and is still connected."""
@@ -111,11 +136,13 @@ class SideChannel:
 
     def close(self) -> None:
         """Disconnect everybody and remove the socket."""
+        is_reachable = self.is_reachable
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
         for token in list(self._peers):
             self._drop(token)
-        self._path.unlink(missing_ok=True)
+        if is_reachable:
+            self._path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         try:

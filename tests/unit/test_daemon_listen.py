@@ -1,6 +1,7 @@
 """Addresses, and the claim to one that no second daemon can take over."""
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -134,6 +135,48 @@ def test_a_living_daemon_keeps_its_socket(tmp_path: Path) -> None:
             client.connect(str(address.path))  # it is still the same one
         claim.give_up()
     assert claim_elsewhere(address).returncode == 0
+
+
+def test_a_removed_lock_file_lets_nobody_take_a_living_daemon_s_socket(tmp_path: Path) -> None:
+    address = address_in(tmp_path)
+    lock = address.path.with_name("gyre.sock.lock")
+    claim = SocketClaim(address)
+    with bind(address) as listener:
+        claim.open_to_group()
+        before = lock.stat().st_ino
+        lock.unlink()
+        second = claim_elsewhere(address)
+        assert f"another process listens on {address.path}, although the lock file beside it is free" in second.stderr
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(address.path))
+        claim.claim()
+        assert claim.is_reachable
+        assert lock.read_text() == f"{os.getpid()}\n"
+        assert lock.stat().st_ino != before
+        assert f"another daemon (process {os.getpid()})" in claim_elsewhere(address).stderr
+        listener.close()
+        claim.give_up()
+    assert list(address.path.parent.iterdir()) == []
+
+
+def test_what_was_removed_is_claimed_again_and_never_what_another_has_by_now(tmp_path: Path) -> None:
+    address = address_in(tmp_path)
+    claim = SocketClaim(address)
+    with bind(address):
+        claim.open_to_group()
+    shutil.rmtree(address.path.parent)
+    assert not claim.is_reachable
+    claim.claim()
+    assert {path.name for path in address.path.parent.iterdir()} == {"gyre.sock.lock"}
+    shutil.rmtree(address.path.parent)
+    another = SocketClaim(address)  # in the second before the first looks again
+    with bind(address):
+        another.open_to_group()
+        with pytest.raises(ConfigError, match="another daemon"):
+            claim.claim()
+        claim.give_up()
+        assert another.is_reachable
+        another.give_up()
 
 
 def test_what_a_killed_daemon_left_is_cleared_away(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Somebody removes a living daemon's sockets or its lock file: it notices, and no second daemon gets in."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gyre_client import Loader
+
+from tests.conftest import Daemon, StartDaemon
+from tests.faults.test_daemon_faults import eventually, read_some
+
+TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
+LOOK_DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
+    return gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+
+
+def path_of(daemon: Daemon) -> Path:
+    return Path(daemon.address.removeprefix("unix:"))
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def has_event(daemon: Daemon, name: str) -> bool:
+    return eventually(lambda: any(event["event"] == name for event in daemon.events()), LOOK_DEADLINE_S)
+
+
+@pytest.mark.parametrize("what", ["socket", "side channel", "folder"])
+def test_a_socket_that_is_removed_is_made_again(daemon: Daemon, what: str) -> None:
+    path = path_of(daemon)
+    with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
+        first = next(loader)
+        match what:
+            case "socket":
+                path.unlink()
+            case "side channel":
+                path.with_name("gyre.sock.side").unlink()
+            case "folder":
+                shutil.rmtree(path.parent)
+        assert has_event(daemon, "socket made again")
+        with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as newcomer:
+            assert next(newcomer)["sample_id"].tolist() == first["sample_id"].tolist()
+        for _ in range(50):
+            next(loader)  # who is connected reads on
+    assert sum(event["event"] == "arena shared" for event in daemon.events()) == 2
+    assert command("health", "--address", daemon.address).returncode == 0
+    assert {file.name for file in path.parent.iterdir()} == {"gyre.sock", "gyre.sock.lock", "gyre.sock.side"}
+    assert daemon.stop() == 0
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_second_daemon_does_not_get_in_where_the_lock_file_was_removed(daemon: Daemon) -> None:
+    path = path_of(daemon)
+    path.with_name("gyre.sock.lock").unlink()
+    second = command("serve", "--config", str(daemon.config_path))
+    assert second.returncode == 2
+    assert "another process listens on" in second.stderr or "another daemon (process" in second.stderr
+    assert read_some(daemon)
+    assert eventually(lambda: path.with_name("gyre.sock.lock").exists(), LOOK_DEADLINE_S)
+    shutil.rmtree(path.parent)
+    assert has_event(daemon, "socket made again")
+    second = command("serve", "--config", str(daemon.config_path))
+    assert second.returncode == 2
+    assert daemon.process
+    assert f"another daemon (process {daemon.process.pid}) serves" in second.stderr
+    assert read_some(daemon)
+
+
+def test_a_daemon_whose_socket_cannot_be_made_again_says_so(gyred: StartDaemon, tmp_path: Path) -> None:
+    daemon = gyred({"listen": [f"unix:{tmp_path}/run/gyre.sock", "tcp:127.0.0.1:0"]})
+    (_, address) = next(event for event in daemon.events() if event["event"] == "ready")["listen"]
+    assert command("health", "--address", address).returncode == 0
+    folder = tmp_path / "run"
+    shutil.rmtree(folder)
+    folder.touch()
+    assert has_event(daemon, "socket lost")
+    lost = next(event for event in daemon.events() if event["event"] == "socket lost")
+    assert "gyre.sock" in lost["reason"]
+    assert eventually(lambda: command("health", "--address", address).returncode == 1, LOOK_DEADLINE_S)
+    folder.unlink()
+    assert has_event(daemon, "socket made again")
+    assert eventually(lambda: command("health", "--address", address).returncode == 0, LOOK_DEADLINE_S)
