@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import logging
 import os
 import sys
 from dataclasses import fields
@@ -18,9 +19,9 @@ from gyre_daemon.checks import missing_datasets, open_datasets
 from gyre_daemon.config import DaemonConfig, EffectiveConfig, load
 from gyre_daemon.copiers import Copiers
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.events import start_log
+from gyre_daemon.events import log_event, start_log
 from gyre_daemon.formats import make_format
-from gyre_daemon.limits import check_memory_budget, memory_limit_bytes, raise_descriptor_limit
+from gyre_daemon.limits import DescriptorShares, check_memory_budget, memory_limit_bytes, raise_descriptor_limit
 from gyre_daemon.listen import parse_address, parse_metrics_address
 from gyre_daemon.server import Privacy, serve
 from gyre_daemon.storage import parse_location
@@ -95,10 +96,23 @@ def _serve(parsed: argparse.Namespace) -> int:
     start_log(config.log_level, config.log_format)
     reread = (lambda: _reread(parsed)) if parsed.config else None
     _collect_rarely()
-    raise_descriptor_limit()
+    _tell_of_descriptors(DescriptorShares.of(raise_descriptor_limit()), config)
     with Copiers(_num_copiers(config)) as copiers:
         uvloop.run(serve(config, _index_home(), privacy, reread, copiers))
     return 0
+
+
+def _tell_of_descriptors(shares: DescriptorShares, config: DaemonConfig) -> None:
+    """Where they bound what the configuration allows, the log says so."""
+    if shares.connections < config.max_requests:
+        facts = {
+            "descriptors": shares.limit,
+            "max_requests": shares.connections,
+            "configured": config.max_requests,
+            "max_open_shards": shares.shards,
+            "to_do": "raise LimitNOFILE= of the unit, or ulimit -n",
+        }
+        log_event("limited by descriptors", facts, logging.WARNING)
 
 
 def _num_copiers(config: DaemonConfig) -> int:

@@ -6,6 +6,7 @@ was given: so the daemon knows when memory that several jobs read can be used ag
 """
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
@@ -20,6 +21,7 @@ from gyre_daemon.events import log_event
 SUFFIX = ".side"
 _BACKLOG = 128
 _MAX_PEERS = 4096
+_REFUSED_PAUSE_S = 1.0
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -148,7 +150,10 @@ class SideChannel:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:  # out of descriptors, say: the client goes on without shared memory
-            log_event("side channel refused", {"reason": error.strerror})
+            log_event("side channel refused", {"reason": error.strerror}, logging.WARNING)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)  # who waits there goes on waiting, and would be refused again at once
+            loop.call_later(_REFUSED_PAUSE_S, self._listen_again, self._listener)
             return
         connection.setblocking(False)
         pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -162,6 +167,10 @@ class SideChannel:
             connection.send(token.encode())
         except OSError:
             self._drop(token)
+
+    def _listen_again(self, listener: socket.socket) -> None:
+        if listener is self._listener and listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def _hear(self, token: str) -> None:
         """A client has nothing to say here: what comes is its end, or nonsense that ends it; descriptors are not received."""

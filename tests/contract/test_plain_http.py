@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from gyre_daemon.storage.answer import Answer
+from gyre_daemon.storage.connections import Connections
 from gyre_daemon.storage.plain import MAX_CONNECTING, Get, PlainHttp
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -40,7 +41,7 @@ def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Answer], int]:
                 writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
         try:
             return [await ask(http) for _ in range(num_asked)], num_connections
         finally:
@@ -90,7 +91,7 @@ def test_who_waits_takes_the_first_connection_that_is_free() -> None:
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
         http.connect(3)
         await three.wait()
         is_open.set()
@@ -116,7 +117,7 @@ def test_nobody_is_kept_waiting_by_requests_that_were_given_up() -> None:
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
         given_up = [Get(REQUEST, 5, lambda answer: pytest.fail("nobody waits")) for _ in range(MAX_CONNECTING)]
         for get in given_up:
             http.send(get)
@@ -198,7 +199,7 @@ def test_nobody_is_there() -> None:
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        return await ask(PlainHttp(urlsplit(f"http://127.0.0.1:{port}")))
+        return await ask(PlainHttp(urlsplit(f"http://127.0.0.1:{port}"), Connections(1000)))
 
     answer = asyncio.run(run())
     assert answer.unreachable
@@ -221,7 +222,7 @@ def test_who_does_not_wait_any_more_is_not_told_and_its_connection_is_used_again
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
         get = Get(REQUEST, 5, told.append)
         http.send(get)
         await asked.wait()

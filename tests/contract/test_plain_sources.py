@@ -6,6 +6,7 @@ from typing import cast
 import pytest
 from gyre_daemon.storage import plainsources
 from gyre_daemon.storage.answer import Answer
+from gyre_daemon.storage.connections import Connections
 from gyre_daemon.storage.objects import ObjectSource
 from gyre_daemon.storage.plainsources import PlainSource
 
@@ -45,7 +46,7 @@ async def ask(source: PlainSource, *paths: str) -> list[Answer]:
 
 
 def source_of(signer: Signer) -> PlainSource:
-    return PlainSource(cast("ObjectSource", General()), signer)
+    return PlainSource(cast("ObjectSource", General()), signer, Connections(1000))
 
 
 def test_many_requests_wait_for_one_signature(object_server: ObjectServer) -> None:

@@ -77,6 +77,12 @@ class Endpoint:
         self._last_failure: Answer | None = None
         self.queue.resize(self.limit.limit)
 
+    def lower_ceiling(self, max_requests: int) -> None:
+        """At most so many requests in flight from now on, if that is fewer than before; those that are, go on."""
+        self.limit.lower_ceiling(max_requests)
+        if not self._is_down:  # otherwise the queue is resized when the pause is over
+            self.queue.resize(self.limit.limit)
+
     @contextlib.asynccontextmanager
     async def reading(self, flow: Flow, urgency: int, asked_at: float) -> AsyncIterator[None]:
         """Submit requests inside; the way in is free when few requests wait for their turn.

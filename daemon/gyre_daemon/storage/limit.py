@@ -42,6 +42,12 @@ class AdaptiveLimit:
         """At most so many at once."""
         return int(self._limit)
 
+    def lower_ceiling(self, ceiling: int) -> None:
+        """Never more than this from now on."""
+        self._ceiling = min(self._ceiling, ceiling)
+        self._floor = min(self._floor, self._ceiling)
+        self._limit = min(self._limit, float(self._ceiling))
+
     @property
     def is_refused(self) -> bool:
         """Some of the last requests were."""

@@ -16,7 +16,7 @@ from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Region, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
-from gyre_daemon.storage.openfiles import OpenShard, OpenShards, file_error
+from gyre_daemon.storage.openfiles import OpenFiles, OpenShard, OpenShards, file_error
 from gyre_daemon.storage.readahead import ReadAhead
 
 _STREAM_CHUNK_BYTES = 8 << 20
@@ -37,13 +37,14 @@ class LocalStorage:
         workers: FairExecutor,
         metrics: Metrics,
         copiers: Copiers = NO_COPIERS,
+        open_files: OpenFiles | None = None,
     ) -> None:
         self.shards = shards
         self._paths = paths
         self._bounds = Bounds(shards)
         self._workers = workers
         self._metrics = metrics
-        self._open = OpenShards(paths, shards, copiers)
+        self._open = OpenShards(paths, shards, copiers, open_files)
         self._copiers = copiers
         self._ahead = ReadAhead(shards)
         self._copies = is_allowed()
@@ -120,7 +121,7 @@ class LocalStorage:
         is_touched = np.zeros(len(self.shards), np.bool_)
         is_touched[reads.shard] = True
         touched = np.flatnonzero(is_touched)
-        limit = self._open.max_open
+        limit = max(1, self._open.max_open // self._workers.num_threads)  # others read at the same time
         for begin in range(0, len(touched), limit):
             group = touched[begin : begin + limit]
             self._read_group(reads if len(touched) <= limit else reads.of_shards(group), group.tolist())

@@ -13,12 +13,14 @@ from obstore.fsspec import FsspecStore
 from obstore.store import ObjectStore
 
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.limits import descriptor_shares
 from gyre_daemon.storage.answer import Answer, failure
 from gyre_daemon.storage.location import endpoints_in, redact
 from gyre_daemon.storage.source import Done, Sent
 
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4
+_SHARE_OF_IDLE = 4  # of all connections that a daemon may have: one client's, with no request on them
 _SIGNED_FOR = datetime.timedelta(hours=1)
 
 
@@ -147,7 +149,10 @@ def open_objects(scheme: str, settings: Mapping[str, Any], path: str, max_retrie
     filesystem: ObjectFileSystem = make(
         "gs" if scheme == "gcs" else scheme,
         config=dict(settings) or None,
-        client_options={"allow_http": scheme == "http" or any(endpoint.startswith("http://") for endpoint in endpoints)},
+        client_options={
+            "pool_max_idle_per_host": str(max(1, descriptor_shares().connections // _SHARE_OF_IDLE)),
+            "allow_http": scheme == "http" or any(endpoint.startswith("http://") for endpoint in endpoints),
+        },
         retry_config={"max_retries": max_retries},
         asynchronous=True,
         skip_instance_cache=True,

@@ -14,18 +14,22 @@ from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from gyre_daemon.copiers import NO_COPIERS, Copiers
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable, first_error
 from gyre_daemon.fair import FairExecutor
+from gyre_daemon.limits import descriptor_shares
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.answer import failure, told
 from gyre_daemon.storage.base import Shard, Storage
+from gyre_daemon.storage.connections import Connections
 from gyre_daemon.storage.drivers import DriverSource
 from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
 from gyre_daemon.storage.location import Location, endpoints_in, relative_names
+from gyre_daemon.storage.openfiles import OpenFiles
 from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Source
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
 _LISTING_DEADLINE_S = 60.0
+_SHARE_OF_LISTINGS = 4  # of all connections, while one dataset is listed
 
 _Entries = list[tuple[str, dict[str, Any]]]
 
@@ -39,6 +43,9 @@ class StorageOpener:
         self._metrics = metrics
         self._copiers = copiers
         self.endpoints: dict[str, Endpoint] = {}
+        self._max_requests = descriptor_shares().connections  # over all endpoints
+        self._connections = Connections(self._max_requests)
+        self._open_files = OpenFiles()
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
     async def open(self, location: Location, settings: Mapping[str, Any], pattern: str) -> Storage:
@@ -57,7 +64,7 @@ class StorageOpener:
             loop = asyncio.get_running_loop()
             paths, shards = await loop.run_in_executor(self._workers.executor, _list_local, location, pattern)
             self._count_listing("file", len(location.paths), "ok")
-            return LocalStorage(paths, shards, self._workers, self._metrics, self._copiers)
+            return LocalStorage(paths, shards, self._workers, self._metrics, self._copiers, self._open_files)
         filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(filesystem, location, pattern)
         num_endpoints = len(self.endpoints)
@@ -81,7 +88,9 @@ class StorageOpener:
         from gyre_daemon.storage.objects import ObjectSource  # noqa: PLC0415  an extra, which local files do without
         from gyre_daemon.storage.plainsources import plain_source  # noqa: PLC0415
 
-        return await plain_source(ObjectSource(scheme, settings, path), scheme, settings, path, num_connections)
+        return await plain_source(
+            ObjectSource(scheme, settings, path), scheme, settings, path, self._connections, num_connections
+        )
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """What datasets share that lie in one bucket, or on one web server."""
@@ -89,6 +98,8 @@ class StorageOpener:
         name = f"{where}/{path.partition('://')[2].partition('/')[0]}"
         if name not in self.endpoints:
             self.endpoints[name] = Endpoint(name, scheme, self._terms, self._metrics)
+            for endpoint in self.endpoints.values():
+                endpoint.lower_ceiling(max(1, self._max_requests // len(self.endpoints)))
         return self.endpoints[name]
 
     async def _make_filesystem(self, location: Location, settings: Mapping[str, Any]) -> AsyncFileSystem:
@@ -127,7 +138,8 @@ class StorageOpener:
 
         try:
             async with asyncio.timeout(_LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
-                for _ in range(min(self._terms.max_requests, len(location.paths))):
+                most = min(self._terms.max_requests, max(1, self._max_requests // _SHARE_OF_LISTINGS))
+                for _ in range(min(most, len(location.paths))):
                     group.create_task(list_next())
             outcome = "ok"
         except ExceptionGroup as errors:

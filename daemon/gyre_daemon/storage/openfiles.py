@@ -2,8 +2,8 @@
 
 import mmap
 import os
-import resource
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ import numpy as np
 
 from gyre_daemon.copiers import NO_COPIERS, Copiers, new_key
 from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.limits import descriptor_shares
 from gyre_daemon.storage.base import Shard, changed
 
-_MIN_OPEN, _MAX_OPEN = 8, 16384  # a process may have 65,530 mappings
-_SHARE_OF_DESCRIPTORS = 8  # of one dataset; an open shard takes two: a mapping has its own
+_MIN_OPEN = 2  # of one dataset, however many there are
 
 
 @dataclass(slots=True)
@@ -69,16 +69,61 @@ class OpenShard:
             self.unmoved = _links(found)
 
 
+class OpenFiles:
+    """The datasets of a daemon, which divide among them how many shards may be open."""
+
+    def __init__(self) -> None:
+        self._datasets: weakref.WeakSet[OpenShards] = weakref.WeakSet()
+        self._max_open = _MIN_OPEN
+
+    @property
+    def share(self) -> int:
+        """So many shards each dataset may have open."""
+        return max(_MIN_OPEN, self._max_open // max(1, len(self._datasets)))
+
+    def add(self, dataset: "OpenShards") -> None:
+        """One more dataset: the others close what they have beyond their share."""
+        self._max_open = descriptor_shares().shards
+        self._datasets.add(dataset)
+        for other in list(self._datasets):
+            other.trim()
+
+
 class OpenShards:
     """Opens shards when they are needed; safe for several threads."""
 
-    def __init__(self, paths: Sequence[Path], shards: Sequence[Shard], copiers: Copiers = NO_COPIERS) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        shards: Sequence[Shard],
+        copiers: Copiers = NO_COPIERS,
+        together: OpenFiles | None = None,
+    ) -> None:
+        """None is open.
+
+        Args:
+            paths: of the shards.
+            shards: as listed.
+            copiers: told of files that are closed.
+            together: what these shards share with other datasets; None to have all to themselves.
+        """
         self._paths = paths
         self._copiers = copiers
         self._shards = shards
-        self.max_open = _max_open()
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._lock = threading.Lock()
+        self._together = together or OpenFiles()
+        self._together.add(self)
+
+    @property
+    def max_open(self) -> int:
+        """So many may be open; beyond that those close that were not used for longest."""
+        return self._together.share
+
+    def trim(self) -> None:
+        """Close what is beyond that."""
+        with self._lock:
+            self._trim()
 
     def get(self, shard: int) -> OpenShard:
         """An open shard; the caller keeps it while it reads.
@@ -95,9 +140,12 @@ class OpenShards:
         opened = _open(self._paths[shard], self._shards[shard], self._copiers)
         with self._lock:
             opened = self._open.setdefault(shard, opened)  # another thread may have been faster
-            while len(self._open) > self.max_open:
-                self._open.popitem(last=False)
+            self._trim()
         return opened
+
+    def _trim(self) -> None:
+        while len(self._open) > self.max_open:
+            self._open.popitem(last=False)
 
 
 def file_error(name: str, error: OSError) -> GyreError:
@@ -142,10 +190,3 @@ def _checked(listed: Shard, file: Path | int) -> os.stat_result:
 
 def _links(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_nlink, stat.st_ctime_ns
-
-
-def _max_open() -> int:
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY:
-        return _MAX_OPEN
-    return max(_MIN_OPEN, min(_MAX_OPEN, descriptors // _SHARE_OF_DESCRIPTORS // 2))

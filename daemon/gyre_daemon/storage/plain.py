@@ -12,6 +12,7 @@ from typing import cast
 from urllib.parse import SplitResult
 
 from gyre_daemon.storage.answer import Answer
+from gyre_daemon.storage.connections import Connections
 from gyre_daemon.storage.source import Done
 
 _END = b"\r\n\r\n"
@@ -58,13 +59,20 @@ class PlainHttp:
     where answers come fast.
     """
 
-    def __init__(self, url: SplitResult) -> None:
+    def __init__(self, url: SplitResult, connections: Connections) -> None:
+        """None is made yet.
+
+        Args:
+            url: of an object there.
+            connections: how many there may be, of this host and others.
+        """
+        self._connections = connections
         self._host, self._port = url.hostname or "", url.port or 80
         self._loop = asyncio.get_running_loop()
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._waiting: deque[Get] = deque()  # some of them given up
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: dict[asyncio.Task[None], _Connection] = {}
         self._sweep: asyncio.TimerHandle | None = None
 
     def send(self, get: Get) -> None:
@@ -76,16 +84,31 @@ class PlainHttp:
         self.connect(len(self._waiting))
 
     def connect(self, num_connections: int) -> None:
-        """See that so many are being made, or as many as may be at once; without a request they are made for later ones."""
+        """See that so many are being made, or as many as there may be; without a request they are made for later ones."""
         for _ in range(min(num_connections, MAX_CONNECTING) - len(self._connecting)):
-            task = self._loop.create_task(self._connect())
-            self._connecting.add(task)
+            if not self._connections.take(self):
+                return
+            connection = _Connection(self)
+            task = self._loop.create_task(self._connect(connection))
+            self._connecting[task] = connection
             task.add_done_callback(self._connected)
+
+    def has_room(self) -> None:
+        """See `Sharer`: connections are made for the requests that wait."""
+        self.connect(len(self._waiting))
+
+    def close_idle(self) -> bool:
+        """See `Sharer`: the one that was not used for longest."""
+        if not self._idle:
+            return False
+        self._idle.pop(0).abort()
+        return True
 
     def close(self) -> None:
         """Hang up."""
         if self._sweep:
             self._sweep.cancel()
+        self._connections.forget(self)
         for task in self._connecting:
             task.cancel()
         for connection in list(self._open):
@@ -100,6 +123,9 @@ class PlainHttp:
         if get := self._next_waiting():
             connection.begin(get)
             return
+        if self._connections.are_wanted(self):
+            connection.abort()
+            return
         connection.idle_since = self._loop.time()
         self._idle.append(connection)
         if self._sweep is None:
@@ -107,7 +133,9 @@ class PlainHttp:
 
     def is_closed(self, connection: "_Connection") -> None:
         """It is gone."""
-        self._open.discard(connection)
+        if connection in self._open:
+            self._open.remove(connection)
+            self._connections.give_back()
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -120,20 +148,21 @@ class PlainHttp:
         if self._idle:
             self._sweep = self._loop.call_later(_IDLE_S, self._close_idle)
 
-    async def _connect(self) -> None:
+    async def _connect(self, made: "_Connection") -> None:
         try:
             async with asyncio.timeout(_CONNECT_DEADLINE_S):
-                _, connection = await self._loop.create_connection(lambda: _Connection(self), self._host, self._port)
+                await self._loop.create_connection(lambda: made, self._host, self._port)
         except (OSError, TimeoutError) as error:
             get = self._next_waiting()
             if get and get.done:
                 reason = str(error) or "no connection in time"
                 get.done(Answer(0, detail=f"{type(error).__name__}: {reason}", unreachable=True))
         else:
-            self.is_free(connection)
+            self.is_free(made)
 
     def _connected(self, task: asyncio.Task[None]) -> None:
-        self._connecting.discard(task)
+        if not self._connecting.pop(task).is_made:
+            self._connections.give_back()
         if self._waiting and not task.cancelled():
             self.connect(len(self._waiting))
 
@@ -158,10 +187,12 @@ class _Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._num_missing = 0
         self.idle_since = 0.0
+        self.is_made = False
         self._is_last = False  # the server closes after this answer, or what follows cannot be told
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self.is_made = True
         self._owner.is_open(self)
 
     def begin(self, get: Get) -> None:

@@ -14,6 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 from obstore.exceptions import BaseError
 
 from gyre_daemon.storage.answer import failure
+from gyre_daemon.storage.connections import Connections
 from gyre_daemon.storage.objects import ObjectSource
 from gyre_daemon.storage.plain import Get, PlainHttp
 from gyre_daemon.storage.source import Done, Sent, Source
@@ -30,7 +31,12 @@ Sign = Callable[[str], Awaitable[str]]
 
 
 async def plain_source(
-    general: ObjectSource, scheme: str, settings: Mapping[str, Any], path: str, num_connections: int
+    general: ObjectSource,
+    scheme: str,
+    settings: Mapping[str, Any],
+    path: str,
+    connections: Connections,
+    num_connections: int,
 ) -> Source:
     """The cheapest way to read a dataset: plain HTTP where its objects can be had so, otherwise the general client.
 
@@ -39,6 +45,7 @@ async def plain_source(
         scheme: of the dataset.
         settings: of its driver. One that a signed URL may not express leaves all to the general client.
         path: of one of its objects.
+        connections: how many there may be.
         num_connections: to make at once, so that a first batch need not wait for them.
     """
     sign: Sign
@@ -55,7 +62,7 @@ async def plain_source(
     is_proxied = "http" in getproxies() and not proxy_bypass(url.hostname or "")
     if url.scheme != "http" or is_proxied:
         return general
-    source = PlainSource(general, sign)
+    source = PlainSource(general, sign, connections)
     source.greet(url, num_connections)
     return source
 
@@ -63,15 +70,17 @@ async def plain_source(
 class PlainSource:
     """Reads objects over plain HTTP; see `Source`. A server that redirects is left to the general client from then on."""
 
-    def __init__(self, general: ObjectSource, sign: Sign) -> None:
+    def __init__(self, general: ObjectSource, sign: Sign, connections: Connections) -> None:
         """Read what `general` could read.
 
         Args:
             general: the storage's own client.
             sign: gives an object's URL, ready to be asked for.
+            connections: how many there may be.
         """
         self._general = general
         self._sign = sign
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._heads: dict[str, _Head] = {}
         self._hosts: dict[str, PlainHttp] = {}
@@ -79,7 +88,7 @@ class PlainSource:
 
     def greet(self, url: SplitResult, num_connections: int) -> None:
         """Make the first connections to a host."""
-        self._host(url).connect(num_connections)
+        self._host(url).connect(min(num_connections, self._connections.num_left))
 
     def get(self, path: str, start: int, stop: int, done: Done) -> Sent:
         """See `Source.get`."""
@@ -134,7 +143,7 @@ class PlainSource:
 
     def _host(self, url: SplitResult) -> PlainHttp:
         if url.netloc not in self._hosts:
-            self._hosts[url.netloc] = PlainHttp(url)
+            self._hosts[url.netloc] = PlainHttp(url, self._connections)
         return self._hosts[url.netloc]
 
 
