@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -47,6 +48,7 @@ _SERVER_OPTIONS = [
     ("grpc.max_concurrent_streams", 4096),
 ]
 _LAST_GRACE_S = 1.0
+_LOOK_AFTER_COPIERS_S = 1.0  # reads go on without them, so nothing waits for it
 
 Routine = Callable[[], Coroutine[None, None, None]]  # runs as long as the daemon
 
@@ -129,8 +131,9 @@ class _Daemon:
         self._sessions = SessionTable(SessionEnvironment(machinery, metrics, config.lease_s), config.job_weights)
         self._loop_lag = LoopLag()
         self._routines: list[Routine] = [self._sessions.watch_leases, feed_watchdog, self._loop_lag.watch]
+        self._routines.append(partial(_look_after, copiers))
         self._scrapes = ScrapeServer(Exposition(lambda: take_census(self._sessions, self._loop_lag)).text)
-        self._service = LoaderService(self._catalog, self._sessions, sides, config.prefetch_batches)
+        self._service = LoaderService(self._catalog, self._sessions, sides, copiers, config.prefetch_batches)
         self._health = HealthServicer()
         self._servers: list[grpc.aio.Server] = []
 
@@ -198,6 +201,13 @@ class _Daemon:
         states = health_pb2.HealthCheckResponse
         for service in ("", SERVICE_NAME):
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
+
+
+async def _look_after(copiers: Copiers) -> None:
+    """Those that died are replaced, for ever."""
+    while True:
+        await asyncio.sleep(_LOOK_AFTER_COPIERS_S)
+        await asyncio.to_thread(copiers.look_after)
 
 
 def _make_cache(config: DaemonConfig, workers: FairExecutor, metrics: Metrics) -> NodeCache | None:

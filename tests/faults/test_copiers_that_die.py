@@ -4,11 +4,14 @@ import contextlib
 import os
 import signal
 import time
+from itertools import islice
 from pathlib import Path
 
 import psutil
 import pytest
 from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
 from gyre_client.errors import CorruptSample
 
 from tests.conftest import Daemon, StartDaemon
@@ -55,6 +58,48 @@ def test_jobs_read_on_while_copiers_are_killed(daemon: Daemon, shard: Path) -> N
             for sample_id, tokens in zip(batch["sample_id"].tolist(), batch["tokens"], strict=True):
                 assert tokens.numpy().tobytes() == samples[sample_id], f"step {step}"
     assert any(event["event"] == "copier died" for event in daemon.events())
+    assert daemon.stop() == 0
+
+
+def keeper_of(daemon: Daemon) -> psutil.Process | None:
+    """The process that copiers are forked from, which is a child of the daemon; None where there is none now."""
+    assert daemon.process
+    found = [child for child in psutil.Process(daemon.process.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return found[0] if found else None
+
+
+def num_copiers(daemon: Daemon) -> int:
+    with Connection(parse_address(daemon.address)) as connection:
+        return connection.status().num_copiers
+
+
+def test_a_killed_keeper_is_replaced_and_jobs_read_on(daemon: Daemon, shard: Path) -> None:
+    samples = [shard.read_bytes()[begin : begin + 1024] for begin in range(0, 2 * NUM_TOKENS, 1024)]
+    wanted = num_copiers(daemon)
+    assert wanted > 0
+
+    def check(loader: Loader, num_batches: int) -> None:
+        for batch in islice(loader, num_batches):
+            for sample_id, tokens in zip(batch["sample_id"].tolist(), batch["tokens"], strict=True):
+                assert tokens.numpy().tobytes() == samples[sample_id]
+
+    with Loader("noise", batch_size=32, seed=1, address=daemon.address) as loader:
+        check(loader, 20)
+        before = keeper_of(daemon)
+        assert before
+        copiers = before.children()
+        before.kill()
+        check(loader, 100)
+        for copier in copiers:
+            copier.kill()
+        check(loader, 100)
+        assert eventually(lambda: (new := keeper_of(daemon)) is not None and len(new.children()) == wanted, 120)
+        assert num_copiers(daemon) == wanted
+        check(loader, 100)
+        with Loader("noise", batch_size=32, seed=2, address=daemon.address) as later:
+            check(later, 100)
+    told = [event["event"] for event in daemon.events()]
+    assert told.count("copier keeper died") == told.count("copier keeper replaced") == 1
     assert daemon.stop() == 0
 
 

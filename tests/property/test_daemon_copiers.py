@@ -3,6 +3,7 @@
 import mmap
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,8 +112,8 @@ def mapped(pid: int, what: str) -> bool:
     return what in Path(f"/proc/{pid}/maps").read_text()
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 5
+def eventually(holds: Callable[[], bool], deadline_s: float = 5) -> bool:
+    deadline_s += time.monotonic()
     while not holds() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return holds()
@@ -207,17 +208,53 @@ def test_one_that_dies_is_replaced_by_one_that_has_its_arenas(copiers: Copiers, 
     os.close(big.descriptor)
 
 
-def test_without_their_keeper_those_that_are_left_go_on(copiers: Copiers, file: Served) -> None:
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_without_their_keeper_those_that_are_left_go_on_until_it_is_replaced(copiers: Copiers, file: Served) -> None:
     arena = shared_arena(copiers)
-    (keeper,) = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in copiers.pids}
+    (keeper,) = {parent_of(pid) for pid in copiers.pids}
     os.kill(keeper, signal.SIGKILL)
     first, second = copiers.pids
     os.kill(first, signal.SIGKILL)
     assert copies(copiers, shared_arena(copiers), file)
     assert copies(copiers, arena, file)
+    deadline_s = time.monotonic() + 60
+    while len(copiers.pids) < 2 or first in copiers.pids:
+        assert time.monotonic() < deadline_s
+        copiers.look_after()
+        time.sleep(0.01)
+    (third,) = set(copiers.pids) - {second}
+    new_keeper = parent_of(third)
+    assert new_keeper != keeper
+    assert parent_of(new_keeper) == os.getpid()
+    assert b"gyre_daemon.copiers" in Path(f"/proc/{new_keeper}/cmdline").read_bytes()
+    later = shared_arena(copiers)
     os.kill(second, signal.SIGKILL)
-    assert not any(copies(copiers, arena, file) for _ in range(3))
-    assert copiers.pids == []
+    assert eventually(lambda: ended(second))
+    assert not any(copies(copiers, arena, file) for _ in range(3)), "it was sealed before the new keeper began"
+    assert copies(copiers, later, file)
+    copiers.close()
+    assert eventually(lambda: ended(new_keeper) and ended(third))
+
+
+def test_a_keeper_that_cannot_be_replaced_is_gone_for_good(
+    copiers: Copiers, file: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (keeper,) = {parent_of(pid) for pid in copiers.pids}
+    os.kill(keeper, signal.SIGKILL)
+
+    def is_told() -> bool:
+        copiers.look_after()
+        return "copiers are not replaced any more" in caplog.text
+
+    assert eventually(is_told, 60)
+    assert copies(copiers, shared_arena(copiers), file)
+    for pid in copiers.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not copies(copiers, shared_arena(copiers), file) and copiers.pids == [])
 
 
 def test_nothing_is_left(file: Served) -> None:

@@ -1,24 +1,21 @@
 """All copiers of a daemon: lent to its threads, told of arenas and files, and replaced where they die."""
 
-import contextlib
 import itertools
 import logging
 import math
 import operator
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from gyre_daemon.copiers.copier import Copier, File
-from gyre_daemon.copiers.process import run
+from gyre_daemon.copiers.keeper import Keeper, fork_keeper, spawn_keeper
 from gyre_daemon.copiers.ranges import Ranges
 from gyre_daemon.events import log_event
 
 _MIN_REFILL_S = 1.0
-_MAX_WAIT_S = 2.0  # at the end, for one that waits for a disk
+_MAX_JOIN_S = 5.0  # at the end, for a keeper that is being started
 
 _keys = itertools.count(1)
 
@@ -38,7 +35,9 @@ class Copiers:
         self._idle: list[Copier] = []
         self._changed = threading.Condition()  # guards the lists; taken after the other
         self._keeping = threading.Lock()
-        self._keeper = _start_keeper() if num else None  # has all arenas that there are, for those that are forked from it
+        self._keeper = _fork_keeper() if num else None  # has all arenas that there are, for those that are forked from it
+        self._is_replaceable = self._keeper is not None
+        self._replacing: threading.Thread | None = None
         self._refilled_s = -math.inf
         self._add_missing()
 
@@ -64,6 +63,13 @@ class Copiers:
         """None has that arena any more; waits likewise."""
         with self._keeping:
             self._tell_all(lambda copier: copier.unmap(key))
+
+    def look_after(self) -> None:
+        """Replace what died, the keeper too; to be called from time to time, in any thread that may wait."""
+        with self._keeping:
+            if self._keeper and self._keeper.is_gone:
+                self._lose_keeper("it was killed")
+            self._refill()
 
     def forget(self, file: int) -> None:
         """Nobody reads that file again: each unmaps it before it next copies. May be called at any moment in any thread."""
@@ -99,6 +105,7 @@ class Copiers:
         """End them all; what they are doing is not done."""
         with self._keeping:
             keeper, self._keeper, self._num = self._keeper, None, 0
+            replacing, self._is_replaceable = self._replacing, False
             with self._changed:
                 for copier in self._all:
                     copier.hang_up()
@@ -108,7 +115,8 @@ class Copiers:
                 self._changed.notify_all()
         if keeper:
             keeper.close()
-            _await_end(keeper.pid)
+        if replacing:
+            replacing.join(_MAX_JOIN_S)
 
     def _refill(self) -> None:
         """Replace those that died; but not all the time, if they die again and again."""
@@ -123,26 +131,49 @@ class Copiers:
         try:
             more = [self._keeper.fork() for _ in range(self._num - len(self._all))]
         except OSError as error:
-            self._lose_keeper(error)
+            self._lose_keeper(str(error))
             return
         with self._changed:
             self._all += more
             self._idle += more
 
-    def _lose_keeper(self, error: OSError) -> None:
-        """Those that are left go on; none is replaced any more."""
-        if self._keeper:
-            log_event("copiers are not replaced any more", {"reason": error.strerror}, logging.WARNING)
-            self._keeper.close()
-            _await_end(self._keeper.pid)
-            self._keeper = None
+    def _lose_keeper(self, reason: str) -> None:
+        """Those that are left go on, and another keeper is started beside; until it is there the kernel copies for who died."""
+        if not self._keeper:
+            return
+        log_event("copier keeper died", {"pid": self._keeper.pid, "reason": reason}, logging.WARNING)
+        self._keeper.close()
+        self._keeper = None
+        if self._is_replaceable:
+            self._replacing = threading.Thread(target=self._replace_keeper, name="gyre-keeper", daemon=True)
+            self._replacing.start()
+
+    def _replace_keeper(self) -> None:
+        """One that does not start is not tried again: then those that die are not replaced any more."""
+        try:
+            keeper = spawn_keeper()
+        except OSError as error:
+            self._is_replaceable = False
+            facts = {
+                "reason": str(error) or "it ended at once",
+                "instead": "the kernel copies, which takes more processor time",
+            }
+            log_event("copiers are not replaced any more", facts, logging.ERROR)
+            return
+        with self._keeping:
+            if self._is_replaceable:
+                self._keeper = keeper
+                log_event("copier keeper replaced", {"pid": keeper.pid})
+                self._add_missing()
+                return
+        keeper.close()  # all were ended meanwhile
 
     def _tell_all(self, tell: Callable[[Copier], None]) -> None:
         try:
             if self._keeper:
                 tell(self._keeper)
         except OSError as error:
-            self._lose_keeper(error)
+            self._lose_keeper(str(error))
         for copier in tuple(self._all):
             if self._borrow(partial(operator.is_, copier)):
                 try:
@@ -179,25 +210,12 @@ class Copiers:
             self._changed.notify_all()
 
 
-def _start_keeper() -> Copier | None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        try:
-            pid = os.fork()
-        except OSError as error:
-            log_event("no copiers", {"reason": str(error)}, logging.WARNING)
-            ours.close()
-            return None
-        if not pid:
-            run(theirs)
-    return Copier(ours, pid, ())
-
-
-def _await_end(pid: int) -> None:
-    deadline_s = time.monotonic() + _MAX_WAIT_S
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+def _fork_keeper() -> Keeper | None:
+    try:
+        return fork_keeper()
+    except OSError as error:
+        log_event("no copiers", {"reason": str(error)}, logging.WARNING)
+        return None
 
 
 NO_COPIERS = Copiers(0)

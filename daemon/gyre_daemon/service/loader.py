@@ -13,6 +13,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from gyre_daemon import __version__
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.copiers import Copiers
 from gyre_daemon.cost import estimate_costs
 from gyre_daemon.cursor import joined_at
 from gyre_daemon.dataset import Dataset
@@ -36,10 +37,18 @@ _CHUNK_BYTES = (1 << 20) - 16  # with its frame, a message of at most 1 MiB
 class LoaderService(pb_grpc.LoaderServicer):
     """One daemon's answers."""
 
-    def __init__(self, catalog: Catalog, sessions: SessionTable, sides: Sequence[SideChannel], prefetch_batches: int) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        sessions: SessionTable,
+        sides: Sequence[SideChannel],
+        copiers: Copiers,
+        prefetch_batches: int,
+    ) -> None:
         self._catalog = catalog
         self._sessions = sessions
         self._sides = sides
+        self._copiers = copiers
         self._prefetch_batches = prefetch_batches
         self._started = time.monotonic()
 
@@ -189,6 +198,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             endpoints=[explain.from_endpoint(endpoint, time.monotonic()) for endpoint in self._catalog.endpoints],
             num_batches_sent=environment.metrics.num_batches_sent,
             num_bytes_sent=environment.metrics.num_bytes_sent,
+            num_copiers=len(self._copiers.pids),
             cache=convert.from_cache(environment.metrics.cache) if self._catalog.has_cache else None,
         )
 

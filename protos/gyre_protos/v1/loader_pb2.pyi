@@ -1474,6 +1474,7 @@ class DaemonStatus(_message.Message):
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    NUM_COPIERS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
     uptime_s: _builtins.float
@@ -1483,6 +1484,8 @@ class DaemonStatus(_message.Message):
     memory_budget_bytes: _builtins.int
     num_batches_sent: _builtins.int
     num_bytes_sent: _builtins.int
+    num_copiers: _builtins.int
+    """processes that copy local samples now; the kernel copies where there is none"""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionState]: ...
     @_builtins.property
@@ -1508,10 +1511,11 @@ class DaemonStatus(_message.Message):
         num_bytes_sent: _builtins.int = ...,
         endpoints: _abc.Iterable[Global___EndpointState] | None = ...,
         cache: Global___CacheCount | None = ...,
+        num_copiers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copiers", b"num_copiers", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
