@@ -16,6 +16,7 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _SHARE_OF_CONNECTIONS = 4
 _SHARE_OF_SHARDS = 4
 _DESCRIPTORS_PER_SHARD = 2  # its mapping has one of its own
+_PLENTY = 1 << 30
 _MAX_SHARDS = 32768  # half of the mappings that Linux lets a process have
 
 
@@ -35,7 +36,8 @@ class DescriptorShares:
 
     @classmethod
     def of(cls, limit: int) -> "DescriptorShares":
-        """The shares of so many descriptors."""
+        """The shares of so many descriptors; `RLIM_INFINITY` for as many as one likes."""
+        limit = _PLENTY if limit == resource.RLIM_INFINITY else limit
         shards = limit // _SHARE_OF_SHARDS // _DESCRIPTORS_PER_SHARD
         return cls(limit, max(1, limit // _SHARE_OF_CONNECTIONS), max(1, min(_MAX_SHARDS, shards)))
 
@@ -43,7 +45,7 @@ class DescriptorShares:
 def descriptor_shares() -> DescriptorShares:
     """The shares of what the process may open now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return DescriptorShares.of(1 << 30 if soft == resource.RLIM_INFINITY else soft)
+    return DescriptorShares.of(soft)
 
 
 def raise_descriptor_limit() -> int:

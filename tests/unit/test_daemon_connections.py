@@ -1,5 +1,7 @@
 """How connections are shared among hosts, where there may be few."""
 
+import resource
+
 from gyre_daemon.limits import DescriptorShares
 from gyre_daemon.storage.connections import Connections
 from gyre_daemon.storage.limit import AdaptiveLimit
@@ -71,6 +73,7 @@ def test_half_of_the_descriptors_is_kept_for_clients() -> None:
         shares = DescriptorShares.of(limit)
         assert shares.connections + 2 * shares.shards <= limit // 2
     assert DescriptorShares.of(256) == DescriptorShares(256, 64, 32)
+    assert DescriptorShares.of(resource.RLIM_INFINITY).connections > 1 << 20
     assert DescriptorShares.of(1 << 30).shards == 32768, "mappings are bounded, too"
 
 
