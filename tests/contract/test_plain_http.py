@@ -109,6 +109,38 @@ def test_who_waits_takes_the_first_connection_that_is_free() -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_two_hosts_share_few_connections_and_both_are_answered() -> None:
+    async def run() -> None:
+        num_open = most_open = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_open, most_open
+            num_open += 1
+            most_open = max(most_open, num_open)
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                await saying(WHOLE)(reader, writer)
+            num_open -= 1
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        connections = Connections(4)
+        first, second = PlainHttp(url, connections), PlainHttp(url, connections)
+        first.connect(4)  # and has nothing to ask yet
+        await asyncio.sleep(0.02)
+        for _ in range(3):
+            answers = await asyncio.gather(*(ask(http) for http in [first, second] * 20))
+            assert [answer.data for answer in answers] == [b"12345"] * 40
+        assert most_open <= 4 + 4, "the server hears of an end a little later"
+        first.close()
+        second.close()
+        await asyncio.sleep(0.02)
+        assert connections.num_left == 4
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_nobody_is_kept_waiting_by_requests_that_were_given_up() -> None:
     async def run() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

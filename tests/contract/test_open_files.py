@@ -1,0 +1,39 @@
+"""How many shards several datasets may have open together."""
+
+import gc
+import os
+from pathlib import Path
+
+from gyre_daemon.limits import descriptor_shares
+from gyre_daemon.storage.local import stat_shard
+from gyre_daemon.storage.openfiles import OpenFiles, OpenShards
+
+
+def num_open(path: Path) -> int:
+    """Descriptors of this process that are files in a folder."""
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))  # noqa: PTH208
+    return sum(os.path.realpath(link).startswith(f"{path}/") for link in links)
+
+
+def dataset(folder: Path, num_shards: int, together: OpenFiles) -> OpenShards:
+    folder.mkdir()
+    paths = [folder / f"{number}.bin" for number in range(num_shards)]
+    for path in paths:
+        path.write_bytes(b"x" * 10)
+    return OpenShards(paths, [stat_shard(path, path.name) for path in paths], together=together)
+
+
+def test_datasets_divide_what_may_be_open(tmp_path: Path, few_descriptors: int) -> None:
+    together, num_shards = OpenFiles(), few_descriptors
+    most = descriptor_shares().shards
+    assert 0 < most < num_shards // 4
+    datasets = []
+    for number in range(5):
+        datasets.append(dataset(tmp_path / str(number), num_shards, together))
+        assert datasets[-1].max_open == max(2, most // (number + 1))
+        for shard in range(num_shards):
+            datasets[-1].get(shard)
+        assert num_open(tmp_path) <= 2 * max(most, 2 * len(datasets)), "each takes two: a mapping has its own"
+    del datasets[1:]
+    gc.collect()
+    assert datasets[0].max_open == most, "what is closed makes room"
