@@ -148,6 +148,7 @@ class _Daemon:
         listening = [_bind(server, address) for address in addresses]
         serving_metrics = await self._serve_metrics()
         await server.start()
+        self._servers.append(server)
         for door in doors:
             door.claim.open_to_group()
         await self._set_serving(True)
@@ -169,12 +170,11 @@ class _Daemon:
         log_event("stopped")
 
     def _new_server(self) -> grpc.aio.Server:
-        """One more, for the same service; all end with the daemon."""
+        """One that answers for this daemon, at no address yet."""
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        self._servers.append(server)
         return server
 
     async def _bind_again(self, address: UnixAddress) -> None:
@@ -182,6 +182,7 @@ class _Daemon:
         server = self._new_server()
         _bind(server, address)
         await server.start()
+        self._servers.append(server)
 
     async def _serve_metrics(self) -> dict[str, str]:
         """What there is to log of it."""
