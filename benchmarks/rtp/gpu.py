@@ -16,13 +16,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.hang_diagnosis import RollCall
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import Block, GPTConfig
-from gyre_trainer.ring import Direction, Hop, Ring, Stream
-from gyre_trainer.roll_call import RollCall
 from gyre_trainer.rotate import rotate, rotate_all
+from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -21,9 +21,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer import neighbours
-from gyre_trainer.mesh import ROTATE_AXIS
-from gyre_trainer.ring import Direction, Hop, Ring, Stream
+from gyre_trainer.comm.mesh import ROTATE_AXIS
+from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream
+from gyre_trainer.comm.shared_memory import transport
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -107,9 +107,9 @@ def _hopping(hops: Hops) -> AbstractContextManager[object]:
         case Hops.LEFT_OUT:
             return patch.object(Ring, "shift", stay)
         case Hops.WAITED_FOR:
-            return patch.object(neighbours, "Carrier", lambda calls, links: None)
+            return patch.object(transport, "Carrier", lambda calls, links: None)
         case Hops.GROUP:
-            return patch.object(neighbours, "_met", lambda group, timeout: {})
+            return patch.object(transport, "_met", lambda group, timeout: {})
         case Hops.SHARED:
             return nullcontext()
 

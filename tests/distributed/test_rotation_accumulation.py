@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from gyre_trainer.accounting.sent_bytes import WireBytes
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import no_sync
-from gyre_trainer.wire import WireBytes
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -6,12 +6,12 @@ from hashlib import sha256
 
 import pytest
 import torch
-from gyre_trainer.flyweight import materialize
-from gyre_trainer.live_bytes import LiveBytes
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT, GPTConfig, rotate_gpt
+from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.rotate import rotate_all
-from gyre_trainer.rotation_plan import plan_of
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.gpt import GPT, GPTConfig, rotate_gpt
 from torch import nn
 
 from tests.distributed.conftest import StartRanks

@@ -14,12 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import neighbours
+from gyre_trainer.comm.mesh import ROTATE_AXIS
+from gyre_trainer.comm.ring import Direction, Stream, ring_of
+from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.mesh import ROTATE_AXIS
-from gyre_trainer.ring import Direction, Stream, ring_of
 from gyre_trainer.rotate import rotate
-from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.rotation.rotation import RotationPolicy
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed import training
@@ -33,11 +33,11 @@ VARIANTS = [
     Variant(),
     Variant(UNEVEN, RotationPolicy(compute_dtype=torch.bfloat16, recompute=True), dtype=torch.float32, num_parts=2),
 ]
-_met = neighbours._met
+_met = transport._met
 
 
 class Said(logging.Handler):
-    """What is logged of neighbours."""
+    """What is logged of transport."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[in
 def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
     """A rank's program."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
-    said, log = Said(), logging.getLogger(neighbours.__name__)
+    said, log = Said(), logging.getLogger(transport.__name__)
     log.setLevel(logging.INFO)
     log.addHandler(said)
     with (
-        patch.object(neighbours, "_met", lambda group, timeout: reached(reach, group, timeout)),
+        patch.object(transport, "_met", lambda group, timeout: reached(reach, group, timeout)),
         patch.object(training, "make_mesh", lambda device_type: mesh),
     ):
         outcome = train_rotated(variant, NUM_STEPS)

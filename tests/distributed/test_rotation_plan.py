@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import rotate, rotate_all
-from gyre_trainer.rotated import own_class
-from gyre_trainer.rotation_plan import plan_of
+from gyre_trainer.rotation.rotated_module import own_class
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
-from gyre_trainer.live_bytes import LiveBytes
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
 from torch import Tensor, nn
 

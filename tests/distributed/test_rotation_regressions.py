@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import rotate
-from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.training.gpt import GPT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

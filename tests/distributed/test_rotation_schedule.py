@@ -10,12 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import neighbours
+from gyre_trainer.comm.mesh import ROTATE_AXIS, make_mesh
+from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream, ring_of
+from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.mesh import ROTATE_AXIS, make_mesh
-from gyre_trainer.ring import Direction, Hop, Ring, Stream, ring_of
 from gyre_trainer.rotate import RotationPolicy, rotate
-from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rotation.rotated_module import RotatedModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -223,7 +223,7 @@ def what_a_model_leaves() -> tuple[int, bool, int, bool]:
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
     mlp = rotate(nn.Sequential(nn.LayerNorm(4), rotate(MLP(4, 8), mesh=mesh)), mesh=mesh)
     mlp(torch.ones(2, 4)).sum().backward()
-    files, weight = neighbours._SHARED[mesh.get_group()].memory.files, weakref.ref(mlp.get_parameter("0.weight"))
+    files, weight = transport._SHARED[mesh.get_group()].memory.files, weakref.ref(mlp.get_parameter("0.weight"))
     before = len(files), weight() is not None
     del mlp
     gc.collect()

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.account import Account, account
-from gyre_trainer.collate import Examples
-from gyre_trainer.config import TrainConfig
-from gyre_trainer.dry_run import dry_run
-from gyre_trainer.flyweight import materialize
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT
-from gyre_trainer.schema import build
-from gyre_trainer.spread import Strategy, spread
+from gyre_trainer.accounting.baselines import Strategy, spread
+from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.step_cost import Account, account
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.schema import build
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks

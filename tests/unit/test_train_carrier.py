@@ -20,9 +20,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gyre_trainer.carrier import Carrier
-from gyre_trainer.link import Link
-from gyre_trainer.shared import SharedMemory
+from gyre_trainer.comm.shared_memory.copy_thread import Carrier
+from gyre_trainer.comm.shared_memory.files import SharedMemory
+from gyre_trainer.comm.shared_memory.link import Link
 from torch import Tensor
 
 STREAM, OTHER = 1, 2

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from gyre_trainer.config import TrainConfig
-from gyre_trainer.dry_run import dry_run, on_fake_ranks
+from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
+from gyre_trainer.accounting.live_bytes import Category
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.live_bytes import Category
-from gyre_trainer.model import GPT
-from gyre_trainer.schema import build
-from gyre_trainer.spread import Strategy
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.schema import build
 
 MODEL = {
     "vocab_size": 1024,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gyre_trainer.link import Link
-from gyre_trainer.shared import SharedMemory
+from gyre_trainer.comm.shared_memory.files import SharedMemory
+from gyre_trainer.comm.shared_memory.link import Link
 
 STREAM, OTHER = 1, 2
 TIMEOUT_S = 0.05

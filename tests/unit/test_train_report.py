@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_trainer.history import StepRecord
-from gyre_trainer.report import Report, draw_loss, final_loss, smooth, write_report
-from gyre_trainer.shuffle import ShuffleCheck
+from gyre_trainer.training.records.history import StepRecord
+from gyre_trainer.training.records.report import Report, draw_loss, final_loss, smooth, write_report
+from gyre_trainer.training.records.shuffle import ShuffleCheck
 from PIL import Image
 
 RECORD = StepRecord(0, 0, 3.0, 1e-3, 64, 0.5, 0.1, "")

@@ -1,7 +1,7 @@
 """Who is at fault, by what the ranks say of themselves."""
 
 import pytest
-from gyre_trainer.roll_call import Standing, verdict
+from gyre_trainer.comm.hang_diagnosis import Standing, verdict
 
 WAITS = "receiving weights"
 

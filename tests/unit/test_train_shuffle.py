@@ -1,6 +1,6 @@
 import numpy as np
 import numpy.typing as npt
-from gyre_trainer.shuffle import ShuffleCheck, ShuffleWatch
+from gyre_trainer.training.records.shuffle import ShuffleCheck, ShuffleWatch
 
 BATCH = 50
 Ids = npt.NDArray[np.int64]

@@ -5,8 +5,8 @@ from typing import cast
 
 import pytest
 import torch
-from gyre_trainer.draw import Draw
-from gyre_trainer.ring import Ring
+from gyre_trainer.comm.ring import Ring
+from gyre_trainer.rotation.dropout_masks import Draw
 from torch import Tensor
 
 

@@ -5,8 +5,8 @@ from math import sqrt
 import pytest
 import torch
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.flyweight import Constant, Normal, Uniform, fill, materialize
-from gyre_trainer.model import GPT, GPTConfig
+from gyre_trainer.shards.sharded_init import Constant, Normal, Uniform, fill, materialize
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from scipy import stats
 from torch import Tensor, nn
 

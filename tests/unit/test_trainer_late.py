@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer import relay
-from gyre_trainer.joined import Sum
-from gyre_trainer.late import Late, LateGrads
-from gyre_trainer.relay import SliceGrad
+from gyre_trainer.rotation.deferred_grads import Late, LateGrads
+from gyre_trainer.rotation.output_reduction import Sum
+from gyre_trainer.shards import gradient_ring
+from gyre_trainer.shards.gradient_ring import SliceGrad
 from torch import Tensor
 
 
@@ -105,7 +105,7 @@ def test_a_slices_gradient_is_scaled_and_begins_with_what_is_added_first(dtype: 
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
-    monkeypatch.setattr(relay, "_MAX_PRODUCT", 8)
+    monkeypatch.setattr(gradient_ring, "_MAX_PRODUCT", 8)
     left, right = torch.arange(10.0).view(5, 2).bfloat16(), torch.ones(2, 3).bfloat16()
     part = torch.full((5, 3), torch.nan if empty else 1.0)
     SliceGrad([part], empty=empty, scale=0.5).add_product(0, left, right)

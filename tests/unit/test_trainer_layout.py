@@ -5,8 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.mesh import slice_bounds
+from gyre_trainer.shards.layout import Cut, Layout, slice_bounds
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 64])

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from gyre_client.errors import GyreError
 
-from gyre_trainer.config import TrainConfig, load
 from gyre_trainer.errors import RingError, TrainError
-from gyre_trainer.last_words import Launcher
-from gyre_trainer.launch import Launch
+from gyre_trainer.training.config import TrainConfig, load
+from gyre_trainer.training.launcher import Launch
+from gyre_trainer.training.rank_failure import Launcher
 
 LATEST = "latest"
 
@@ -68,29 +68,29 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
 
 
 def _run(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.train import train  # noqa: PLC0415  (only ranks train)
+    from gyre_trainer.training.train import train  # noqa: PLC0415  (only ranks train)
 
     train(config, _checkpoint(config, options), begins_again=options.resume_if_any)
 
 
 def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.trace import trace  # noqa: PLC0415  (only ranks are traced)
+    from gyre_trainer.training.trace import trace  # noqa: PLC0415  (only ranks are traced)
 
     trace(config, options.out, options.steps)
 
 
 def _plan(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer import plan  # noqa: PLC0415  (FSDP2 and fake tensors take a second to import)
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415  (FSDP2 and fake tensors take a second to import)
 
-    print(plan.text(config, options.ranks))
+    print(plan_tables.text(config, options.ranks))
 
 
 def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer import plan  # noqa: PLC0415  (as above)
-    from gyre_trainer.memory import draw  # noqa: PLC0415  (matplotlib)
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415  (as above)
+    from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415  (matplotlib)
 
-    taken = plan.accounts(config, options.ranks)
-    print(plan.peaks(taken))
+    taken = plan_tables.accounts(config, options.ranks)
+    print(plan_tables.peaks(taken))
     draw(taken, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
 
 
@@ -98,7 +98,7 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
     """The checkpoint directory to go on from."""
     if not (options.resume or options.resume_if_any):
         return None
-    from gyre_trainer import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint, for who resumes)
+    from gyre_trainer.training import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint, for who resumes)
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:

@@ -8,20 +8,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from gyre_trainer.agreement import require_agreement
+from gyre_trainer.comm.mesh import require_ring
 from gyre_trainer.errors import RotationError
-from gyre_trainer.fused import take_dtensors
-from gyre_trainer.known import turn_known
+from gyre_trainer.inspection.agreement import require_agreement
+from gyre_trainer.inspection.rotation_plan import Plan, plan_of
+from gyre_trainer.inspection.rule_checks import prove, prove_by_token
 from gyre_trainer.layers.dropout import share_masks
+from gyre_trainer.layers.known_modules import turn_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
-from gyre_trainer.mesh import require_ring
-from gyre_trainer.proof import prove, prove_by_token
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rotation import RotationPolicy
-from gyre_trainer.rotation_plan import Plan, plan_of
-from gyre_trainer.rule import Rule
-from gyre_trainer.wrap import Where, wrap
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.wrap import Where, wrap
+from gyre_trainer.shards.fused_optimizers import take_dtensors
 
 __all__ = ["RotationPolicy", "no_sync", "rotate", "rotate_all"]
 
@@ -44,8 +44,8 @@ def rotate(
     these are the gradients of the mean over the whole batch. All ranks must make the same calls in the same order.
 
     Args:
-        module: on `meta` (then `gyre_trainer.flyweight.materialize` follows), or with the same values on every rank.
-        mesh: of one axis, as `gyre_trainer.mesh.make_mesh` gives it.
+        module: on `meta` (then `gyre_trainer.shards.sharded_init.materialize` follows), or with the same values on every rank.
+        mesh: of one axis, as `gyre_trainer.comm.mesh.make_mesh` gives it.
         policy: dtypes of what travels.
         rule: how the module is cut; None for the way of its class, if it has one. It is put to the proof at the first call.
 
@@ -82,7 +82,7 @@ def rotate_all(
             dots too); a path goes before a class, and the first that fits before others. None keeps a module whole.
 
     Returns:
-        What became of every parameter. `gyre_trainer.rotation_plan.plan_of(model)` gives it again.
+        What became of every parameter. `gyre_trainer.inspection.rotation_plan.plan_of(model)` gives it again.
 
     Raises:
         MeshError: see `rotate`.

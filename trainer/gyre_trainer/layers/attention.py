@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import projections, refuse_dropout
-from gyre_trainer.layout import Cut
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rule import Part, Rule
-from gyre_trainer.wrap import Inside, Where, wrap
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.rotation.wrap import Inside, Where, wrap
+from gyre_trainer.shards.layout import Cut
 
 
 @dataclass(frozen=True, slots=True)

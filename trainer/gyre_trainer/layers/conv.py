@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre_trainer.joined import Beside, Join
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.rotation.output_reduction import Beside, Join
+from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.shards.layout import Cut, Layout
 
 _FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gyre_trainer.home import local_of
-from gyre_trainer.joined import Join, Sum
-from gyre_trainer.late import Late
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rule import Part, Rule
-from gyre_trainer.turn import run
+from gyre_trainer.rotation.deferred_grads import Late
+from gyre_trainer.rotation.output_reduction import Join, Sum
+from gyre_trainer.rotation.ring_pass import run
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.shards.layout import Cut, Layout
+from gyre_trainer.shards.sharded_parameters import local_of
 
 _MAX_LOGITS = 2**23  # alive at once: 32 MiB of float32; more is no faster
 

@@ -1,4 +1,4 @@
-"""Dropout modules around and inside of what rotates; `gyre_trainer.draw` makes their masks."""
+"""Dropout modules around and inside of what rotates; `gyre_trainer.rotation.dropout_masks` makes their masks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from contextvars import ContextVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.draw import Draw, fresh_key
+from gyre_trainer.comm.ring import Ring, ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.ring import Ring, ring_of
-from gyre_trainer.rotated import RotatedModule, mix_in
+from gyre_trainer.rotation.dropout_masks import Draw, fresh_key
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 
 _DRAW: ContextVar[Draw | None] = ContextVar("draw", default=None)
 

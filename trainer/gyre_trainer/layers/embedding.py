@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layout import Cut
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.shards.layout import Cut
 
 
 @dataclass(frozen=True)

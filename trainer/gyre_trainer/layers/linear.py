@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.joined import Beside, Join
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rule import Rule
+from gyre_trainer.rotation.output_reduction import Beside, Join
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.shards.layout import Cut, Layout
 
 
 class LinearRule(Rule):

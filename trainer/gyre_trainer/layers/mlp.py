@@ -7,12 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre_trainer.draw import DRAW
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.dropout import SliceDropout, drawing
-from gyre_trainer.layout import Cut
-from gyre_trainer.rotated import mix_in
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.rotation.dropout_masks import DRAW
+from gyre_trainer.rotation.rotated_module import mix_in
+from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.shards.layout import Cut
 
 
 class MLP(nn.Module):

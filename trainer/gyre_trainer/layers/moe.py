@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.flyweight import Uniform
 from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.layout import Cut
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.shards.layout import Cut
+from gyre_trainer.shards.sharded_init import Uniform
 
 
 class Experts(nn.Module):

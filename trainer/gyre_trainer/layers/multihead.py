@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre_trainer.draw import Draw, fresh_key
 from gyre_trainer.errors import RotationError
-from gyre_trainer.home import local_of
-from gyre_trainer.joined import Beside, Join
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rule import Part, Rule
-from gyre_trainer.turn import run
-from gyre_trainer.wrap import Inside, Where, wrap
+from gyre_trainer.rotation.dropout_masks import Draw, fresh_key
+from gyre_trainer.rotation.output_reduction import Beside, Join
+from gyre_trainer.rotation.ring_pass import run
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.rotation.wrap import Inside, Where, wrap
+from gyre_trainer.shards.layout import Cut, Layout
+from gyre_trainer.shards.sharded_parameters import local_of
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gyre_trainer.home import local_of
-from gyre_trainer.recomputed import recomputed
-from gyre_trainer.rotated import RotatedModule, mix_in, own_class
-from gyre_trainer.rule import swapped
+from gyre_trainer.rotation.recomputation import recomputed
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.shards.sharded_parameters import local_of
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _FORWARDS = [norm.forward for norm in _NORMS]

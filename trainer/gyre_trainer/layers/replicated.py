@@ -13,11 +13,11 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.home import as_parameter, home_of, local_of
-from gyre_trainer.ring import ring_of
-from gyre_trainer.rotated import RotatedModule, mix_in
-from gyre_trainer.rule import swapped
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
+from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.shards.sharded_parameters import as_parameter, home_of, local_of
 
 
 class ReplicatedModule:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from gyre_trainer.layers.dropout import share_mask
 from gyre_trainer.layers.mlp import MLPRule, drop_by_slices, projections
 from gyre_trainer.layers.multihead import turn_multihead
-from gyre_trainer.layout import Cut
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.wrap import Inside, Where, wrap
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.wrap import Inside, Where, wrap
+from gyre_trainer.shards.layout import Cut
 
 _Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 

@@ -1,0 +1,146 @@
+# ruff: noqa: N803, N806  # names carry shape letters
+"""A model over many ranks: rotated, or as FSDP2 or DDP would have it, to compare with."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+from gyre_trainer.layers.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.replicated import Averaging
+from gyre_trainer.shards.sharded_parameters import same_storage
+from gyre_trainer.training.build import rotated
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT, Block, GPTConfig
+
+_BUCKET_BYTES = 25 << 20  # DDP's own default
+
+
+class Strategy(StrEnum):
+    """How parameters are spread, and what else a rank sees of them."""
+
+    GYRE = "Gyre"
+    FSDP2_SUB_BLOCK = "FSDP2 per sub-block"
+    FSDP2_LAYER = "FSDP2 per layer"
+    DDP = "DDP"
+
+
+def spread(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device) -> GPT:
+    """The configured model as one of the mesh's ranks holds it; a rotated one still has no values."""
+    if strategy is Strategy.GYRE:
+        return rotated(config, mesh)
+    with device:
+        model = GPT(config.model) if strategy is Strategy.DDP else FullySharded(config.model)
+    if config.memory.recompute:
+        _recompute(model)
+    if strategy is Strategy.DDP:
+        return data_parallel(model, mesh)
+    return fully_sharded(model, config, mesh, per_layer=strategy is Strategy.FSDP2_LAYER)
+
+
+def _recompute(model: GPT) -> None:
+    """Let each norm, with the attention or MLP after it, keep its input alone, as rotation has it, with torch's checkpoints."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.forward = partial(_halves_again, block)  # type: ignore[method-assign]
+
+
+def _halves_again(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    x_BTD = x_BTD + again(lambda x: block.attention(block.attention_norm(x), rope_TC), x_BTD)
+    output: Tensor = x_BTD + again(lambda x: block.mlp(block.mlp_norm(x)), x_BTD)
+    return output
+
+
+class FullySharded(GPT):
+    """A GPT whose loss is a module of its own, so that FSDP2 gathers the head around it and no logits exist as a whole."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.tail = _Tail(self.head)
+        del self.head
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+        """As a GPT's, for targets of equal weight."""
+        assert weights_BT is None
+        loss: Tensor = self.tail(self._features(tokens_BT), targets_BT)
+        return loss
+
+
+class _Tail(nn.Module):
+    """The head and the loss."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy, its logits in chunks."""
+        return linear_cross_entropy(self.head, x_BTD, targets_BT)
+
+
+def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool) -> GPT:
+    """FSDP2 over whole blocks, or over each attention and each MLP; embedding and head by themselves unless they are tied."""
+    dtype = getattr(torch, config.precision.compute_dtype)
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype))
+    shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for part in [block] if per_layer else [block.attention, block.mlp]:
+            shard(part)
+    if not config.model.tie_embeddings:
+        shard(model.embedding)
+        shard(model.tail)
+    shard(model)
+    register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
+    """As `DistributedDataParallel(gradient_as_bucket_view=True)`, whose C++ cannot run on fake tensors."""
+    averaging = Averaging()
+    bucket: list[nn.Parameter] = []
+    for parameter in reversed(list(model.parameters())):
+        bucket.append(parameter)
+        if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
+            _Bucket(bucket, mesh, averaging)
+            bucket = []
+    if bucket:
+        _Bucket(bucket, mesh, averaging)
+    model.replicas = averaging  # type: ignore[assignment]  # where `no_sync` finds it
+    return model
+
+
+class _Bucket:
+    """Gradients of parameters that every rank has whole, in one flat buffer that is averaged when all are there.
+
+    It lives as long as the parameters, whose hooks hold it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: Averaging) -> None:
+        self._group = mesh.get_group()
+        self._averaging = averaging
+        self._num_parameters = len(parameters)
+        self._num_here = 0
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        for parameter, view in zip(parameters, torch.split(self._flat, sizes), strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(self._take, view.view_as(parameter)))  # type: ignore[no-untyped-call]
+
+    def _take(self, view: Tensor, parameter: Tensor) -> None:
+        if parameter.grad is not None and not same_storage(parameter.grad, view):
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self._num_here += 1
+        if self._num_here == self._num_parameters:
+            self._num_here = 0
+            if self._averaging.held_back:
+                return
+            self._flat /= dist.get_world_size(self._group)
+            dist.all_reduce(self._flat, group=self._group)

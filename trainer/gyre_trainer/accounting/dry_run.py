@@ -1,0 +1,58 @@
+"""A step that is taken on nothing: fake tensors, in a group whose other ranks are not there.
+
+Every allocation, view and release is as in a real step; only no memory is behind it and no message is sent. So a laptop can
+account for one rank of a large job, in seconds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gyre_trainer.accounting.baselines import Strategy, spread
+from gyre_trainer.accounting.step_cost import Account, account
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig
+
+
+def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Account:
+    """What one step takes of rank 0, which has the largest slices.
+
+    Raises:
+        ConfigError: the batch cannot be shared among so many ranks.
+        RotationError: the model cannot.
+    """
+    config.require_divisible(num_ranks)
+    with on_fake_ranks(num_ranks) as mesh:
+        rows = torch.zeros(config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64)
+        return account(spread(config, strategy, mesh, rows.device), config, Examples(rows, rows, None))
+
+
+@contextmanager
+def on_fake_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
+    """A ring of which this process is rank 0 and believes that it talks to the others; tensors made inside are fake."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        mesh = make_mesh("cpu")
+        with FakeTensorMode(), _Pretending():  # type: ignore[no-untyped-call]
+            yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+class _Pretending(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A number that is read off a fake tensor is 1; no allocation depends on it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        return func(*args, **kwargs or {})

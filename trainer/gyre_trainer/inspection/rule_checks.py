@@ -1,0 +1,73 @@
+"""Whether a module is what its rule says, tried on the own slice before anything is trained."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.call import Call
+from gyre_trainer.rotation.rotation import Rotation
+
+
+@torch.no_grad()
+def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module whose slices' outputs do not add up to its own.
+
+    They do where the output is linear in the weights that the rule names: times -2 where these are times -2. A residual, a
+    norm or an activation after the last layer is not.
+
+    Raises:
+        RotationError: it is not linear.
+    """
+    names = rotation.rule.linear_in
+    call, flat = _tried(rotation, args, kwargs)
+    index = rotation.home.ring.rank
+    expected = [-2 * output for output in call.compute(index, flat, call.everything())[0]]
+    scaled = flat.clone()
+    for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
+        view.mul_(-2 if cut.name in names else 1)
+    found = call.compute(index, scaled, call.everything())[0]
+    if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
+        raise RotationError(
+            f"the output of {rotation.name} is not linear in {', '.join(names)}, so its slices do not add up to it; "
+            "keep residuals, norms, activations and dropout after the last layer outside of what is rotated"
+        )
+
+
+@torch.no_grad()
+def prove_by_token(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Refuse a module whose outputs for some tokens are others than among all, where backward would compute it for some.
+
+    Returns:
+        Whether there were enough tokens for that.
+
+    Raises:
+        RotationError: it mixes tokens.
+    """
+    call, flat = _tried(rotation, args, kwargs)
+    if not call.can_be_split(()):
+        return False
+    index = rotation.home.ring.rank
+    expected = call.compute(index, flat, call.everything())[0]
+    for portion in call.split() if call.can_be_split(expected) else ():
+        found = call.compute(index, flat, portion)[0]
+        if not all(_close(one, portion.of(other)) for one, other in zip(found, expected, strict=True)):
+            raise RotationError(
+                f"{rotation.name} mixes tokens, so that it cannot be computed again for some of them at a time; "
+                "say so in its rule, MLPRule(mixes_tokens=True)"
+            )
+    return True
+
+
+@torch.no_grad()
+def _tried(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Tensor]:
+    """A call of the own slice alone, and that slice as it computes."""
+    call = Call(rotation, args, kwargs)
+    call.take_in(call.tensors[:])
+    return call, rotation.home.flat.to(rotation.policy.compute_dtype or rotation.home.flat.dtype)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item(), equal_nan=True)

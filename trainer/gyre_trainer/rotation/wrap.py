@@ -1,0 +1,115 @@
+"""Parameters move home, and a rotation takes the place of the forward that read them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
+from gyre_trainer.rotation.rotation import Rotation, RotationPolicy
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.sharded_parameters import Home, home_of, settle
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The ring that modules rotate on, and how."""
+
+    mesh: DeviceMesh
+    policy: RotationPolicy
+
+    @property
+    def num_slices(self) -> int:
+        """As many as there are ranks."""
+        return ring_of(self.mesh).size
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What goes round the ring of a module that does not do so as a whole.
+
+    Attributes:
+        forward: is run slice by slice.
+        reads: names of the parameters, and of the modules inside, that it uses.
+        behaviour: mixed in before the module's class, in the place of `RotatedModule`.
+    """
+
+    forward: Callable[..., Any]
+    reads: tuple[str, ...]
+    behaviour: type[RotatedModule]
+
+
+def wrap(module: nn.Module, rule: Rule, where: Where, inside: Inside | None = None) -> None:
+    """Move the parameters that ``rule`` cuts home, and put the rotation in the place of the module's forward.
+
+    Raises:
+        RotationError: the module cannot be cut like this; names module and parameter.
+    """
+    reads = None if inside is None else inside.reads
+    for name, child in module.named_modules():
+        if isinstance(child, RotatedModule) and _is_read(name, reads):
+            raise RotationError(
+                f"{type(module).__name__}.{name} is rotated already; rotate either it or {type(module).__name__}"
+            )
+    layout = Layout(tuple(rule.cuts(module, where.num_slices)), where.num_slices)
+    home = _home(module, layout, where.mesh)
+    for cut, parameter in zip(layout.cuts, home.parameters, strict=True):
+        path, _, name = cut.name.rpartition(".")
+        setattr(module.get_submodule(path), name, parameter)
+    passengers = tuple(_passengers(module, layout, reads))
+    forward = module.forward if inside is None else inside.forward
+    rotation = Rotation(module, forward, rule, layout, home, where.policy, passengers)
+    if not rule.divisible or len(layout.cuts) > 1:
+        home.ring.pool.unit = max(home.ring.pool.unit, layout.numel(0))
+    mix_in(module, RotatedModule if inside is None else inside.behaviour, "Rotated")
+    module.rotation = rotation  # type: ignore[assignment]
+    module._by_rule = {}  # type: ignore[assignment]
+
+
+def _is_read(name: str, reads: tuple[str, ...] | None) -> bool:
+    return reads is None or any(name == read or name.startswith(f"{read}.") for read in reads)
+
+
+def _passengers(module: nn.Module, layout: Layout, reads: tuple[str, ...] | None) -> Iterator[str]:
+    """Names of parameters that the forward reads and no cut names."""
+    cut_names = {cut.name for cut in layout.cuts}
+    for name, _ in module.named_parameters():
+        if name not in cut_names and _is_read(name, reads):
+            yield name
+
+
+def _home(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Home:
+    """Where the parameters live: a new home, or the one of the module that they are tied with."""
+    sources = [module.get_parameter(cut.name) for cut in layout.cuts]
+    if len({id(source) for source in sources}) < len(sources):
+        names = ", ".join(cut.name for cut in layout.cuts)
+        raise RotationError(f"{type(module).__name__} uses one parameter in several places among {names}; it cannot be cut")
+    tied = [home_of(source) for source in sources]
+    if all(home is None for home in tied):
+        _require_uniform(module, layout, sources, mesh)
+        return settle(sources, layout, mesh)
+    home = tied[0]
+    if home is None or any(other is not home for other in tied) or home.layout.shapes != layout.shapes:
+        names = ", ".join(cut.name for cut, other in zip(layout.cuts, tied, strict=True) if other is not None)
+        raise RotationError(
+            f"{type(module).__name__} shares {names} with a module that is rotated already and cut in another way; "
+            "tied modules must have the same parameters, all cut alike"
+        )
+    return home
+
+
+def _require_uniform(module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Refuse parameters that cannot lie in one buffer on the mesh's device, or could not be averaged."""
+    for cut, source in zip(layout.cuts, sources, strict=True):
+        where = f"{type(module).__name__}.{cut.name}"
+        if not source.is_floating_point():
+            raise RotationError(f"{where} is {source.dtype}, but only real floating-point parameters rotate")
+        if source.dtype != sources[0].dtype:
+            raise RotationError(f"{where} is {source.dtype}, but {layout.cuts[0].name} beside it is {sources[0].dtype}")
+        if source.device.type not in ("meta", mesh.device_type):
+            raise RotationError(f"{where} is on {source.device}, but the mesh is of {mesh.device_type}")

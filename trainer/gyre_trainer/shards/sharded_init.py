@@ -1,0 +1,198 @@
+"""Initial weights, shard by shard: the same for every number of ranks, and nobody ever holds the whole model.
+
+A parameter is a matrix (its first dim by all others) on a fixed grid of cells. Each cell has a stream of random numbers of its
+own, the Philox counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by seed
+and parameter name at the cell's coordinates. So a rank generates the cells that its shard touches, and no others.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod, sqrt
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.shards.layout import slice_bounds
+
+_CELL = 256  # rows and columns; part of what a seed means
+
+_Cell = npt.NDArray[np.float64]
+
+
+class Init(Protocol):
+    """What a parameter's entries are drawn from."""
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """One cell."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Mean 0."""
+
+    std: float
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """One cell."""
+        cell = generator.standard_normal(shape)
+        cell *= self.std
+        return cell
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """On [-bound, bound)."""
+
+    bound: float
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """One cell."""
+        return generator.uniform(-self.bound, self.bound, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Nothing random."""
+
+    value: float
+
+    def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
+        """One cell."""
+        return np.full(shape, self.value)
+
+
+@runtime_checkable
+class HasInits(Protocol):
+    """A model, or a layer of one, that says how its parameters begin."""
+
+    def inits(self) -> Mapping[str, Init]:
+        """By the names that `named_parameters` gives."""
+        ...
+
+
+def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cpu") -> None:
+    """Give every parameter its initial value, in place, and memory first where it is on `meta`.
+
+    Values depend on the seed and the parameter's name and shape alone: not on the number of ranks, and not on whether it is
+    rotated at all. Distributions are those of the model's ``inits()``, else those that torch gives each layer.
+
+    Args:
+        model: rotated or not.
+        seed: in [0, 2^64).
+        device: for parameters on `meta` that are not rotated; the others stay on the mesh's device.
+
+    Raises:
+        RotationError: nothing says how a parameter begins, or a buffer is on `meta`; names it.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise RotationError(f"buffer {name} is on meta and nothing says what it holds; make it on a real device")
+    _leave_meta(model, torch.device(device))
+    inits = model.inits() if isinstance(model, HasInits) else torch_inits(model)
+    for name, parameter in model.named_parameters():
+        if name not in inits:
+            raise RotationError(f"nothing says how parameter {name} begins; give the model a method inits()")
+        fill(parameter, inits[name], seed=seed, name=name)
+    _clear_padding(model)
+
+
+@torch.no_grad()
+def _clear_padding(model: nn.Module) -> None:
+    """Rows of embeddings that stand for padding begin with zeros, as torch has it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            local, first, _ = _local_part(module.weight, name)
+            local[max(module.padding_idx - first, 0) : max(module.padding_idx - first + 1, 0)] = 0
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Parameters on `meta` get memory; those that are tied stay so."""
+    real: dict[nn.Parameter, nn.Parameter] = {}
+    for child in model.modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                if parameter not in real:
+                    real[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                setattr(child, name, real[parameter])
+
+
+def torch_inits(model: nn.Module) -> dict[str, Init]:
+    """The distributions of torch's own `reset_parameters`, for the kinds of layers that are known here, and layers' own."""
+    inits: dict[str, Init] = {}
+    for path, module in model.named_modules():  # outer ones first: attention has its own idea of the layer inside
+        for name, init in _inits_of(module).items():
+            inits.setdefault(f"{path}.{name}".removeprefix("."), init)
+    return inits
+
+
+def _inits_of(module: nn.Module) -> Mapping[str, Init]:
+    match module:
+        case HasInits():
+            return module.inits()
+        case nn.Linear() | nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            fan_in = prod(module.weight.shape[1:])
+            return dict.fromkeys(("weight", "bias"), Uniform(1 / sqrt(fan_in)))
+        case nn.Embedding():
+            return {"weight": Normal(1.0)}
+        case nn.LayerNorm() | nn.RMSNorm() | nn.GroupNorm() | nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
+            return {"weight": Constant(1.0), "bias": Constant(0.0)}
+        case nn.MultiheadAttention():
+            names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+            weights = {name: getattr(module, name) for name in names}
+            bounds = {name: Uniform(sqrt(6 / sum(weight.shape))) for name, weight in weights.items() if weight is not None}
+            return {**bounds, "in_proj_bias": Constant(0.0), "out_proj.bias": Constant(0.0)}
+        case _:
+            return {}
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, init: Init, *, seed: int, name: str) -> None:
+    """Draw this rank's part of a parameter, cell by cell."""
+    rows, columns = parameter.shape[0], prod(parameter.shape[1:])
+    local, row_start, column_start = _local_part(parameter, name)
+    matrix = local.view(local.shape[0], prod(local.shape[1:]))
+    cell_of = _cells(init, (rows, columns), seed, name)
+    for row in range(row_start // _CELL, -(-(row_start + matrix.shape[0]) // _CELL)):
+        for column in range(column_start // _CELL, -(-(column_start + matrix.shape[1]) // _CELL)):
+            _place(torch.from_numpy(cell_of(row, column)), matrix, row * _CELL - row_start, column * _CELL - column_start)
+
+
+def _place(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
+    """Copy what of a cell lies inside the matrix."""
+    target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
+    inside = cell[max(-top, 0) :, max(-left, 0) :]
+    target.copy_(inside[: target.shape[0], : target.shape[1]])
+
+
+def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable[[int, int], _Cell]:
+    """The cell of a matrix at (row, column) of the grid; those at the far edges are smaller."""
+    key = np.frombuffer(blake2b(name.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest(), dtype=np.uint64)
+
+    def cell(row: int, column: int) -> _Cell:
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, column, row]))
+        return init.draw(generator, (min(_CELL, shape[0] - row * _CELL), min(_CELL, shape[1] - column * _CELL)))
+
+    return cell
+
+
+def _local_part(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
+    """This rank's part of a parameter, and its first row and column in the whole as a matrix."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0, 0
+    (placement,) = parameter.placements
+    if not isinstance(placement, Shard):
+        return parameter.to_local(), 0, 0
+    mesh = parameter.device_mesh
+    start, _ = slice_bounds(parameter.shape[placement.dim], mesh.get_local_rank(), mesh.size())
+    if placement.dim == 0:
+        return parameter.to_local(), start, 0
+    if parameter.ndim > 2:
+        raise RotationError(f"parameter {name} is cut along dim {placement.dim} of {parameter.ndim}; only matrices can be")
+    return parameter.to_local(), 0, start

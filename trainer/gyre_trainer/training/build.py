@@ -1,0 +1,30 @@
+"""The configured model, rotated before it exists."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT, rotate_gpt
+from gyre_trainer.training.rank_context import Place
+
+
+def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
+    """Rotated before it exists, so that no rank ever holds more than its own shards; to be materialised."""
+    with torch.device("meta"):
+        model = GPT(config.model)
+    dtypes = config.precision
+    policy = RotationPolicy(
+        compute_dtype=getattr(torch, dtypes.compute_dtype),
+        grad_dtype=getattr(torch, dtypes.grad_dtype),
+        recompute=config.memory.recompute,
+    )
+    return rotate_gpt(model, mesh, policy)
+
+
+def build_model(config: TrainConfig, place: Place) -> GPT:
+    """The rotated model with its initial weights."""
+    model = rotated(config, place.mesh)
+    materialize(model, seed=config.run.seed, device=place.device)
+    return model

@@ -1,0 +1,163 @@
+"""All ranks of one machine under one process: a small torchrun that leaves nothing behind.
+
+The ranks stay in the launcher's process group, so a terminal's Ctrl-C and a kill of the group reach them all; a launcher that
+is killed alone takes its ranks along (`PR_SET_PDEATHSIG`). The rendezvous store lives in the launcher on a port that the
+kernel chose and that is never free in between, so two jobs that start together cannot meet.
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gyre_trainer.training import rank_failure
+from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE, LastWords
+
+_GRACE_S = 5.0
+_LOOK_S = 0.5  # how soon a signal's deadline is noticed: select itself sleeps on through signals
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One process.
+
+    Attributes:
+        pidfd: becomes readable when the process ends.
+        pipe_fd: where its last words arrive.
+        words: those last words, once it has ended.
+    """
+
+    index: int
+    process: "subprocess.Popen[bytes]"
+    pidfd: int
+    pipe_fd: int
+    words: LastWords | None = None
+
+
+class Launch:
+    """The ranks of one job; `run` starts them and waits."""
+
+    def __init__(self, command: Sequence[str], num_ranks: int) -> None:
+        self._command = command
+        self._num_ranks = num_ranks
+        self._ranks: list[_Rank] = []
+        self._ended: list[_Rank] = []  # in the order of their end
+        self._signal: int | None = None
+        self._deadline_s = float("inf")
+
+    def run(self) -> int:
+        """Run one process per rank until all have ended; the first that fails ends the others.
+
+        Returns:
+            The exit status for the shell: 0; that of the rank whose failure came first, which is also told on stderr; or
+            128 + the signal that was passed on to the ranks.
+        """
+        with _listening(self._pass_on):
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            try:
+                for index in range(self._num_ranks):
+                    if self._signal is None:
+                        self._start(index, store.port)
+                self._wait()
+            finally:
+                self._kill_all()
+        if self._signal is not None:
+            return 128 + self._signal
+        return self._verdict()
+
+    def _start(self, index: int, port: int) -> None:
+        read_fd, write_fd = os.pipe()
+        environment = os.environ | {
+            "RANK": str(index),
+            "LOCAL_RANK": str(index),
+            "WORLD_SIZE": str(self._num_ranks),
+            "LOCAL_WORLD_SIZE": str(self._num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for: the store is not rank 0's to open
+            LAUNCHER_VARIABLE: f"{os.getpid()}:{write_fd}",
+        }
+        process = subprocess.Popen(self._command, env=environment, pass_fds=(write_fd,), stdin=subprocess.DEVNULL)
+        os.close(write_fd)
+        self._ranks.append(_Rank(index, process, os.pidfd_open(process.pid), read_fd))
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.pidfd, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                timeout_s = max(0.0, self._deadline_s - time.monotonic())
+                events = selector.select(min(timeout_s, _LOOK_S))
+                for key, _ in events:
+                    selector.unregister(key.fileobj)
+                    self._reap(key.data)
+                if not events and time.monotonic() >= self._deadline_s:
+                    return
+
+    def _reap(self, rank: _Rank) -> None:
+        status = rank.process.wait()
+        rank.words = rank_failure.read(rank.pipe_fd)
+        self._ended.append(rank)
+        if status != 0 and self._deadline_s == float("inf"):
+            self._stop(signal.SIGTERM)
+
+    def _stop(self, signum: int) -> None:
+        """Ask every living rank to end, and set the time when `run` stops asking."""
+        self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
+        for rank in self._ranks:
+            if rank not in self._ended and rank.process.poll() is None:
+                rank.process.send_signal(signum)
+
+    def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
+        self._signal = self._signal or signum
+        self._stop(signum)
+
+    def _kill_all(self) -> None:
+        for rank in self._ranks:
+            if rank.process.poll() is None:
+                rank.process.kill()
+                rank.process.wait()
+            os.close(rank.pidfd)
+            os.close(rank.pipe_fd)
+
+    def _verdict(self) -> int:
+        """The status of the rank that failed first; says on stderr which and why."""
+        failed = [rank for rank in self._ended if rank.process.returncode != 0]
+        if not failed:
+            return 0
+        first = failed[0]
+        if first.words is None:
+            print(f"gyre-train: rank {first.index} {_end_of(first.process.returncode)}", file=sys.stderr)
+            return 1
+        _, index, words = min((rank.words.time_s, rank.index, rank.words) for rank in failed if rank.words)
+        cause = f"error: {words.text}" if words.status == 2 else f"rank {index} failed:\n\n{words.text.rstrip()}"
+        print(f"gyre-train: {cause}", file=sys.stderr)
+        return words.status
+
+
+def _end_of(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "was ended by SIGKILL (by hand, or because memory ran out); the other ranks were stopped"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}; the other ranks were stopped"
+    return f"ended with exit status {status}; the other ranks were stopped"
+
+
+@contextmanager
+def _listening(handler: "signal._HANDLER") -> Iterator[None]:
+    """Signals that end a job go to `handler` inside."""
+    before = {signum: signal.signal(signum, handler) for signum in _FORWARDED}
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)

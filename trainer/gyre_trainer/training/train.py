@@ -1,0 +1,174 @@
+"""A training run from its configuration to its report: what one rank does, step by step."""
+
+import hashlib
+import math
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from gyre_client import Loader
+
+from gyre_trainer.comm.ring import together
+from gyre_trainer.errors import Diverged
+from gyre_trainer.training.build import build_model
+from gyre_trainer.training.checkpoint import Checkpoints, TrainState
+from gyre_trainer.training.collate import Collator
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.private_daemon import sharing_a_daemon
+from gyre_trainer.training.rank_context import Place, join, peak_memory_bytes
+from gyre_trainer.training.records.step_stats import Ledger, Times
+from gyre_trainer.training.step import Stepper
+
+if TYPE_CHECKING:
+    from gyre_trainer.training.records.recorder import Recorder
+
+
+def train(config: TrainConfig, resume: Path | None, *, begins_again: bool = False) -> None:
+    """Take the configured run to its last step, as one of the ranks that the environment names.
+
+    Args:
+        config: of the run.
+        resume: a checkpoint directory to go on from; None begins at step 0.
+        begins_again: a run that ended before its first checkpoint may begin once more in its directory.
+
+    Raises:
+        TrainError: the run cannot be as it is configured.
+        gyre_client.GyreError: the data cannot be had.
+    """
+    with join(config.run) as place:
+        config.require_divisible(place.world_size)
+        with sharing_a_daemon(config) as here, open_loader(here, place, config.data.dataset, config.data.seed) as loader:
+            training = Training(here, place, loader)
+            training.begin(resume, begins_again=begins_again)
+            while training.step < config.run.steps:
+                training.take()
+            training.finish()
+
+
+class Training:
+    """One rank's part of a run.
+
+    Attributes:
+        step: the next to take.
+    """
+
+    def __init__(self, config: TrainConfig, place: Place, loader: Loader) -> None:
+        self.step = 0
+        self._config = config
+        self._place = place
+        self._loader = loader
+        self._stepper = Stepper(build_model(config, place), config)
+        self._collator = Collator(config.data, config.model.vocab_size)
+        self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
+        self._ledger = Ledger()
+        self._recorder: Recorder | None = None
+        self._began_s = 0.0  # the step under way
+
+    def begin(self, resume: Path | None, *, begins_again: bool) -> None:
+        """Take the state of a checkpoint, if there is one to go on from."""
+        if resume:
+            self.step = self._checkpoints.load(self._state(), resume)
+        if self._place.rank == 0:
+            from gyre_trainer.training.records.recorder import Facts, Recorder  # noqa: PLC0415  (TensorBoard and matplotlib, for one rank)
+
+            num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
+            facts = Facts(self._loader.num_samples, self._loader.steps_per_epoch, self._place.world_size, num_parameters)
+            self._recorder = Recorder(self._config, facts, self.step, begins_again=begins_again)
+        self._began_s = time.monotonic()
+
+    def take(self) -> None:
+        """One optimizer step on the next global batch, then what is due after it."""
+        asked_s = time.monotonic()
+        batch = next(self._loader)
+        waited_s = time.monotonic() - asked_s
+        examples = self._collator.collate(batch, self.step)
+        loss_sum = self._stepper.take(examples, self.step)
+        ended_s = time.monotonic()
+        self._ledger.note(loss_sum, Times(ended_s - self._began_s, waited_s), examples.num_targets(), batch)
+        self._began_s = ended_s
+        self.step += 1
+        self._do_what_is_due()
+
+    def finish(self) -> None:
+        """Leave report and loss curve."""
+        peaks = [0] * self._place.world_size
+        with together("the peaks of memory"):
+            dist.all_gather_object(peaks, peak_memory_bytes(self._place.device))
+        if self._recorder:
+            self._recorder.finish(peaks)
+
+    def _state(self) -> TrainState:
+        return TrainState(self._stepper.model, self._stepper.optimizer, self._loader)
+
+    def _do_what_is_due(self) -> None:
+        config = self._config
+        is_last = self.step == config.run.steps
+        evaluates = config.eval.every > 0 and (is_last or self.step % config.eval.every == 0)
+        saves = config.checkpoint.every > 0 and (is_last or self.step % config.checkpoint.every == 0)
+        if is_last or evaluates or saves or self.step % config.run.log_every == 0:
+            self._record()
+        if evaluates:
+            self._evaluate()
+        if saves:
+            if self._recorder:
+                self._recorder.sync()
+            with together("writing a checkpoint"):
+                self._checkpoints.save(self._state(), self.step)
+        if evaluates or saves:
+            self._began_s = time.monotonic()
+
+    def _record(self) -> None:
+        with together("the records of the last steps"):
+            steps = self._ledger.gather()
+        first_step = self.step - len(steps)
+        if self._recorder:
+            self._recorder.add(first_step, steps)
+        for step, seen in enumerate(steps, first_step):
+            if not math.isfinite(seen.loss):
+                raise Diverged(f"the loss is {seen.loss} at step {step}; resume from a checkpoint with a lower `optimizer.lr`")
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """The mean loss on the first batches of the evaluation's order."""
+        config = self._config.eval
+        total = torch.zeros(2, dtype=torch.float64)
+        with open_loader(self._config, self._place, config.dataset, config.seed) as loader:
+            for step in range(config.batches):
+                for part in self._collator.collate(next(loader), step).split(self._config.optimizer.accumulation_steps):
+                    total += torch.tensor([float(self._stepper.loss_sum(part)), part.num_targets()], dtype=torch.float64)
+        with together("the loss of an evaluation"):
+            dist.all_reduce(total)
+        if self._recorder:
+            self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
+
+
+def open_loader(config: TrainConfig, place: Place, dataset: str, seed: int) -> Loader:
+    """This rank's part of a stream of global batches."""
+    data = config.data
+    return Loader(
+        dataset,
+        batch_size=data.batch_size,
+        seed=seed,
+        rank=place.rank,
+        world_size=place.world_size,
+        address=data.address or None,
+        tail=data.tail,
+        job=job_name(config.run.out, dataset, seed),
+        prefetch_batches=data.prefetch_batches,
+        device=place.device,
+        format=data.format or None,
+        options=data.options or None,
+    )
+
+
+def job_name(out: str, dataset: str, seed: int) -> str:
+    """The name that a daemon knows these readers by: that of the run directory, and what sets it apart from its namesakes.
+
+    A resumed run has the name of the one before, so that the daemon ends what is left of that one's sessions.
+    """
+    path = Path(out).absolute()
+    identity = f"{socket.gethostname()}:{path}:{dataset}:{seed}"
+    return f"{path.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
