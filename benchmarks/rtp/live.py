@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes
-from gyre_trainer.accounting.sent_bytes import WireBytes
+from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers import cross_entropy
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,7 +62,7 @@ def fake_steps(cases: Sequence[tuple[Contender, Workload, int]]) -> Iterator[Ste
 
 def measured_step(contender: Contender, workload: Workload, mesh: DeviceMesh | None, num_batches: int, *, fake: bool) -> Step:
     """The first step makes the optimizer's states, the second one counts."""
-    wire = WireBytes(1 if mesh is None else mesh.size())
+    wire = SentBytes(1 if mesh is None else mesh.size())
     with wire if fake else nullcontext(), LiveBytes() as live:  # of real ranks, DDP's own C++ would not be seen
         model = build(contender, workload, mesh, _CPU, fake=fake)
         live.label(Category.PARAMETERS, model.parameters())

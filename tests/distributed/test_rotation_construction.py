@@ -86,7 +86,7 @@ def peak_of_construction() -> tuple[int, int]:
     model = on_meta("large GPT")
     with LiveBytes() as live:
         rotated(model)
-    return live.timeline().peak_bytes, plan_of(model).num_bytes_here
+    return live.timeline().peak_bytes, plan_of(model).num_local_bytes
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -28,7 +28,7 @@ CULPRIT = 1
 
 def told_when_one(fails_by: str, reach: str) -> tuple[str | None, str | None]:
     """What a rank is told when one does not take part in a step, and when it tries again."""
-    with patch.object(transport, "_met", lambda group, timeout: {}) if reach == "group" else nullcontext():
+    with patch.object(transport, "connect_neighbours", lambda group, timeout: {}) if reach == "group" else nullcontext():
         return _told_when_one(fails_by)
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS
-from gyre_trainer.comm.ring import Direction, Stream, ring_of
+from gyre_trainer.comm.ring import Direction, ring_of
 from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation.rotation import RotationPolicy
@@ -33,7 +34,7 @@ VARIANTS = [
     Variant(),
     Variant(UNEVEN, RotationPolicy(compute_dtype=torch.bfloat16, recompute=True), dtype=torch.float32, num_parts=2),
 ]
-_met = transport._met
+_connect_neighbours = transport.connect_neighbours
 
 
 class Said(logging.Handler):
@@ -54,8 +55,8 @@ def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[in
     """
     if reach == "refused" and dist.get_rank() == 1:
         with patch.object(os, "memfd_create", side_effect=PermissionError("memfd_create")):
-            return _met(group, timeout)
-    found = _met(group, timeout)
+            return _connect_neighbours(group, timeout)
+    found = _connect_neighbours(group, timeout)
     kept = {"some": {0: (1,), 1: (-1,)}.get(dist.get_rank(), ()), "none": ()}.get(reach, (1, -1))
     for offset in found.keys() - set(kept):
         found.pop(offset).close()
@@ -69,7 +70,7 @@ def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
     log.setLevel(logging.INFO)
     log.addHandler(said)
     with (
-        patch.object(transport, "_met", lambda group, timeout: reached(reach, group, timeout)),
+        patch.object(transport, "connect_neighbours", lambda group, timeout: reached(reach, group, timeout)),
         patch.object(training, "make_mesh", lambda device_type: mesh),
     ):
         outcome = train_rotated(variant, NUM_STEPS)

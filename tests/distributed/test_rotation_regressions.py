@@ -86,8 +86,8 @@ def test_gradients_are_right_at_every_step_not_just_the_first(ranks: StartRanks)
 def home_before_and_after() -> bool:
     """Whether any bit of this rank's slices changed while slices rotated."""
     model = rotated_gpt(VARIANT)
-    homes = [module.rotation.home.flat for module in model.modules() if isinstance(module, RotatedModule)]
-    before = [home.clone() for home in homes]
+    homes = [module.rotation.sharded.flat for module in model.modules() if isinstance(module, RotatedModule)]
+    before = [sharded.clone() for sharded in homes]
     backward(model.loss(*mine(batch(0, VARIANT.config.vocab_size))))
     assert len(homes) == 2 + 2 * VARIANT.config.num_layers
     return all(torch.equal(*pair) for pair in zip(before, homes, strict=True))

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS, make_mesh
-from gyre_trainer.comm.ring import Direction, Hop, Ring, Stream, ring_of
+from gyre_trainer.comm.ring import Direction, Hop, Ring, ring_of
 from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import RotationPolicy, rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule
@@ -120,7 +121,7 @@ def where_hops_begin_and_end() -> list[tuple[bool, bool]]:
     """For each hop of weights in a forward and a backward: whether it leaves from where the last one arrived, or from home."""
     mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"))
     assert isinstance(mlp, RotatedModule)
-    home = mlp.rotation.home.flat.data_ptr()
+    sharded = mlp.rotation.sharded.flat.data_ptr()
     hops: list[tuple[int, int]] = []
     shift = Ring.shift
 
@@ -132,7 +133,7 @@ def where_hops_begin_and_end() -> list[tuple[bool, bool]]:
     with patch.object(Ring, "shift", noted):
         mlp(torch.ones(1, 4)).sum().backward()
     before = [0] + [incoming for _, incoming in hops]
-    return [(outgoing == home, outgoing == last) for (outgoing, _), last in zip(hops, before, strict=False)]
+    return [(outgoing == sharded, outgoing == last) for (outgoing, _), last in zip(hops, before, strict=False)]
 
 
 def test_a_hop_sends_what_arrived_without_a_copy_in_between(ranks: StartRanks) -> None:
@@ -223,7 +224,7 @@ def what_a_model_leaves() -> tuple[int, bool, int, bool]:
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
     mlp = rotate(nn.Sequential(nn.LayerNorm(4), rotate(MLP(4, 8), mesh=mesh)), mesh=mesh)
     mlp(torch.ones(2, 4)).sum().backward()
-    files, weight = transport._SHARED[mesh.get_group()].memory.files, weakref.ref(mlp.get_parameter("0.weight"))
+    files, weight = transport._CONNECTIONS[mesh.get_group()].memory.files, weakref.ref(mlp.get_parameter("0.weight"))
     before = len(files), weight() is not None
     del mlp
     gc.collect()

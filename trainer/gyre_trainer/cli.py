@@ -19,17 +19,17 @@ from gyre_client.errors import GyreError
 
 from gyre_trainer.errors import RingError, TrainError
 from gyre_trainer.training.config import TrainConfig, load
-from gyre_trainer.training.launcher import Launch
-from gyre_trainer.training.rank_failure import Launcher
+from gyre_trainer.training.launcher import Launcher
+from gyre_trainer.training.rank_failure import FailurePipe
 
 LATEST = "latest"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; as a rank, started by a launcher or by torchrun, be that rank."""
-    launcher = Launcher.of(os.environ)
+    launcher = FailurePipe.of(os.environ)
     if launcher:
-        launcher.die_with()
+        launcher.die_with_launcher()
     options = _parse(arguments)
     if launcher or ("RANK" in os.environ and options.be_rank):
         return _be_rank(options, launcher)
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gyre-train: error: {error}", file=sys.stderr)
         return 2
     command = [sys.executable, "-m", "gyre_trainer", *(sys.argv[1:] if arguments is None else arguments)]
-    return Launch(command, options.nproc).run()
+    return Launcher(command, options.nproc).run()
 
 
-def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
+def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
     """Do a rank's part; after a failure the process ends at once, for a rank that lingers keeps the others waiting."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -58,7 +58,7 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
         status = 2 if told and not isinstance(error, RingError) else 1
         text = str(error) if told else traceback.format_exc()
         if launcher:
-            launcher.tell(status, text)
+            launcher.send(status, text)
         else:
             print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)
         sys.stdout.flush()
@@ -70,7 +70,7 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
 def _run(config: TrainConfig, options: argparse.Namespace) -> None:
     from gyre_trainer.training.train import train  # noqa: PLC0415  (only ranks train)
 
-    train(config, _checkpoint(config, options), begins_again=options.resume_if_any)
+    train(config, _checkpoint(config, options), may_restart=options.resume_if_any)
 
 
 def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
@@ -89,9 +89,9 @@ def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
     from gyre_trainer.accounting import plan_tables  # noqa: PLC0415  (as above)
     from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415  (matplotlib)
 
-    taken = plan_tables.accounts(config, options.ranks)
-    print(plan_tables.peaks(taken))
-    draw(taken, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
+    costs = plan_tables.step_costs(config, options.ranks)
+    print(plan_tables.peaks(costs))
+    draw(costs, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
 
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:

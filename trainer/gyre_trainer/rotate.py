@@ -10,18 +10,18 @@ from torch.nn.parameter import is_lazy
 
 from gyre_trainer.comm.mesh import require_ring
 from gyre_trainer.errors import RotationError
-from gyre_trainer.inspection.agreement import require_agreement
-from gyre_trainer.inspection.rotation_plan import Plan, plan_of
-from gyre_trainer.inspection.rule_checks import prove, prove_by_token
-from gyre_trainer.layers.dropout import share_masks
-from gyre_trainer.layers.known_modules import turn_known
+from gyre_trainer.inspection.agreement import require_equal_models
+from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
+from gyre_trainer.inspection.rule_checks import check_linearity, check_tokenwise
+from gyre_trainer.layers.dropout import use_equal_masks
+from gyre_trainer.layers.known_modules import rotate_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.rotation.wrap import Where, wrap
-from gyre_trainer.shards.fused_optimizers import take_dtensors
+from gyre_trainer.rotation.wrap import RotationTarget, wrap
+from gyre_trainer.shards.fused_optimizers import support_dtensors
 
 __all__ = ["RotationPolicy", "no_sync", "rotate", "rotate_all"]
 
@@ -56,20 +56,20 @@ def rotate(
     """
     require_ring(mesh)
     _require_new(module)
-    take_dtensors()
-    where = Where(mesh, policy)
+    support_dtensors()
+    target = RotationTarget(mesh, policy)
     if rule is not None:
-        wrap(module, rule, where)
-    elif not turn_known(module, where):
-        _keep_whole(module, where)
+        wrap(module, rule, target)
+    elif not rotate_known(module, target):
+        _keep_whole(module, target)
     if rule is not None and rule.linear_in:
-        _prove_at_first_call(module, recompute=policy.recompute and rule.by_token)
+        _check_rule_at_first_call(module, recompute=policy.recompute and rule.tokenwise)
     return module
 
 
 def rotate_all(
     model: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rules: Rules | None = None
-) -> Plan:
+) -> RotationPlan:
     """Rotate a whole model: `rotate` for every module inside that can be, and what no rule knows stays whole on every rank.
 
     Modules that were rotated before are left as they are.
@@ -90,22 +90,22 @@ def rotate_all(
     """
     require_ring(mesh)
     _require_new(model)
-    take_dtensors()
-    where = Where(mesh, policy)
-    walk = _Walk(rules or {}, where)
+    support_dtensors()
+    target = RotationTarget(mesh, policy)
+    walk = _Walk(rules or {}, target)
     walk.visit("", model)
     walk.require_all_used()
     if not isinstance(model, RotatedModule):
-        _keep_whole(model, where)
+        _keep_whole(model, target)
     return plan_of(model)
 
 
 class _Walk:
     """Down a model, to the topmost modules that rotate."""
 
-    def __init__(self, rules: Rules, where: Where) -> None:
+    def __init__(self, rules: Rules, target: RotationTarget) -> None:
         self._rules = rules
-        self._where = where
+        self._target = target
         self._used: set[type[nn.Module] | str] = set()
 
     def visit(self, path: str, module: nn.Module) -> None:
@@ -117,8 +117,8 @@ class _Walk:
             self._used.add(key)
             rule = self._rules[key]
             if rule is not None:
-                rotate(module, mesh=self._where.mesh, policy=self._where.policy, rule=rule)
-        elif not turn_known(module, self._where):
+                rotate(module, mesh=self._target.mesh, policy=self._target.policy, rule=rule)
+        elif not rotate_known(module, self._target):
             for name, child in module.named_children():
                 self.visit(f"{path}.{name}".removeprefix("."), child)
 
@@ -137,34 +137,34 @@ class _Walk:
 
 def _require_new(module: nn.Module) -> None:
     """Refuse what is rotated already, and what has no shape yet."""
-    if isinstance(module, RotatedModule) or hasattr(module, "replicas"):
+    if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise RotationError(f"{type(module).__name__}.{name} has no shape yet; call the model once before it is rotated")
 
 
-def _keep_whole(module: nn.Module, where: Where) -> None:
+def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     """All that does not rotate inside of the module stays on every rank."""
-    require_agreement(module, where.mesh)
-    replicate(module, where.mesh)
-    if where.policy.recompute:
+    require_equal_models(module, target.mesh)
+    replicate(module, target.mesh)
+    if target.policy.recompute:
         recompute_norms(module)
-    if where.policy.dropout == "equal":
-        share_masks(module, where.mesh)
+    if target.policy.dropout == "equal":
+        use_equal_masks(module, target.mesh)
 
 
-def _prove_at_first_call(module: nn.Module, *, recompute: bool) -> None:
+def _check_rule_at_first_call(module: nn.Module, *, recompute: bool) -> None:
     """Where the user says how a module is cut, its first calls show whether that is true, before anything is trained."""
 
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()
         assert isinstance(rotated, RotatedModule)
-        prove(rotated.rotation, args, kwargs)
+        check_linearity(rotated.rotation, args, kwargs)
 
     def until_split(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(rotated, RotatedModule)
-        if prove_by_token(rotated.rotation, args, kwargs):
+        if check_tokenwise(rotated.rotation, args, kwargs):
             split_hook.remove()
 
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)

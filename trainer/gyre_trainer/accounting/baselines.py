@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.utils.checkpoint import checkpoint
 
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
-from gyre_trainer.layers.replicated import Averaging
+from gyre_trainer.layers.replicated import GradientAveraging
 from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import rotated
 from gyre_trainer.training.config import TrainConfig
@@ -31,7 +31,7 @@ class Strategy(StrEnum):
     DDP = "DDP"
 
 
-def spread(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device) -> GPT:
+def distribute(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device) -> GPT:
     """The configured model as one of the mesh's ranks holds it; a rotated one still has no values."""
     if strategy is Strategy.GYRE:
         return rotated(config, mesh)
@@ -48,10 +48,10 @@ def _recompute(model: GPT) -> None:
     """Let each norm, with the attention or MLP after it, keep its input alone, as rotation has it, with torch's checkpoints."""
     for block in model.blocks:
         assert isinstance(block, Block)
-        block.forward = partial(_halves_again, block)  # type: ignore[method-assign]
+        block.forward = partial(_checkpointed_block, block)  # type: ignore[method-assign]
 
 
-def _halves_again(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
+def _checkpointed_block(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     x_BTD = x_BTD + again(lambda x: block.attention(block.attention_norm(x), rope_TC), x_BTD)
     output: Tensor = x_BTD + again(lambda x: block.mlp(block.mlp_norm(x)), x_BTD)
@@ -63,7 +63,7 @@ class FullySharded(GPT):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.tail = _Tail(self.head)
+        self.tail = _HeadAndLoss(self.head)
         del self.head
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ class FullySharded(GPT):
         return loss
 
 
-class _Tail(nn.Module):
+class _HeadAndLoss(nn.Module):
     """The head and the loss."""
 
     def __init__(self, head: nn.Linear) -> None:
@@ -104,7 +104,7 @@ def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_laye
 
 def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
     """As `DistributedDataParallel(gradient_as_bucket_view=True)`, whose C++ cannot run on fake tensors."""
-    averaging = Averaging()
+    averaging = GradientAveraging()
     bucket: list[nn.Parameter] = []
     for parameter in reversed(list(model.parameters())):
         bucket.append(parameter)
@@ -113,7 +113,7 @@ def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
             bucket = []
     if bucket:
         _Bucket(bucket, mesh, averaging)
-    model.replicas = averaging  # type: ignore[assignment]  # where `no_sync` finds it
+    model.grad_averaging = averaging  # type: ignore[assignment]  # where `no_sync` finds it
     return model
 
 
@@ -123,7 +123,7 @@ class _Bucket:
     It lives as long as the parameters, whose hooks hold it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: Averaging) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: GradientAveraging) -> None:
         self._group = mesh.get_group()
         self._averaging = averaging
         self._num_parameters = len(parameters)
@@ -140,7 +140,7 @@ class _Bucket:
         self._num_here += 1
         if self._num_here == self._num_parameters:
             self._num_here = 0
-            if self._averaging.held_back:
+            if self._averaging.postponed:
                 return
             self._flat /= dist.get_world_size(self._group)
             dist.all_reduce(self._flat, group=self._group)

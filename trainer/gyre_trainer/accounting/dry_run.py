@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gyre_trainer.accounting.baselines import Strategy, spread
-from gyre_trainer.accounting.step_cost import Account, account
+from gyre_trainer.accounting.baselines import Strategy, distribute
+from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 
 
-def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Account:
+def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
     """What one step takes of rank 0, which has the largest slices.
 
     Raises:
@@ -32,7 +32,7 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> Account:
     config.require_divisible(num_ranks)
     with on_fake_ranks(num_ranks) as mesh:
         rows = torch.zeros(config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64)
-        return account(spread(config, strategy, mesh, rows.device), config, Examples(rows, rows, None))
+        return measure_step(distribute(config, strategy, mesh, rows.device), config, Examples(rows, rows, None))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-COMMUNICATION = ("c10d", "_c10d_functional", "fsdp", "gyre")  # namespaces of operators
+COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "fsdp", "gyre")  # namespaces of operators
 
 
 class Category(StrEnum):
@@ -33,7 +33,7 @@ class Category(StrEnum):
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
-    VISITORS = "visitors"
+    COMMUNICATION = "communication"
     ACTIVATIONS = "activations"
     LOGITS = "logits"
 
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self._resizes.append(torch.UntypedStorage.resize_)
-        torch.UntypedStorage.resize_ = _seen_by(self, self._resizes[-1])  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = _counting_resize(self, self._resizes[-1])  # type: ignore[method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -136,17 +136,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
             return NotImplemented
         result = func(*args, **kwargs or {})
-        travels = func.namespace in COMMUNICATION
+        travels = func.namespace in COMMUNICATION_NAMESPACES
         for tensor in filter(_has_memory, chain(given, _tensors(result))):
-            storage = self._see(func, tensor.untyped_storage())
+            storage = self._observe(func, tensor.untyped_storage())
             if travels and not storage.labelled:
-                storage.category = Category.VISITORS
+                storage.category = Category.COMMUNICATION
         return result
 
     def label(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
         """Say what the storages of ``tensors`` are for; those that were not seen yet count from now on."""
         for tensor in filter(_has_memory, _tensors([_unwrapped(tensor) for tensor in tensors if tensor is not None])):
-            storage = self._see(category, tensor.untyped_storage())
+            storage = self._observe(category, tensor.untyped_storage())
             storage.category, storage.labelled = category, True
 
     @contextmanager
@@ -171,7 +171,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             deltas[row, column[storage.category]] = delta
         return Timeline([event for event, _, _ in changes], deltas.cumsum(axis=0))
 
-    def _see(self, event: object, untyped: torch.UntypedStorage) -> _Storage:
+    def _observe(self, event: object, untyped: torch.UntypedStorage) -> _Storage:
         """Note a storage that is new or has another size."""
         address = untyped._cdata
         storage = self._known.get(address)
@@ -193,12 +193,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._changes.append((str(event), storage, delta))
 
 
-def _seen_by(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
+def _counting_resize(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
     """`UntypedStorage.resize_` is no operator, and yet how FSDP2 allocates and frees."""
 
     def resize_(self: torch.UntypedStorage, nbytes: int) -> Any:
         result = resize(self, nbytes)
-        live._see("resize", self)
+        live._observe("resize", self)
         return result
 
     return resize_

@@ -11,21 +11,21 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from gyre_trainer.accounting.live_bytes import CATEGORIES
-from gyre_trainer.accounting.plan_tables import Accounts, mib
-from gyre_trainer.accounting.step_cost import Account
+from gyre_trainer.accounting.plan_tables import StepCosts, mib
+from gyre_trainer.accounting.step_cost import StepCost
 
 _COLOURS = ("#1f4e8c", "#c0562f", "#7a5195", "#d9a441", "#9db8d9", "#5b7f4a")  # in the order of the categories
 _PHASES = {"forward": "F", "backward": "B", "update": "U"}
 
 
-def draw(taken: Accounts, title: str, path: Path) -> None:
+def draw(costs: StepCosts, title: str, path: Path) -> None:
     """Stacked areas as a PNG, one panel for each strategy; dashed lines are where forward, backward and update begin."""
     figure, panels = plt.subplots(
-        1, len(taken), figsize=(4 * len(taken), 4.6), dpi=144, sharey=True, layout="constrained", facecolor="white"
+        1, len(costs), figsize=(4 * len(costs), 4.6), dpi=144, sharey=True, layout="constrained", facecolor="white"
     )
-    highest = max(account.timeline.peak_bytes for account in taken.values()) / 2**20
-    for axes, (strategy, account) in zip(np.atleast_1d(panels), taken.items(), strict=True):
-        _draw_step(axes, account, highest)
+    highest = max(measure_step.timeline.peak_bytes for measure_step in costs.values()) / 2**20
+    for axes, (strategy, measure_step) in zip(np.atleast_1d(panels), costs.items(), strict=True):
+        _draw_step(axes, measure_step, highest)
         axes.set_title(strategy, loc="left", fontsize=11)
     first = np.atleast_1d(panels)[0]
     first.set_ylabel("live on one rank, MiB")
@@ -36,15 +36,15 @@ def draw(taken: Accounts, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_step(axes: Axes, account: Account, highest: float) -> None:
-    timeline = account.timeline
+def _draw_step(axes: Axes, measure_step: StepCost, highest: float) -> None:
+    timeline = measure_step.timeline
     moments = np.arange(len(timeline.events))
     layers = [timeline.live[:, column] / 2**20 for column in range(len(CATEGORIES))]
     axes.stackplot(moments, *layers, labels=CATEGORIES, colors=_COLOURS, step="post", linewidth=0)
-    for place, event in enumerate(timeline.events):
+    for index, event in enumerate(timeline.events):
         if event in _PHASES:
-            axes.axvline(place, color="#555555", linewidth=0.7, linestyle="--")
-            axes.text(place, highest * 1.11, _PHASES[event], fontsize=8, color="#555555")
+            axes.axvline(index, color="#555555", linewidth=0.7, linestyle="--")
+            axes.text(index, highest * 1.11, _PHASES[event], fontsize=8, color="#555555")
     peak = timeline.peak_bytes / 2**20
     axes.annotate(
         f"{mib(timeline.peak_bytes)}",

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES
-from gyre_trainer.accounting.step_cost import Account
+from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.inspection.table import table
 from gyre_trainer.training.build import rotated
 from gyre_trainer.training.config import TrainConfig
 
-Accounts = Mapping[Strategy, Account]
+StepCosts = Mapping[Strategy, StepCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Row:
     rule: str
     num_modules: int
     num_bytes: int
-    num_bytes_here: int
+    num_local_bytes: int
 
 
 def rows(config: TrainConfig, num_ranks: int) -> list[Row]:
@@ -47,17 +47,17 @@ def rows(config: TrainConfig, num_ranks: int) -> list[Row]:
     for entry in entries:
         path, rule = re.sub(r"\b\d+\b", "*", entry.path), entry.rule or entry.how
         before = merged.get((path, rule, entry.num_bytes))
-        row = Row(entry.path, rule, 1, entry.num_bytes, entry.num_bytes_here)
+        row = Row(entry.path, rule, 1, entry.num_bytes, entry.num_local_bytes)
         merged[path, rule, entry.num_bytes] = row if before is None else _joined(path, before, row)
     return list(merged.values())
 
 
 def _joined(path: str, one: Row, other: Row) -> Row:
     num_modules = one.num_modules + other.num_modules
-    return Row(path, one.rule, num_modules, one.num_bytes + other.num_bytes, one.num_bytes_here + other.num_bytes_here)
+    return Row(path, one.rule, num_modules, one.num_bytes + other.num_bytes, one.num_local_bytes + other.num_local_bytes)
 
 
-def accounts(config: TrainConfig, num_ranks: int) -> dict[Strategy, Account]:
+def step_costs(config: TrainConfig, num_ranks: int) -> dict[Strategy, StepCost]:
     """What one step takes of rank 0 under each strategy.
 
     Raises:
@@ -69,30 +69,30 @@ def accounts(config: TrainConfig, num_ranks: int) -> dict[Strategy, Account]:
 
 def text(config: TrainConfig, num_ranks: int) -> str:
     """The whole plan, to be printed."""
-    taken, found = accounts(config, num_ranks), rows(config, num_ranks)
+    costs, found = step_costs(config, num_ranks), rows(config, num_ranks)
     modules = [["module", "rule", "bytes", "per rank"]]
     for row in found:
         name = f"{row.path} x{row.num_modules}" if row.num_modules > 1 else row.path
-        modules.append([name, row.rule, mib(row.num_bytes), mib(row.num_bytes_here)])
-    modules.append(["total", "", mib(sum(row.num_bytes for row in found)), mib(sum(row.num_bytes_here for row in found))])
+        modules.append([name, row.rule, mib(row.num_bytes), mib(row.num_local_bytes)])
+    modules.append(["total", "", mib(sum(row.num_bytes for row in found)), mib(sum(row.num_local_bytes for row in found))])
     num_samples, length = config.data.batch_size // num_ranks, config.data.sequence_length
     return "\n\n".join(
         [
             f"{num_ranks} ranks; {num_samples} x {length} tokens on each per step; all figures in MiB",
             table(modules, num_texts=2),
             "What is alive on a rank at the moment of a step when it is most:",
-            peaks(taken),
+            peaks(costs),
         ]
     )
 
 
-def peaks(taken: Accounts) -> str:
+def peaks(costs: StepCosts) -> str:
     """A table: each strategy's live bytes at its peak by category, their sum, and what it sends per step."""
-    at_peak = {strategy: account.timeline.peak() for strategy, account in taken.items()}
-    lines = [["", *taken]]
+    at_peak = {strategy: measure_step.timeline.peak() for strategy, measure_step in costs.items()}
+    lines = [["", *costs]]
     lines += [[category, *(mib(peak[category]) for peak in at_peak.values())] for category in CATEGORIES]
-    lines.append(["peak", *(mib(account.timeline.peak_bytes) for account in taken.values())])
-    lines.append(["sent per step", *(mib(account.sent_bytes) for account in taken.values())])
+    lines.append(["peak", *(mib(measure_step.timeline.peak_bytes) for measure_step in costs.values())])
+    lines.append(["sent per step", *(mib(measure_step.sent_bytes) for measure_step in costs.values())])
     return table(lines, num_texts=1)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from gyre_trainer.accounting.live_bytes import COMMUNICATION
+from gyre_trainer.accounting.live_bytes import COMMUNICATION_NAMESPACES
 
 # An operator's argument, and how often a rank of N sends the bytes of it: the collectives in rings, which send the least.
 _SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
@@ -28,7 +28,7 @@ _SILENT = frozenset(
 )
 
 
-class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside this context, the bytes that this rank sends are counted, in the group of all ranks.
 
     Attributes:
@@ -50,7 +50,7 @@ class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
             return NotImplemented
-        if func.namespace in COMMUNICATION and func.namespace != "fsdp":
+        if func.namespace in COMMUNICATION_NAMESPACES and func.namespace != "fsdp":
             self.sent += self._bytes(func.name().partition(".")[0], args)
         return func(*args, **kwargs or {})
 
@@ -59,6 +59,6 @@ class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 0
         if name not in _SENT:
             raise NotImplementedError(f"{name} sends an unknown number of bytes")
-        place, times = _SENT[name]
-        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[place]) if isinstance(leaf, Tensor))
+        argument, times = _SENT[name]
+        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[argument]) if isinstance(leaf, Tensor))
         return round(nbytes * times(self._num_ranks))

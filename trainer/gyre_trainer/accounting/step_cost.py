@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes, Timeline
-from gyre_trainer.accounting.sent_bytes import WireBytes
+from gyre_trainer.accounting.sent_bytes import SentBytes
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPT
@@ -21,7 +21,7 @@ _NUM_WARM_UP_STEPS = 2  # the optimizer's states come with the first, buffers an
 
 
 @dataclass(frozen=True, eq=False)
-class Account:
+class StepCost:
     """One step of one rank, when all that lasts from step to step is there.
 
     Attributes:
@@ -33,7 +33,7 @@ class Account:
     sent_bytes: int
 
 
-def account(model: GPT, config: TrainConfig, examples: Examples) -> Account:
+def measure_step(model: GPT, config: TrainConfig, examples: Examples) -> StepCost:
     """Take a few steps on the same examples and look at the last one; the model has moved afterwards.
 
     Args:
@@ -41,18 +41,18 @@ def account(model: GPT, config: TrainConfig, examples: Examples) -> Account:
         config: its optimizer's section is what the step does.
         examples: this rank's.
     """
-    live, wire = LiveBytes(), WireBytes(dist.get_world_size())
+    live, sent_bytes = LiveBytes(), SentBytes(dist.get_world_size())
     observer = _Observer(model, live)
-    with wire, live, observer.logits(), warnings.catch_warnings():
+    with sent_bytes, live, observer.logits(), warnings.catch_warnings():
         # FSDP2 warns that writing to an output in place would be wrong; this model does not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         live.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
         for step in range(_NUM_WARM_UP_STEPS + 1):
             live.mark(STEP)
-            before = wire.sent
+            before = sent_bytes.sent
             stepper.take(examples, step)
-        return Account(live.timeline().since(STEP), wire.sent - before)
+        return StepCost(live.timeline().since(STEP), sent_bytes.sent - before)
 
 
 class _Observer:

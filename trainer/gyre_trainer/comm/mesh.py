@@ -1,4 +1,4 @@
-"""The ring of ranks as a device mesh, and how a tensor dim is cut along it."""
+"""The ring of ranks as a device mesh of one axis."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,7 +28,7 @@ def require_ring(mesh: DeviceMesh) -> None:
     """Refuse a mesh that is not one ring with this rank on it.
 
     Raises:
-        MeshError: says what the mesh is instead.
+        MeshError: the mesh has another number of axes, or this rank is not on it.
     """
     if mesh.ndim != 1:
         raise MeshError(

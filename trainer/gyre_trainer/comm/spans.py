@@ -1,4 +1,4 @@
-"""Names in a profiler's trace for what a rotation does; where no profiler runs, nothing but one look whether one does."""
+"""Ranges in a profiler's trace for what a rotation does; without a profiler they cost one check each."""
 
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
@@ -12,13 +12,16 @@ _PATHS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def name_modules(model: nn.Module) -> None:
-    """From now on, ranges say which of the model's modules they belong to, not only of which class it is."""
+    """From now on, ranges name a module by its path in ``model``, not only by its class."""
     for path, module in model.named_modules():
         _PATHS[module] = path
 
 
 def slice_span(module: nn.Module, phase: str, index: int, hop: int) -> AbstractContextManager[object]:
-    """The range in which a rotated module computes with slice ``index``, which has made ``hop`` hops; 0 is the own slice."""
+    """The range in which a rotated module computes with slice ``index``.
+
+    The slice has made ``hop`` hops to reach this rank; 0 is the own slice.
+    """
     if not _profiler_enabled():
         return _NOTHING
     return record_function(f"{_PATHS.get(module, type(module).__name__)} {phase}: slice {index}, hop {hop}")

@@ -15,7 +15,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
 
 
-def require_agreement(model: nn.Module, mesh: DeviceMesh) -> None:
+def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     """Return where every rank on the mesh has the same parameters in the same modules, cut alike, that travel alike.
 
     Compared are names, shapes, dtypes, kinds of device, what is frozen, cuts, and the policies of what rotates.

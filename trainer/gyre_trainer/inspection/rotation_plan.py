@@ -15,7 +15,7 @@ How = Literal["rotated", "replicated", "local"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlanEntry:
     """Some parameters of one module that share one fate. A parameter that is tied stands where it is met first.
 
     Attributes:
@@ -38,28 +38,28 @@ class Entry:
     names: tuple[str, ...]
     numel: int
     num_bytes: int
-    num_bytes_here: int
+    num_local_bytes: int
     num_trainable: int
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RotationPlan:
     """What became of every parameter and buffer of a model, in the order of its modules.
 
     Attributes:
         entries: one or more for each module that has some.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
 
     def num_bytes(self, how: How) -> int:
         """Of all whole parameters with that fate."""
         return sum(entry.num_bytes for entry in self.entries if entry.how == how)
 
     @property
-    def num_bytes_here(self) -> int:
+    def num_local_bytes(self) -> int:
         """Of parameters and buffers on this rank."""
-        return sum(entry.num_bytes_here for entry in self.entries)
+        return sum(entry.num_local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
         """A table."""
@@ -67,17 +67,17 @@ class Plan:
         for each in self.entries:
             rule = each.rule or {"replicated": "whole on every rank", "local": "buffers, each rank's own"}[each.how]
             row = each.path or "(model)", each.module_class, rule, f"{each.numel:,}", f"{each.num_bytes:,}"
-            rows.append((*row, f"{each.num_bytes_here:,}"))
+            rows.append((*row, f"{each.num_local_bytes:,}"))
         return table(rows, num_texts=3)
 
 
-def plan_of(model: nn.Module) -> Plan:
+def plan_of(model: nn.Module) -> RotationPlan:
     """The plan of a model that is rotated, by whatever calls."""
     seen: set[int] = set()
-    return Plan(tuple(entry for path, module in model.named_modules() for entry in _entries(path, module, seen)))
+    return RotationPlan(tuple(entry for path, module in model.named_modules() for entry in _entries(path, module, seen)))
 
 
-def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[Entry]:
+def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry]:
     """Those of a module: what its rotation cuts, wherever it lies inside, then its own parameters and buffers."""
     if isinstance(module, RotatedModule):
         rotation = module.rotation
@@ -93,12 +93,14 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)
 
 
-def _entry(path: str, module: nn.Module, tensors: Mapping[str, Tensor], how: How, rule: str, seen: set[int]) -> Iterator[Entry]:
+def _entry(
+    path: str, module: nn.Module, tensors: Mapping[str, Tensor], how: How, rule: str, seen: set[int]
+) -> Iterator[PlanEntry]:
     """One of those tensors that were not met before, if there are any."""
     new = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
     seen.update(map(id, new.values()))
     if new:
-        yield Entry(
+        yield PlanEntry(
             path,
             own_class(module).__name__,
             how,
@@ -106,6 +108,6 @@ def _entry(path: str, module: nn.Module, tensors: Mapping[str, Tensor], how: How
             tuple(new),
             numel=sum(tensor.numel() for tensor in new.values()),
             num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in new.values()),
-            num_bytes_here=sum(local_of(tensor).numel() * tensor.element_size() for tensor in new.values()),
+            num_local_bytes=sum(local_of(tensor).numel() * tensor.element_size() for tensor in new.values()),
             num_trainable=sum(tensor.numel() for tensor in new.values() if tensor.requires_grad),
         )

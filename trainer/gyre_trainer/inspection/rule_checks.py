@@ -12,7 +12,7 @@ from gyre_trainer.rotation.rotation import Rotation
 
 
 @torch.no_grad()
-def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a module whose slices' outputs do not add up to its own.
 
     They do where the output is linear in the weights that the rule names: times -2 where these are times -2. A residual, a
@@ -22,13 +22,13 @@ def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         RotationError: it is not linear.
     """
     names = rotation.rule.linear_in
-    call, flat = _tried(rotation, args, kwargs)
-    index = rotation.home.ring.rank
-    expected = [-2 * output for output in call.compute(index, flat, call.everything())[0]]
+    call, flat = _own_slice_call(rotation, args, kwargs)
+    index = rotation.sharded.ring.rank
+    expected = [-2 * output for output in call.compute(index, flat, call.all_tokens())[0]]
     scaled = flat.clone()
     for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
         view.mul_(-2 if cut.name in names else 1)
-    found = call.compute(index, scaled, call.everything())[0]
+    found = call.compute(index, scaled, call.all_tokens())[0]
     if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(
             f"the output of {rotation.name} is not linear in {', '.join(names)}, so its slices do not add up to it; "
@@ -37,7 +37,7 @@ def prove(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 @torch.no_grad()
-def prove_by_token(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def check_tokenwise(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Refuse a module whose outputs for some tokens are others than among all, where backward would compute it for some.
 
     Returns:
@@ -46,14 +46,14 @@ def prove_by_token(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str,
     Raises:
         RotationError: it mixes tokens.
     """
-    call, flat = _tried(rotation, args, kwargs)
+    call, flat = _own_slice_call(rotation, args, kwargs)
     if not call.can_be_split(()):
         return False
-    index = rotation.home.ring.rank
-    expected = call.compute(index, flat, call.everything())[0]
-    for portion in call.split() if call.can_be_split(expected) else ():
-        found = call.compute(index, flat, portion)[0]
-        if not all(_close(one, portion.of(other)) for one, other in zip(found, expected, strict=True)):
+    index = rotation.sharded.ring.rank
+    expected = call.compute(index, flat, call.all_tokens())[0]
+    for chunk in call.split() if call.can_be_split(expected) else ():
+        found = call.compute(index, flat, chunk)[0]
+        if not all(_close(one, chunk.of(other)) for one, other in zip(found, expected, strict=True)):
             raise RotationError(
                 f"{rotation.name} mixes tokens, so that it cannot be computed again for some of them at a time; "
                 "say so in its rule, MLPRule(mixes_tokens=True)"
@@ -62,11 +62,11 @@ def prove_by_token(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str,
 
 
 @torch.no_grad()
-def _tried(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Tensor]:
+def _own_slice_call(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Tensor]:
     """A call of the own slice alone, and that slice as it computes."""
     call = Call(rotation, args, kwargs)
-    call.take_in(call.tensors[:])
-    return call, rotation.home.flat.to(rotation.policy.compute_dtype or rotation.home.flat.dtype)
+    call.detach_inputs(call.tensors[:])
+    return call, rotation.sharded.flat.to(rotation.policy.compute_dtype or rotation.sharded.flat.dtype)
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -20,8 +20,8 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import projections, refuse_dropout
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.rule import Part, Rule
-from gyre_trainer.rotation.wrap import Inside, Where, wrap
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
 from gyre_trainer.shards.layout import Cut
 
 
@@ -48,7 +48,7 @@ def rope_table(num_positions: int, head_dim: int, theta: float, device: torch.de
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _turned(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
+def _apply_rope(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
     """Each pair of channels (i, i + C/2) turned by its position's angle, in the table's precision or better."""
     cos, sin = rope_TC.chunk(2, dim=-1)
     one, other = x_BHTC.chunk(2, dim=-1)
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         """The output for the outputs of k and v."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (self.q(x_BTD), keys, values))
         if rope_TC is not None:
-            q, k = _turned(q, rope_TC), _turned(k, rope_TC)
+            q, k = _apply_rope(q, rope_TC), _apply_rope(k, rope_TC)
         mask = None if padding_BT is None else self._mask(padding_BT)
         causal, grouped = self.causal and mask is None, q.shape[1] != k.shape[1]
         y_BHTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
@@ -154,10 +154,10 @@ class QueryHeadsRule(Rule):
         """Rows of q, columns of o, a segment of its bias."""
         return projections(module, ("q",), "o")
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The slice's part of the output: its queries attend to the keys and values that serve them."""
         x_BTD, keys, values, *rest = args
-        start, stop = (bound // self.head_dim for bound in part.bounds["q.weight"])
+        start, stop = (bound // self.head_dim for bound in current.bounds["q.weight"])
         keys, values = (self._serving(y.to(x_BTD.dtype), start, stop) for y in (keys, values))
         output: Tensor = forward(x_BTD, keys, values, *rest)
         return output
@@ -180,18 +180,18 @@ class RotatedQueries(RotatedModule):
 
     def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Any:
         """As without rotation, on this rank's part of the batch."""
-        return self.around(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
+        return self.ring_forward(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
 
 
-def turn_attention(module: Attention, where: Where) -> None:
+def rotate_attention(module: Attention, target: RotationTarget) -> None:
     """Let it rotate: by key/value heads, else by the queries', else layer by layer, as the number of ranks allows."""
     heads = module.heads
-    if heads.num_kv_heads % where.num_slices == 0:
-        wrap(module, AttentionRule(heads.num_kv_heads), where)
+    if heads.num_kv_heads % target.num_slices == 0:
+        wrap(module, AttentionRule(heads.num_kv_heads), target)
         return
-    by_queries = heads.num_heads % where.num_slices == 0
+    by_queries = heads.num_heads % target.num_slices == 0
     for layer in (module.k, module.v) if by_queries else (module.q, module.k, module.v, module.o):
-        wrap(layer, LinearRule(), where)
+        wrap(layer, LinearRule(), target)
     if by_queries:
         rule = QueryHeadsRule(heads, module.head_dim)
-        wrap(module, rule, where, Inside(module.attend, ("q", "o"), RotatedQueries))
+        wrap(module, rule, target, PartialRotation(module.attend, ("q", "o"), RotatedQueries))

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.rotation.output_reduction import Beside, Join
-from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut, Layout
 
 _FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -30,15 +30,15 @@ class ConvRule(Rule):
         """Weight and bias, along the output channels."""
         return rows(module)
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
         """Side by side, along the channels."""
-        return Beside(self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+        return ConcatenatedOutputs(self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype)
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The slice's output channels."""
         (x,) = (*args, *kwargs.values())
-        start, stop = part.bounds["weight"]
-        weight, bias = part.weights["weight"], part.weights.get("bias")
+        start, stop = current.bounds["weight"]
+        weight, bias = current.weights["weight"], current.weights.get("bias")
         if start == stop:  # no convolution has zero output channels; one of zeros shows the output's shape
             nothing = self._convolved(self._inputs(x, 0, 1), weight.new_zeros(1, *weight.shape[1:]), None, 1)
             return nothing.narrow(self._channels, 0, 0)

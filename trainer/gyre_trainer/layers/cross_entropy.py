@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.rotation.deferred_grads import Late
-from gyre_trainer.rotation.output_reduction import Join, Sum
+from gyre_trainer.rotation.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.output_reduction import OutputReduction, RunningSum
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.sharded_parameters import local_of
 
@@ -103,19 +103,19 @@ class StatisticsRule(Rule):
         """Weight and bias, along the classes."""
         return rows(module)
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Statistics [S, T] of the slice's own classes."""
         x_TD, targets_T, counted_T = args
-        classes = _Classes(*part.bounds["weight"], self.num_classes)
-        weight_VD, bias_V = part.weights["weight"], part.weights.get("bias")
-        return _of_slice(x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, part.late)
+        classes = _Classes(*current.bounds["weight"], self.num_classes)
+        weight_VD, bias_V = current.weights["weight"], current.weights.get("bias")
+        return _of_slice(x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, current.deferred)
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
         """Logs of sums of exponentials join into one; the others add up."""
-        return _JoinedStatistics()
+        return _StatisticsReduction()
 
 
-class _JoinedStatistics:
+class _StatisticsReduction:
     """Statistics [S, T] over more and more classes."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class _JoinedStatistics:
         self._log_sum_exp = torch.empty(0)
 
     def add(self, index: int, output: Tensor) -> None:
-        """See `Join`."""
+        """See `OutputReduction`."""
         self._log_sum_exps[index] = output[0]
         if self._total is None:
             self._total = output.clone()
@@ -133,17 +133,17 @@ class _JoinedStatistics:
             self._total[1:] += output[1:]
 
     def result(self) -> Tensor:
-        """See `Join`."""
+        """See `OutputReduction`."""
         total, self._total = self._total, None
         assert total is not None
         self._log_sum_exp = total[0].clone()
         return total
 
-    def share(self, index: int, grad: Tensor) -> Tensor:
+    def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
         """The slice's part of the probability, and all of what adds up."""
-        part = grad.clone()
-        part[0] *= (self._log_sum_exps[index] - self._log_sum_exp).exp()
-        return part
+        current = grad.clone()
+        current[0] *= (self._log_sum_exps[index] - self._log_sum_exp).exp()
+        return current
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _of_slice(
     counted_T: Tensor,
     classes: _Classes,
     with_sum: bool,
-    late: Late | None = None,
+    deferred: DeferredGrads | None = None,
 ) -> Tensor:
     """Statistics [S, T] of one slice: log of the sum of the exponentials of its logits, the target's logit or 0, their sum."""
     if classes.start == classes.stop:
@@ -177,7 +177,7 @@ def _of_slice(
         elsewhere = elsewhere | (targets_T >= classes.stop)
     places_T = torch.where(elsewhere, 0, targets_T - classes.start)
     inputs = x_TD, weight_VD, bias_V, places_T, elsewhere
-    statistics: Tensor = _Statistics.apply(*inputs, with_sum, late or Late({}))  # type: ignore[no-untyped-call]
+    statistics: Tensor = _Statistics.apply(*inputs, with_sum, deferred or DeferredGrads({}))  # type: ignore[no-untyped-call]
     return statistics
 
 
@@ -210,7 +210,7 @@ class _Statistics(torch.autograd.Function):
         places_T: Tensor,
         elsewhere_T: Tensor,
         with_sum: bool,
-        late: Late,
+        deferred: DeferredGrads,
     ) -> Tensor:
         statistics = torch.empty(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
         for chunk in _chunks(len(x_TD), len(weight_VD)):
@@ -222,7 +222,7 @@ class _Statistics(torch.autograd.Function):
             del logits_TV  # before the next ones come
         statistics[1].masked_fill_(elsewhere_T, 0)
         ctx.save_for_backward(x_TD, weight_VD, bias_V, places_T, elsewhere_T, statistics[0].clone())
-        ctx.late, ctx.sum, ctx.place = late, late.sums.get(id(x_TD)), late.places.get(id(weight_VD))
+        ctx.deferred, ctx.sum, ctx.position = deferred, deferred.sums.get(id(x_TD)), deferred.positions.get(id(weight_VD))
         return statistics
 
     @staticmethod
@@ -231,7 +231,7 @@ class _Statistics(torch.autograd.Function):
         x_TD, weight_VD, bias_V, places_T, elsewhere_T, log_sum_exp_T = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x_TD = _room(x_TD, ctx.sum) if needs_x else None
-        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight and ctx.place is None else None
+        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight and ctx.position is None else None
         grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
         grad_target_T = grad_ST[1].masked_fill(elsewhere_T, 0)
 
@@ -248,7 +248,7 @@ class _Statistics(torch.autograd.Function):
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grads_TV.T, x_TD[chunk])
             elif needs_weight:
-                ctx.late.add_product(ctx.place, grads_TV.T, x_TD[chunk])
+                ctx.deferred.add_product(ctx.position, grads_TV.T, x_TD[chunk])
             if grad_bias_V is not None:
                 grad_bias_V.add_(grads_TV.sum(0))
 
@@ -257,8 +257,8 @@ class _Statistics(torch.autograd.Function):
         return grad_x_TD if ctx.sum is None else None, grad_weight_VD, grad_bias_V, None, None, None, None
 
 
-def _room(x_TD: Tensor, total: Sum | None) -> Tensor:
-    return torch.zeros_like(x_TD) if total is None else total.room(x_TD)
+def _room(x_TD: Tensor, total: RunningSum | None) -> Tensor:
+    return torch.zeros_like(x_TD) if total is None else total.writable(x_TD)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

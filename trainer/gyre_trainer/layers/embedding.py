@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut
 
 
@@ -37,11 +37,13 @@ class EmbeddingRule(Rule):
                 raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
         return [Cut("weight", tuple(module.weight.shape), 0)]
 
-    def run(self, forward: Callable[..., Tensor], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(
+        self, forward: Callable[..., Tensor], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
         """The rows of the tokens in this slice's half-open range of the vocabulary, zero elsewhere."""
         (tokens,) = (*args, *kwargs.values())
-        weight = part.weights["weight"]
-        start, stop = part.bounds["weight"]
+        weight = current.weights["weight"]
+        start, stop = current.bounds["weight"]
         if start == stop:
             return weight.new_zeros(*tokens.shape, weight.shape[1])
         outside = torch.zeros_like(tokens, dtype=torch.bool)

@@ -3,23 +3,23 @@
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from gyre_trainer.layers.attention import Attention, turn_attention
+from gyre_trainer.layers.attention import Attention, rotate_attention
 from gyre_trainer.layers.conv import ConvRule
 from gyre_trainer.layers.embedding import EmbeddingRule
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
 from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
-from gyre_trainer.layers.multihead import turn_multihead
-from gyre_trainer.layers.transformer import turn_transformer_layer
+from gyre_trainer.layers.multihead import rotate_multihead
+from gyre_trainer.layers.transformer import rotate_transformer_layer
 from gyre_trainer.rotation.rule import Rule
-from gyre_trainer.rotation.wrap import Where, wrap
+from gyre_trainer.rotation.wrap import RotationTarget, wrap
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TORCHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _OURS = (Attention, MLP, GatedMLP, Experts, MoE)
 
 
-def turn_known(module: nn.Module, where: Where) -> bool:
+def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     """Let a module rotate in the way of its kind; False, and nothing was done, where none is known.
 
     A subclass with another forward is no longer of its kind, nor is a layer whose weight is computed from others.
@@ -29,15 +29,15 @@ def turn_known(module: nn.Module, where: Where) -> bool:
         return False
     match module:
         case Attention():
-            turn_attention(module, where)
+            rotate_attention(module, target)
         case nn.MultiheadAttention():
-            turn_multihead(module, where)
+            rotate_multihead(module, target)
         case nn.TransformerEncoderLayer() | nn.TransformerDecoderLayer():
-            turn_transformer_layer(module, where)
+            rotate_transformer_layer(module, target)
         case MoE():
-            wrap(module.experts, ExpertsRule(), where)  # the router stays whole
+            wrap(module.experts, ExpertsRule(), target)  # the router stays whole
         case _:
-            wrap(module, _rule_of(module), where)
+            wrap(module, _rule_of(module), target)
     return True
 
 

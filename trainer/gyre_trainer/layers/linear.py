@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.output_reduction import Beside, Join
+from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Cut, Layout
 
@@ -20,9 +20,9 @@ class LinearRule(Rule):
         """Weight and bias, along their first dim."""
         return rows(module)
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
         """Side by side."""
-        return Beside(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+        return ConcatenatedOutputs(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
 
 
 def rows(module: nn.Module) -> list[Cut]:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.dropout import SliceDropout, drawing
-from gyre_trainer.rotation.dropout_masks import DRAW
+from gyre_trainer.layers.dropout import SliceDropout, slice_masks
+from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT
 from gyre_trainer.rotation.rotated_module import mix_in
-from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut
 
 
@@ -67,7 +67,7 @@ class MLPRule(Rule):
     mixes_tokens: bool = False
 
     @property
-    def draws(self) -> bool:
+    def uses_dropout(self) -> bool:
         """If there is dropout."""
         return bool(self.dropouts)
 
@@ -77,7 +77,7 @@ class MLPRule(Rule):
         return f"{self.down}.weight", f"{self.down}.bias"
 
     @property
-    def by_token(self) -> bool:
+    def tokenwise(self) -> bool:
         """But for dropout, whose masks are drawn for all tokens together."""
         return not self.dropouts and not self.mixes_tokens
 
@@ -85,14 +85,14 @@ class MLPRule(Rule):
         """Rows of the ups, columns of the down, a segment of its bias."""
         refuse_dropout(module, self.dropouts)
         for name in self.dropouts:
-            drop_by_slices(module, name)
+            use_slice_mask(module, name)
         return projections(module, self.ups, self.down)
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A slice's part of the output; dropout draws for its part of the hidden width."""
-        draw, own = kwargs.get(DRAW), {name: value for name, value in kwargs.items() if name != DRAW}
-        first, _ = part.bounds[f"{self.ups[0]}.weight"]
-        with drawing(draw and draw.of_slice(first, self.batch_dim)):
+        masks, own = kwargs.get(MASKS_ARGUMENT), {name: value for name, value in kwargs.items() if name != MASKS_ARGUMENT}
+        first, _ = current.bounds[f"{self.ups[0]}.weight"]
+        with slice_masks(masks and masks.for_slice(first, self.batch_dim)):
             return forward(*args, **own)
 
 
@@ -128,7 +128,7 @@ def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
             )
 
 
-def drop_by_slices(module: nn.Module, name: str) -> None:
+def use_slice_mask(module: nn.Module, name: str) -> None:
     """The dropout of this name draws its mask slice by slice.
 
     Raises:

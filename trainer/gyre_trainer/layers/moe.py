@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.rotation.rule import Part, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut
 from gyre_trainer.shards.sharded_init import Uniform
 
@@ -118,9 +118,9 @@ class ExpertsRule(Rule):
             raise RotationError(f"{type(module).__name__} has different numbers of experts in {shapes}")
         return [Cut(name, shape, 0) for name, shape in shapes.items()]
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the slice's experts make of the tokens that chose them."""
-        start, stop = part.bounds[self.weights[0]]
+        start, stop = current.bounds[self.weights[0]]
         own, named = list(args), dict(kwargs)
         try:
             chosen = named[self.chosen] if isinstance(self.chosen, str) else own[self.chosen]

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.rotation.dropout_masks import Draw, fresh_key
-from gyre_trainer.rotation.output_reduction import Beside, Join
+from gyre_trainer.rotation.dropout_masks import DropoutMasks, new_key
+from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.rotation.rule import Part, Rule
-from gyre_trainer.rotation.wrap import Inside, Where, wrap
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.sharded_parameters import local_of
 
@@ -47,29 +47,33 @@ class InputProjectionsRule(Rule):
         parameters = {name: getattr(module, name) for name in names}
         return [Cut(name, tuple(p.shape), 0) for name, p in parameters.items() if p is not None]
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    def run(
+        self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
         """The slice's features of queries, keys and values."""
         if not self.packed:
-            weights = [part.weights[name] for name in _SEPARATE]
+            weights = [current.weights[name] for name in _SEPARATE]
             return [F.linear(x.to(weight.dtype), weight) for x, weight in zip(args, weights, strict=True)]
-        weight, bias = part.weights["in_proj_weight"], part.weights.get("in_proj_bias")
-        packed = part.bounds["in_proj_weight"]
+        weight, bias = current.weights["in_proj_weight"], current.weights.get("in_proj_bias")
+        packed = current.bounds["in_proj_weight"]
         outputs = []
-        for place, x in enumerate(args):
-            start, stop = (bound + place * self.dim - packed[0] for bound in self._bounds(place, packed))
+        for position, x in enumerate(args):
+            start, stop = (bound + position * self.dim - packed[0] for bound in self._bounds(position, packed))
             own_bias = None if bias is None else bias[start:stop]
             outputs.append(F.linear(x.to(weight.dtype), weight[start:stop], own_bias))
         return outputs
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
         """Side by side."""
-        cut = layout.cuts[0 if self.packed else place]
+        cut = layout.cuts[0 if self.packed else position]
         bounds = layout.all_bounds(cut)
-        return Beside(-1, [self._bounds(place, each) for each in bounds] if self.packed else bounds, cut.name, dtype)
+        return ConcatenatedOutputs(
+            -1, [self._bounds(position, each) for each in bounds] if self.packed else bounds, cut.name, dtype
+        )
 
-    def _bounds(self, place: int, packed: tuple[int, int]) -> tuple[int, int]:
+    def _bounds(self, position: int, packed: tuple[int, int]) -> tuple[int, int]:
         """The part of a range of the packed features that belongs to the queries (place 0), keys (1) or values (2)."""
-        start, stop = (min(max(bound - place * self.dim, 0), self.dim) for bound in packed)
+        start, stop = (min(max(bound - position * self.dim, 0), self.dim) for bound in packed)
         return start, stop
 
 
@@ -142,13 +146,13 @@ def _attended(
     scores = q_BHTC @ k_BHSC.transpose(-2, -1) * q_BHTC.shape[-1] ** -0.5
     weights = (scores if mask is None else scores + mask).softmax(-1)
     if p and equal:
-        weights = Draw(fresh_key(), module.rotation.home.ring, equal=True).drop(weights, p)
+        weights = DropoutMasks(new_key(), module.rotation.sharded.ring, equal=True).apply(weights, p)
     elif p:
         weights = F.dropout(weights, p)
     return weights @ v_BHSC, weights if need_weights else None
 
 
-def turn_multihead(module: nn.MultiheadAttention, where: Where) -> None:
+def rotate_multihead(module: nn.MultiheadAttention, target: RotationTarget) -> None:
     """Let it rotate.
 
     Raises:
@@ -159,5 +163,5 @@ def turn_multihead(module: nn.MultiheadAttention, where: Where) -> None:
             raise RotationError(f"{type(module).__name__}: attention with {option} cannot be rotated")
     rule = InputProjectionsRule(module.embed_dim, module._qkv_same_embed_dim)
     reads = ("in_proj_weight", "in_proj_bias") if rule.packed else _SEPARATE
-    wrap(module, rule, where, Inside(module.forward, reads, RotatedMultiheadAttention))
-    wrap(module.out_proj, LinearRule(), where)
+    wrap(module, rule, target, PartialRotation(module.forward, reads, RotatedMultiheadAttention))
+    wrap(module.out_proj, LinearRule(), target)

@@ -71,17 +71,17 @@ def _is_recorded(tensors: list[Any]) -> bool:
 
 def recompute_norms(model: nn.Module) -> None:
     """From now on norms in a rotated model, those inside of what rotates excepted, keep their inputs alone for backward."""
-    inside = {id(module) for module in _passengers(model)}
+    inside = {id(module) for module in _modules_inside_rotations(model)}
     for module in model.modules():
         if id(module) not in inside and not isinstance(module, RecomputedNorm | RotatedModule) and _keeps_its_input(module):
             mix_in(module, RecomputedNorm, "Recomputed")
 
 
-def _passengers(model: nn.Module) -> Iterator[nn.Module]:
+def _modules_inside_rotations(model: nn.Module) -> Iterator[nn.Module]:
     """Modules that run slice by slice, and whose parameters every rank has whole."""
     for module in model.modules():
         if isinstance(module, RotatedModule):
-            yield from (module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.passengers)
+            yield from (module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.replicated)
 
 
 def _keeps_its_input(module: nn.Module) -> bool:

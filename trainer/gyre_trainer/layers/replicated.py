@@ -17,7 +17,7 @@ from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rule import swapped
-from gyre_trainer.shards.sharded_parameters import as_parameter, home_of, local_of
+from gyre_trainer.shards.sharded_parameters import as_parameter, local_of, sharded_parameters_of
 
 
 class ReplicatedModule:
@@ -43,7 +43,7 @@ class ReplicatedAttention(ReplicatedModule):
     reads_inside: ClassVar[bool] = True
 
 
-class Averaging:
+class GradientAveraging:
     """Gradients that are averaged over the ranks once a backward has made them all.
 
     Attributes:
@@ -51,10 +51,10 @@ class Averaging:
     """
 
     def __init__(self) -> None:
-        self.held_back = False
+        self.postponed = False
 
 
-class Replicas(Averaging):
+class ReplicatedGradients(GradientAveraging):
     """Averages the gradients of replicated parameters over the ranks when a backward ends.
 
     What is averaged is the accumulated gradient. Where its older part is averaged already, that is equal on all ranks and its
@@ -74,7 +74,7 @@ class Replicas(Averaging):
 
     def touched(self) -> None:
         """A gradient has come; the backward that it came in will average all of them at its end."""
-        if not self._due and not self.held_back:
+        if not self._due and not self.postponed:
             self._due = True
             Variable._execution_engine.queue_callback(self._average)
 
@@ -82,15 +82,15 @@ class Replicas(Averaging):
         self._due = False
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
-        with self._ring.roll_call.together("averaging gradients of replicated parameters"):
+        with self._ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
             dist.all_reduce(flat, group=self._group)
         flat /= dist.get_world_size(self._group)
         for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
 
 
-def _touched(replicas: "ref[Replicas]", parameter: Tensor) -> None:
-    there = replicas()
+def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
+    there = grad_averaging()
     if there is not None:
         there.touched()
 
@@ -106,17 +106,19 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         RotationError: the model was not rotated, or holds no module that was.
     """
-    averaging = [each for module in model.modules() if isinstance(each := getattr(module, "replicas", None), Averaging)]
+    averaging = [
+        each for module in model.modules() if isinstance(each := getattr(module, "grad_averaging", None), GradientAveraging)
+    ]
     if not averaging:
         raise RotationError(f"{type(model).__name__} is not rotated; call rotate_all, or rotate, on the model as a whole first")
-    before = [each.held_back for each in averaging]
+    before = [each.postponed for each in averaging]
     for each in averaging:
-        each.held_back = True
+        each.postponed = True
     try:
         yield
     finally:
-        for each, held_back in zip(averaging, before, strict=True):
-            each.held_back = held_back
+        for each, postponed in zip(averaging, before, strict=True):
+            each.postponed = postponed
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -135,12 +137,12 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         if loose and not isinstance(child, RotatedModule):
             attends = isinstance(child, nn.MultiheadAttention)
             mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
-    module.replicas = Replicas(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
+    module.grad_averaging = ReplicatedGradients(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
 
 
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
     """A DTensor parameter with the values of rank 0; NaN until it is materialised where ``source`` is on `meta`."""
-    if home_of(source) is not None:
+    if sharded_parameters_of(source) is not None:
         raise RotationError(f"{name} is tied to a parameter that rotates; rotate the module that it is in too, before this")
     if source.is_meta:
         local = torch.full(source.shape, torch.nan, dtype=source.dtype, device=mesh.device_type)

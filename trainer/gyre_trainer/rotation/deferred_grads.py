@@ -1,9 +1,10 @@
-"""Gradients of linear layers' weights, computed last.
+"""Weight gradients of linear layers, computed last in a slice's backward.
 
-A slice's gradient is still on its way here while the slice's backward begins. So a linear layer only notes what its weight's
-gradient is the product of, and the product is formed when the buffer is here, straight into it: no weight's gradient ever
-exists beside it, and the hop is hidden behind the rest of the slice's backward. Whatever forms its weight's gradient bit by bit
-adds each bit to the buffer, and so waits for the hop.
+A slice's gradient is still in flight to this rank while the slice's backward begins. So a linear
+layer only records the two matrices whose product is its weight's gradient. The product is formed
+when the gradient's buffer has arrived, straight into it: no weight's gradient exists beside the
+buffer, and the hop is hidden behind the rest of the slice's backward. An operator that forms its
+weight's gradient in parts adds each part to the buffer at once, and so waits for the hop earlier.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from gyre_trainer.rotation.output_reduction import Sum
+from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.shards.gradient_ring import SliceGrad
 
 _UNBIND = (torch.unbind, Tensor.unbind)
@@ -24,93 +25,98 @@ _Where = tuple[int, int | None]  # place and entry
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """The gradient of a weight: the product of two matrices.
+class WeightGradProduct:
+    """The gradient of a weight as the product of two matrices.
 
     Attributes:
-        place: of the weight among the parts that take a gradient.
-        entry: which of the matrices along that part's first dim the weight is; None where it is the whole part.
+        position: the weight's index among the shards that take a gradient.
+        entry: which of the matrices along that shard's first dim the weight is; None where it is
+            the whole shard.
     """
 
-    place: int
+    position: int
     left: Tensor
     right: Tensor
     entry: int | None = None
 
 
 @dataclass(slots=True)
-class Late:
-    """What the slices' graphs of one call share, beside autograd.
+class DeferredGrads:
+    """What the slices' graphs of one call share beside autograd.
 
     Attributes:
-        sums: of the gradients of the call's inputs, by the inputs' ids; complete when all slices are through.
-        places: of the weights of the slice whose graph is recorded, among those that take a gradient, by their ids.
-        entries: place, entry and matrix of weights that were taken apart, by ids, which are the matrices' own while these live.
-        products: that linear layers noted, of the slice whose backward runs; whoever forms them takes them out.
-        slice_grad: waits for the gradient of the slice whose backward runs.
+        sums: sums of the gradients of the call's inputs, by the inputs' ids. They are complete when
+            all slices are through.
+        positions: the weights of the slice whose graph is recorded, by their ids: their index among
+            the shards that take a gradient.
+        entries: position, entry and matrix of weights that were unbound, by ids. These are the
+            matrices' own while the matrices live here.
+        products: recorded by linear layers of the slice whose backward runs; `take_products`
+            empties it.
+        slice_grad: waits for the gradient of the slice whose backward runs, and returns it.
     """
 
-    sums: Mapping[int, Sum]
-    places: Mapping[int, int] = field(default_factory=dict)
+    sums: Mapping[int, RunningSum]
+    positions: Mapping[int, int] = field(default_factory=dict)
     entries: dict[int, tuple[int, int, Tensor]] = field(default_factory=dict)
-    products: list[Product] = field(default_factory=list)
+    products: list[WeightGradProduct] = field(default_factory=list)
     slice_grad: Callable[[], SliceGrad] | None = None
 
-    def add_product(self, place: int, left: Tensor, right: Tensor) -> None:
-        """Add the product of two matrices to the gradient of the weight at ``place``, now."""
+    def add_product(self, position: int, left: Tensor, right: Tensor) -> None:
+        """Add the product of two matrices to the gradient of the weight at ``position`` at once."""
         assert self.slice_grad is not None
-        self.slice_grad().add_product(place, left, right)
+        self.slice_grad().add_product(position, left, right)
 
-    def take(self) -> list[Product]:
-        """The products that were noted since the last time."""
+    def take_products(self) -> list[WeightGradProduct]:
+        """The products that were recorded since the last call."""
         products = self.products[:]
         self.products.clear()
         return products
 
 
-class LateGrads(TorchFunctionMode):
-    """Inside, linear layers on one slice's weights, those in ``late.places``, work like that.
+class DeferWeightGrads(TorchFunctionMode):
+    """A context in which linear layers on the weights in ``deferred.positions`` record their gradients.
 
-    So do those on the matrices that `unbind` takes such a weight apart into. Any other use of a weight gives its gradient as
-    usual.
+    The same holds for the matrices that `unbind` takes out of such a weight. Any other use of a
+    weight gives its gradient as usual.
     """
 
-    def __init__(self, late: Late) -> None:
+    def __init__(self, deferred: DeferredGrads) -> None:
         super().__init__()
-        self._late = late
+        self._deferred = deferred
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if func in _UNBIND and id(args[0]) in self._late.places:
-            self._note_entries(self._late.places[id(args[0])], result)
+        if func in _UNBIND and id(args[0]) in self._deferred.positions:
+            self._note_entries(self._deferred.positions[id(args[0])], result)
         return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._late.entries.clear()
+        self._deferred.entries.clear()
 
-    def _note_entries(self, place: int, tensors: Sequence[Tensor]) -> None:
+    def _note_entries(self, position: int, tensors: Sequence[Tensor]) -> None:
         if tensors and tensors[0].ndim == 2:
-            self._late.entries.update({id(tensor): (place, entry, tensor) for entry, tensor in enumerate(tensors)})
+            self._deferred.entries.update({id(tensor): (position, entry, tensor) for entry, tensor in enumerate(tensors)})
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002  # torch's name
-        place, entry = self._late.places.get(id(weight)), None
-        if place is None and id(weight) in self._late.entries:
-            place, entry, _ = self._late.entries[id(weight)]
-        if place is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+        position, entry = self._deferred.positions.get(id(weight)), None
+        if position is None and id(weight) in self._deferred.entries:
+            position, entry, _ = self._deferred.entries[id(weight)]
+        if position is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
-        return _Linear.apply(input, weight, bias, (place, entry), self._late)  # type: ignore[no-untyped-call]
+        return _Linear.apply(input, weight, bias, (position, entry), self._deferred)  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer that notes its weight's gradient, and adds its input's to the sum where there is one."""
+    """A linear layer that records its weight's gradient, and adds its input's to the sum if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _Where, late: Late) -> Tensor:  # noqa: A002
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _Where, deferred: DeferredGrads) -> Tensor:  # noqa: A002
         ctx.save_for_backward(input, weight)
-        ctx.where, ctx.late, ctx.sum = where, late, late.sums.get(id(input))
+        ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(input))
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -118,8 +124,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         source, weight = ctx.saved_tensors
         grad = _rows(grad_output)
-        place, entry = ctx.where
-        ctx.late.products.append(Product(place, grad.t(), _rows(source), entry))
+        position, entry = ctx.where
+        ctx.deferred.products.append(WeightGradProduct(position, grad.t(), _rows(source), entry))
         grad_source = grad_bias = None
         if ctx.needs_input_grad[0] and ctx.sum is None:
             grad_source = (grad @ weight).view(source.shape)
@@ -131,5 +137,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """As a matrix of the last dim; also where that is empty, which `reshape` cannot guess the others for."""
+    """The tensor as a matrix of its last dim; `reshape` cannot do this where that dim is empty."""
     return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)

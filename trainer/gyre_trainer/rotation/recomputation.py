@@ -1,7 +1,8 @@
-"""Activations that nobody keeps: the node of the graph that made one makes it once more.
+"""Activations that no graph keeps: the graph node that computed one computes it again in backward.
 
-A norm keeps its input for its own backward. Who reads its output, and wants it again in backward, need not keep that too.
-What is kept lies in the graph as torch's own functions keep theirs, so `torch.utils.checkpoint` around it drops that as well.
+A norm keeps its input for its own backward. A module that reads the norm's output, and needs it
+again in backward, can have it recomputed from that input. The inputs are saved as torch's own
+functions save theirs, so `torch.utils.checkpoint` around them drops them as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ Compute = Callable[..., Tensor]
 
 
 def recomputed(compute: Compute, *inputs: Tensor) -> Tensor:
-    """``compute(*inputs)``, of which the graph keeps the inputs alone; `recipe_of` finds how it is made again.
+    """``compute(*inputs)``; the graph keeps the inputs alone. `recomputation_of` finds how to repeat it.
 
     Args:
         compute: gives the same bits every time, and one tensor that is no view of an input.
-        inputs: all that it depends on and that takes a gradient.
+        inputs: every tensor that the result depends on and that takes a gradient.
     """
     output: Tensor = _Recomputed.apply(compute, *inputs)  # type: ignore[no-untyped-call]
     if output.grad_fn is not None:
@@ -52,7 +53,11 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _inputs(node: Any) -> Sequence[Tensor]:
-    """Of a `_Recomputed`; unpacked once for all who ask in one backward, since a checkpoint gives them out once."""
+    """The inputs of a `_Recomputed` node.
+
+    They are unpacked once for all readers in one backward, because a checkpoint gives them out
+    once.
+    """
     if node.inputs is None:
         node.inputs = node.saved_tensors
     inputs: Sequence[Tensor] = node.inputs
@@ -60,24 +65,27 @@ def _inputs(node: Any) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a tensor is made once more, in the backward of who reads it.
+class Recomputation:
+    """How to compute a tensor again in the backward of a module that reads it.
 
     Attributes:
-        node: that made it, or what it is a view of.
-        view: its size, stride and offset, and the stride of what it is a view of; None for no view.
+        node: the graph node that computed the tensor, or the tensor's base if it is a view.
+        view: size, stride and offset of the view, and the stride of its base; None for no view.
     """
 
     node: Any
     view: tuple[Sequence[int], Sequence[int], int, Sequence[int]] | None = None
 
     @torch.no_grad()
-    def make(self, made: dict[Any, Tensor]) -> Tensor:
-        """The tensor, cut off the graph; ``made`` has what nodes gave to others who ask for it at the same time."""
-        if self.node not in made:
+    def compute_again(self, cache: dict[Any, Tensor]) -> Tensor:
+        """The tensor, detached from the graph.
+
+        ``cache`` has the results of nodes for other readers that ask at the same time.
+        """
+        if self.node not in cache:
             with self.node.autocast():
-                made[self.node] = self.node.compute(*_inputs(self.node))
-        whole = made[self.node]
+                cache[self.node] = self.node.compute(*_inputs(self.node))
+        whole = cache[self.node]
         if self.view is None:
             return whole.detach()
         size, stride, offset, whole_stride = self.view
@@ -85,32 +93,38 @@ class Recipe:
         return whole.as_strided(size, stride, offset)
 
 
-def recipe_of(tensor: Tensor) -> Recipe | None:
-    """That of what `recomputed` gave and of views of it; None for any other tensor, and where it was written to."""
+def recomputation_of(tensor: Tensor) -> Recomputation | None:
+    """How to compute ``tensor`` again; None if it is not a result of `recomputed`, or was written to.
+
+    A view of such a result has a recomputation too.
+    """
     whole = tensor if tensor._base is None else tensor._base
     node: Any = whole.grad_fn
     if not isinstance(node, _Recomputed._backward_cls) or node.version != whole._version or tensor.dtype != whole.dtype:  # type: ignore[attr-defined]
         return None
     if whole is tensor:
-        return Recipe(node)
-    return Recipe(node, (tensor.size(), tensor.stride(), int(tensor.storage_offset()), whole.stride()))
+        return Recomputation(node)
+    return Recomputation(node, (tensor.size(), tensor.stride(), int(tensor.storage_offset()), whole.stride()))
 
 
-def remembered(tensor: Tensor) -> tuple[Tensor, Recipe | None]:
-    """The same tensor, and how backward has it again without its reader keeping it.
+def recomputable(tensor: Tensor) -> tuple[Tensor, Recomputation | None]:
+    """The same tensor, and how backward gets it again without its reader keeping it.
 
-    Where nobody makes it again, a node before the reader's keeps it. None for a tensor that takes no gradient, since such a
-    node would be nowhere in the graph.
+    Where no node can compute it again, a node before the reader keeps it. The second item is None
+    for a tensor that takes no gradient, since such a node would not be in the graph.
     """
-    recipe = recipe_of(tensor)
-    if recipe is not None or not tensor.requires_grad:
-        return tensor, recipe
+    recomputation = recomputation_of(tensor)
+    if recomputation is not None or not tensor.requires_grad:
+        return tensor, recomputation
     same = recomputed(_same, tensor)
-    return same, Recipe(same.grad_fn)
+    return same, Recomputation(same.grad_fn)
 
 
 def autocast_of_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Makes contexts in which autocast is as it is now; but it keeps no weights that it cast, since these are visitors'."""
+    """A function that makes contexts with autocast as it is now, but without autocast's cache of weights.
+
+    The cached weights would belong to a remote slice.
+    """
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return partial(torch.autocast, device.type, dtype, enabled, cache_enabled=False)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.sharded_parameters import Home
+from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
 _MIN_PIECE = 2**18  # elements; hops of less cost time and save little
 _MAX_ROUNDS = 16
@@ -61,7 +61,7 @@ class Rotation:
     """What there is to know of a rotated module.
 
     Attributes:
-        module: whose parameters now lie in ``home``.
+        module: whose parameters now lie in ``sharded``.
         forward: the module's own, for whole or sliced parameters alike.
         layout: as the home's, with the names that its parameters have in this module.
         passengers: names of parameters inside that no cut names; each rank has them whole.
@@ -71,9 +71,9 @@ class Rotation:
     forward: Callable[..., Tensor]
     rule: Rule
     layout: Layout
-    home: Home
+    sharded: ShardedParameters
     policy: RotationPolicy
-    passengers: tuple[str, ...]
+    replicated: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -87,20 +87,20 @@ class Rotation:
         So one large vocabulary does not set the size of all transient buffers. It is settled at the first call, when all that
         rotates on the ring is known, and does not change afterwards.
         """
-        unit = self.home.ring.pool.unit
-        if not self.rule.divisible or len(self.layout.cuts) > 1 or not unit:
+        largest_whole_numel = self.sharded.ring.pool.largest_whole_numel
+        if not self.rule.divisible or len(self.layout.cuts) > 1 or not largest_whole_numel:
             return self.layout
-        return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, -(-self.layout.numel(0) // max(unit, _MIN_PIECE)))))
+        return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, -(-self.layout.numel(0) // max(largest_whole_numel, _MIN_PIECE)))))
 
     @contextmanager
     def own_piece(self, round_: int) -> Iterator[Tensor]:
         """The own slice's piece of a round as it travels: in the home itself, or a copy in the computation's dtype."""
-        flat = self.pieces.within(self.home.flat, self.pieces.piece(self.home.ring.rank, round_))
+        flat = self.pieces.piece_in(self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_))
         dtype = self.policy.compute_dtype or flat.dtype
         if dtype == flat.dtype:
             yield flat
             return
-        pool = self.home.ring.pool
+        pool = self.sharded.ring.pool
         buffer = pool.take(self.pieces.numel(0), dtype, flat.device)
         try:
             yield buffer[: flat.numel()].copy_(flat)

@@ -1,4 +1,4 @@
-"""What autograd keeps of a slice between forward and backward."""
+"""What autograd saves of a slice between forward and backward."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from gyre_trainer.shards.sharded_parameters import same_storage
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a saved view of the weights lay in the slice's buffer."""
+class _WeightView:
+    """Where a saved view of the weights lies in the slice's buffer."""
 
     offset: int
     size: torch.Size
@@ -19,35 +19,37 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """Any other saved tensor, and how often it had been written to."""
+class _SavedTensor:
+    """Any other saved tensor, and its version when it was saved."""
 
     tensor: Tensor
     version: int
 
 
-class SavedSlice:
-    """Saved tensors of one slice's graph; views of its weights are found again in whatever buffer holds the slice.
+class SavedTensors:
+    """The saved tensors of one slice's graph. Views of the slice's weights are saved without their memory.
+
+    In backward such a view is made again on the buffer that then holds the slice.
 
     Attributes:
-        flat: the slice's weights while it is here, None while it is elsewhere.
+        flat: the slice's weights while they are on this rank; None while they are elsewhere.
     """
 
     def __init__(self, flat: Tensor) -> None:
         self.flat: Tensor | None = flat
 
     def recording(self) -> saved_tensors_hooks:
-        """A context in which autograd saves here."""
+        """A context in which autograd saves its tensors here."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Place | _Kept:
+    def _pack(self, tensor: Tensor) -> _WeightView | _SavedTensor:
         assert self.flat is not None
         if same_storage(tensor, self.flat):
-            return _Place(int(tensor.storage_offset()), tensor.size(), tensor.stride())
-        return _Kept(tensor.detach(), tensor._version)
+            return _WeightView(int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return _SavedTensor(tensor.detach(), tensor._version)
 
-    def _unpack(self, saved: _Place | _Kept) -> Tensor:
-        if isinstance(saved, _Place):
+    def _unpack(self, saved: _WeightView | _SavedTensor) -> Tensor:
+        if isinstance(saved, _WeightView):
             assert self.flat is not None, "the rule says that its backward reads no weights, but it does"
             return self.flat.as_strided(saved.size, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:

@@ -5,39 +5,43 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gyre_trainer.rotation.output_reduction import Sum
+from gyre_trainer.rotation.output_reduction import RunningSum
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class TokenChunk:
     """A call's inputs for some of its tokens.
 
     Attributes:
-        inputs: passengers and arguments, cut off the graph around.
-        sums: of their gradients; what is added for some tokens of an input lands in the sum of that input.
-        tokens: their half-open range, counted over all dims but the last; None for all.
+        inputs: replicated parameters and arguments, detached from the graph around the call.
+        sums: the sums of their gradients. What is added for some tokens of an input goes to those
+            rows of the input's sum.
+        tokens: the half-open range of tokens, counted over all dims but the last; None for all.
     """
 
     inputs: Sequence[Tensor]
-    sums: Sequence[Sum]
+    sums: Sequence[RunningSum]
     tokens: slice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A tensor's rows of these tokens, with as many dims."""
+        """The rows of ``tensor`` for these tokens, with as many dims."""
         return tensor if self.tokens is None else _rows(tensor, self.tokens)
 
-    def split(self, place: int, num_tokens: int) -> "Iterator[Portion]":
-        """Of at most that many tokens each, as equal as can be; ``place`` is that of the contiguous input that has them."""
-        source, total = self.inputs[place], self.sums[place]
+    def split(self, position: int, num_tokens: int) -> "Iterator[TokenChunk]":
+        """Chunks of at most ``num_tokens`` tokens each, as equal as can be.
+
+        ``position`` is the index of the contiguous input that has the tokens.
+        """
+        source, total = self.inputs[position], self.sums[position]
         num_rows = source.shape[:-1].numel()
         num_portions = -(-num_rows // num_tokens)
         for index in range(num_portions):
             tokens = slice(index * num_rows // num_portions, (index + 1) * num_rows // num_portions)
             rows = _rows(source.detach(), tokens).requires_grad_(source.requires_grad)
-            of_rows = total.within(_rows(total.room(source), tokens)) if source.requires_grad else total
+            of_rows = total.part_sum(_rows(total.writable(source), tokens)) if source.requires_grad else total
             inputs, sums = list(self.inputs), list(self.sums)
-            inputs[place], sums[place] = rows, of_rows
-            yield Portion(inputs, sums, tokens)
+            inputs[position], sums[position] = rows, of_rows
+            yield TokenChunk(inputs, sums, tokens)
 
 
 def _rows(tensor: Tensor, tokens: slice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters move home, and a rotation takes the place of the forward that read them."""
+"""Shards a module's parameters and replaces the forward that reads them by a rotation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rotation import Rotation, RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.sharded_parameters import Home, home_of, settle
+from gyre_trainer.shards.sharded_parameters import ShardedParameters, shard_parameters, sharded_parameters_of
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """The ring that modules rotate on, and how."""
+class RotationTarget:
+    """The ring that modules rotate on, and the policy."""
 
     mesh: DeviceMesh
     policy: RotationPolicy
 
     @property
     def num_slices(self) -> int:
-        """As many as there are ranks."""
+        """The number of slices of each module: the number of ranks."""
         return ring_of(self.mesh).size
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
-    """What goes round the ring of a module that does not do so as a whole.
+class PartialRotation:
+    """The part of a module that rotates, where the module does not rotate as a whole.
 
     Attributes:
-        forward: is run slice by slice.
-        reads: names of the parameters, and of the modules inside, that it uses.
-        behaviour: mixed in before the module's class, in the place of `RotatedModule`.
+        forward: the function that runs slice by slice.
+        reads: names of the parameters, and of the modules inside, that ``forward`` uses.
+        behaviour: the class to mix in before the module's class, a subclass of `RotatedModule`.
     """
 
     forward: Callable[..., Any]
@@ -44,29 +44,29 @@ class Inside:
     behaviour: type[RotatedModule]
 
 
-def wrap(module: nn.Module, rule: Rule, where: Where, inside: Inside | None = None) -> None:
-    """Move the parameters that ``rule`` cuts home, and put the rotation in the place of the module's forward.
+def wrap(module: nn.Module, rule: Rule, target: RotationTarget, partial: PartialRotation | None = None) -> None:
+    """Shard the parameters that ``rule`` cuts, and let the module's forward go round the ring.
 
     Raises:
-        RotationError: the module cannot be cut like this; names module and parameter.
+        RotationError: the module cannot be cut like this; the message names module and parameter.
     """
-    reads = None if inside is None else inside.reads
+    reads = None if partial is None else partial.reads
     for name, child in module.named_modules():
         if isinstance(child, RotatedModule) and _is_read(name, reads):
             raise RotationError(
                 f"{type(module).__name__}.{name} is rotated already; rotate either it or {type(module).__name__}"
             )
-    layout = Layout(tuple(rule.cuts(module, where.num_slices)), where.num_slices)
-    home = _home(module, layout, where.mesh)
-    for cut, parameter in zip(layout.cuts, home.parameters, strict=True):
+    layout = Layout(tuple(rule.cuts(module, target.num_slices)), target.num_slices)
+    sharded = _sharded_parameters(module, layout, target.mesh)
+    for cut, parameter in zip(layout.cuts, sharded.parameters, strict=True):
         path, _, name = cut.name.rpartition(".")
         setattr(module.get_submodule(path), name, parameter)
-    passengers = tuple(_passengers(module, layout, reads))
-    forward = module.forward if inside is None else inside.forward
-    rotation = Rotation(module, forward, rule, layout, home, where.policy, passengers)
+    replicated = tuple(_replicated_names(module, layout, reads))
+    forward = module.forward if partial is None else partial.forward
+    rotation = Rotation(module, forward, rule, layout, sharded, target.policy, replicated)
     if not rule.divisible or len(layout.cuts) > 1:
-        home.ring.pool.unit = max(home.ring.pool.unit, layout.numel(0))
-    mix_in(module, RotatedModule if inside is None else inside.behaviour, "Rotated")
+        sharded.ring.pool.largest_whole_numel = max(sharded.ring.pool.largest_whole_numel, layout.numel(0))
+    mix_in(module, RotatedModule if partial is None else partial.behaviour, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]
 
@@ -75,7 +75,7 @@ def _is_read(name: str, reads: tuple[str, ...] | None) -> bool:
     return reads is None or any(name == read or name.startswith(f"{read}.") for read in reads)
 
 
-def _passengers(module: nn.Module, layout: Layout, reads: tuple[str, ...] | None) -> Iterator[str]:
+def _replicated_names(module: nn.Module, layout: Layout, reads: tuple[str, ...] | None) -> Iterator[str]:
     """Names of parameters that the forward reads and no cut names."""
     cut_names = {cut.name for cut in layout.cuts}
     for name, _ in module.named_parameters():
@@ -83,24 +83,24 @@ def _passengers(module: nn.Module, layout: Layout, reads: tuple[str, ...] | None
             yield name
 
 
-def _home(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> Home:
+def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedParameters:
     """Where the parameters live: a new home, or the one of the module that they are tied with."""
     sources = [module.get_parameter(cut.name) for cut in layout.cuts]
     if len({id(source) for source in sources}) < len(sources):
         names = ", ".join(cut.name for cut in layout.cuts)
         raise RotationError(f"{type(module).__name__} uses one parameter in several places among {names}; it cannot be cut")
-    tied = [home_of(source) for source in sources]
-    if all(home is None for home in tied):
+    tied = [sharded_parameters_of(source) for source in sources]
+    if all(sharded is None for sharded in tied):
         _require_uniform(module, layout, sources, mesh)
-        return settle(sources, layout, mesh)
-    home = tied[0]
-    if home is None or any(other is not home for other in tied) or home.layout.shapes != layout.shapes:
+        return shard_parameters(sources, layout, mesh)
+    sharded = tied[0]
+    if sharded is None or any(other is not sharded for other in tied) or sharded.layout.shapes != layout.shapes:
         names = ", ".join(cut.name for cut, other in zip(layout.cuts, tied, strict=True) if other is not None)
         raise RotationError(
             f"{type(module).__name__} shares {names} with a module that is rotated already and cut in another way; "
             "tied modules must have the same parameters, all cut alike"
         )
-    return home
+    return sharded
 
 
 def _require_uniform(module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh) -> None:

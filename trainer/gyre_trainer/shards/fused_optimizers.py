@@ -1,6 +1,7 @@
-"""torch's fused optimizers on DTensors, where torch itself does not know how: each rank steps on the parts that it has.
+"""Torch's fused optimizers on DTensors that torch itself does not support: each rank steps on its shards.
 
-torch knows it of Adam and AdamW. The others are as elementwise, and an optimizer's states are cut as their parameter is.
+Torch supports Adam and AdamW. SGD and Adagrad are elementwise too, and an optimizer's states are cut as
+their parameters are.
 """
 
 from typing import Any
@@ -21,17 +22,20 @@ _OPERATORS = (
 )
 
 
-def take_dtensors() -> None:
-    """From now on they do, in this process; an operator that somebody else has taught stays as it is."""
+def support_dtensors() -> None:
+    """From now on these operators accept DTensors in this process.
+
+    An operator that already has a handler keeps it.
+    """
     for operator in _OPERATORS:
-        DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, _on_parts)
+        DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, _on_local_shards)
 
 
-def _on_parts(op_call: OpOverload[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """The operator writes to its arguments and returns nothing that a DTensor would have to be made of."""
-    own_args, own_kwargs = tree_map(_part, (args, kwargs))
-    return op_call(*own_args, **own_kwargs)
+def _on_local_shards(op_call: OpOverload[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    """Run the operator on this rank's shards; it writes to its arguments and returns no tensor."""
+    local_args, local_kwargs = tree_map(_local, (args, kwargs))
+    return op_call(*local_args, **local_kwargs)
 
 
-def _part(leaf: object) -> object:
+def _local(leaf: object) -> object:
     return local_of(leaf) if isinstance(leaf, Tensor) else leaf

@@ -1,4 +1,4 @@
-"""How parameters are cut, and where the parts of one slice lie in the flat buffer that travels."""
+"""How parameters are cut, and where the shards of one slice lie in the flat buffer that travels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One parameter and the tensor dim that it is cut along.
+    """One parameter and the dim that it is cut along.
 
     Attributes:
-        name: inside the rotated module.
-        shape: of the whole parameter.
-        dim: cut as `torch.chunk` cuts.
-        padded: the slice's forward sees this one-dim parameter whole, zero outside the slice's part; so outputs that add up
-            contain it once.
+        name: the parameter's name inside the rotated module.
+        shape: the shape of the whole parameter.
+        dim: the dim that is cut, as `torch.chunk` cuts.
+        padded: whether the slice's forward sees this one-dim parameter whole, with zeros outside
+            the slice's range. Outputs that add up contain such a bias once.
     """
 
     name: str
@@ -28,10 +28,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of all parameters lie in the flat buffer of each slice.
+    """Where the shards of all parameters lie in the flat buffer of each slice.
 
-    A slice may travel in several pieces, one round after the other: those of all slices are numbered round by round, so that
-    the piece of slice s in round r is r * num_slices + s. In a single round the pieces are the slices.
+    A slice may travel in several pieces, one per round. Pieces are numbered round by round: the
+    piece of slice s in round r is r * num_slices + s. In a single round the pieces are the slices.
     """
 
     cuts: tuple[Cut, ...]
@@ -40,16 +40,19 @@ class Layout:
 
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], int]]:
-        """What is cut and how, whatever the names."""
+        """Shape and cut dim of each parameter, without the names."""
         return [(cut.shape, cut.dim) for cut in self.cuts]
 
     def in_rounds(self, num_rounds: int) -> "Layout":
-        """The same slices in that many pieces each; only of one parameter that is cut along its first dim."""
+        """The same slices in ``num_rounds`` pieces each.
+
+        More than one round takes a single parameter that is cut along its first dim.
+        """
         assert num_rounds == 1 or [cut.dim for cut in self.cuts] == [0]
         return self if num_rounds == self.num_rounds else replace(self, num_rounds=num_rounds)
 
     def piece(self, index: int, round_: int) -> int:
-        """The number of the piece of slice ``index`` in a round."""
+        """The number of the piece of slice ``index`` in round ``round_``."""
         return round_ * self.num_slices + index
 
     def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
@@ -64,25 +67,25 @@ class Layout:
         return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
 
     def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
-        """Those of every piece."""
+        """The half-open ranges of all pieces, in the order of their numbers."""
         return self._bounds[cut.name]
 
     def numel(self, piece: int) -> int:
-        """Elements of a piece; piece 0 is the largest."""
+        """The number of elements of a piece; piece 0 is the largest."""
         return self._numels[piece]
 
-    def within(self, flat: Tensor, piece: int) -> Tensor:
-        """A piece in the buffer of its whole slice."""
+    def piece_in(self, flat: Tensor, piece: int) -> Tensor:
+        """A piece, as a view of ``flat``, the buffer of its whole slice."""
         start = sum(self._numels[piece % self.num_slices : piece : self.num_slices])
         return flat[start : start + self._numels[piece]]
 
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
-        """The parts in the buffer of piece ``index``, in the order of the cuts."""
+        """The shards in ``flat``, the buffer of piece ``index``, in the order of the cuts."""
         shapes, sizes = self._parts[index], self._sizes[index]
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
 
     def only(self, wanted: Sequence[bool]) -> "Layout":
-        """The layout of the cuts whose flag is true."""
+        """The layout of the cuts whose flag in ``wanted`` is true."""
         return replace(self, cuts=tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want))
 
     @cached_property
@@ -109,9 +112,10 @@ class Layout:
 
 
 def slice_bounds(size: int, index: int, num_slices: int) -> tuple[int, int]:
-    """The half-open range of slice ``index`` of a dim of ``size``: that of `torch.chunk`, which DTensor follows too.
+    """The half-open range of slice ``index`` of a dim of ``size``, as `torch.chunk` and DTensor cut it.
 
-    All slices but the last that is not empty have ceil(size / num_slices) entries, so the last ones may be short or empty.
+    Every slice has ceil(size / num_slices) entries, except that the last slices may be short or
+    empty.
     """
     largest = -(-size // num_slices)
     return min(index * largest, size), min((index + 1) * largest, size)

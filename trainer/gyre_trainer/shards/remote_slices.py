@@ -1,19 +1,31 @@
-"""Who visits whom when: the next slice is under way while the caller computes with the present one."""
+"""The slices of the other ranks: the next slice is in flight while the caller computes with this one."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from gyre_trainer.comm.ring import Arrival, Direction, Ring, Stream
+from gyre_trainer.comm.ring import Direction, Hop, Ring
+from gyre_trainer.comm.transport import Stream
 from gyre_trainer.shards.layout import Layout
 
 
-class Visitors:
-    """The other ranks' slices, one after the other; the first hop is under way as soon as this exists.
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    """A slice in flight to this rank: it fills ``flat``, the beginning of the pool's ``buffer``."""
 
-    Iterating yields (number, flat piece) of each slice's piece of one round, ring.size - 1 of them. Clockwise they come in
-    the order rank-1, rank-2, ...; counter-clockwise in the order rank+1, rank+2, .... A visitor is valid until the next one
-    is asked for. Only transient buffers are written to; ``own`` must not change before the first visitor was yielded.
+    hop: Hop
+    buffer: Tensor
+    flat: Tensor
+
+
+class RemoteSlices:
+    """The other ranks' slices, one after the other. The first hop starts when this object is made.
+
+    Iterating yields (number, flat piece) for each remote slice's piece of one round, ring.size - 1 of
+    them: clockwise in the order rank-1, rank-2, ..., counter-clockwise in the order rank+1, rank+2, ....
+    A piece is valid until the next one is asked for. Only transient buffers are written to. ``own`` must
+    not change before the first piece was yielded.
     """
 
     def __init__(self, ring: Ring, own: Tensor, layout: Layout, direction: Direction, round_: int) -> None:
@@ -21,31 +33,31 @@ class Visitors:
         self._layout = layout
         self._direction = direction
         self._round = round_
-        self._next = self._depart(own, 1)
+        self._next = self._start_hop(own, 1)
 
-    def _depart(self, outgoing: Tensor, step: int) -> Arrival | None:
+    def _start_hop(self, outgoing: Tensor, step: int) -> _Incoming | None:
         if step >= self._ring.size:
             return None
         buffer = self._ring.pool.take(self._layout.numel(0), outgoing.dtype, outgoing.device)
         incoming = buffer[: self._layout.numel(self._piece(step))]
-        return Arrival(self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS), buffer, incoming)
+        return _Incoming(self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS), buffer, incoming)
 
     def _piece(self, step: int) -> int:
         return self._layout.piece((self._ring.rank - step * self._direction) % self._ring.size, self._round)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         for step in range(1, self._ring.size):
-            arrival = self._next
-            assert arrival is not None
-            arrival.hop.wait()
-            self._next = self._depart(arrival.flat, step + 1)
-            yield self._piece(step), arrival.flat
+            incoming = self._next
+            assert incoming is not None
+            incoming.hop.wait()
+            self._next = self._start_hop(incoming.flat, step + 1)
+            yield self._piece(step), incoming.flat
             if self._next is not None:
-                self._next.hop.wait()  # it sends from the buffer that goes back now
-            self._ring.pool.put(arrival.buffer)
+                self._next.hop.wait()  # it sends from the buffer that is put back now
+            self._ring.pool.put(incoming.buffer)
 
     def close(self) -> None:
-        """Returns when nothing is under way any more, also where visitors were never asked for or one of them failed."""
+        """Return when no hop is in flight, also where no slice was asked for or a slice failed."""
         if self._next is not None:
             self._next.hop.wait()
             self._ring.pool.put(self._next.buffer)

@@ -1,8 +1,9 @@
-"""Initial weights, shard by shard: the same for every number of ranks, and nobody ever holds the whole model.
+"""Initial weights, shard by shard: the same for every number of ranks, and no rank holds the whole model.
 
-A parameter is a matrix (its first dim by all others) on a fixed grid of cells. Each cell has a stream of random numbers of its
-own, the Philox counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by seed
-and parameter name at the cell's coordinates. So a rank generates the cells that its shard touches, and no others.
+A parameter is seen as a matrix (its first dim by all others) on a fixed grid of cells. Each cell
+has a stream of random numbers of its own: the Philox counter-based generator (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by seed and parameter name, at the
+cell's coordinates. A rank generates only the cells that its shard touches.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,27 +21,29 @@ from torch.distributed.tensor import DTensor, Shard
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import slice_bounds
 
-_CELL = 256  # rows and columns; part of what a seed means
+# Rows and columns of a cell. Another value gives other weights for the same seed. A large cell makes a
+# rank with a narrow shard generate numbers that it throws away; a small one costs a generator per cell.
+_CELL = 256
 
 _Cell = npt.NDArray[np.float64]
 
 
 class Init(Protocol):
-    """What a parameter's entries are drawn from."""
+    """The distribution of a parameter's entries."""
 
     def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """One cell."""
+        """The entries of one cell, float64 of that shape."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Mean 0."""
+    """A normal distribution with mean 0."""
 
     std: float
 
     def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """One cell."""
+        """The entries of one cell."""
         cell = generator.standard_normal(shape)
         cell *= self.std
         return cell
@@ -48,53 +51,56 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """On [-bound, bound)."""
+    """The uniform distribution on [-bound, bound)."""
 
     bound: float
 
     def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """One cell."""
+        """The entries of one cell."""
         return generator.uniform(-self.bound, self.bound, shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Nothing random."""
+    """The same value for all entries."""
 
     value: float
 
     def draw(self, generator: np.random.Generator, shape: tuple[int, int]) -> _Cell:
-        """One cell."""
+        """The entries of one cell."""
         return np.full(shape, self.value)
 
 
 @runtime_checkable
 class HasInits(Protocol):
-    """A model, or a layer of one, that says how its parameters begin."""
+    """A model or layer that says how its parameters are initialised."""
 
     def inits(self) -> Mapping[str, Init]:
-        """By the names that `named_parameters` gives."""
+        """Distributions by the names that `named_parameters` gives."""
         ...
 
 
 def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cpu") -> None:
-    """Give every parameter its initial value, in place, and memory first where it is on `meta`.
+    """Give every parameter its initial value in place, and memory first where it is on `meta`.
 
-    Values depend on the seed and the parameter's name and shape alone: not on the number of ranks, and not on whether it is
-    rotated at all. Distributions are those of the model's ``inits()``, else those that torch gives each layer.
+    The values depend on the seed and on each parameter's name and shape alone: not on the number of
+    ranks, and not on whether the parameter is rotated. Distributions are those of the model's
+    ``inits()``, else those that torch gives each layer.
 
     Args:
         model: rotated or not.
         seed: in [0, 2^64).
-        device: for parameters on `meta` that are not rotated; the others stay on the mesh's device.
+        device: where parameters on `meta` that are not rotated go; rotated ones stay on the mesh's
+            device.
 
     Raises:
-        RotationError: nothing says how a parameter begins, or a buffer is on `meta`; names it.
+        RotationError: a parameter has no distribution, or a buffer is on `meta`; the message names
+            it.
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise RotationError(f"buffer {name} is on meta and nothing says what it holds; make it on a real device")
-    _leave_meta(model, torch.device(device))
+    _allocate_meta_parameters(model, torch.device(device))
     inits = model.inits() if isinstance(model, HasInits) else torch_inits(model)
     for name, parameter in model.named_parameters():
         if name not in inits:
@@ -105,15 +111,15 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
 
 @torch.no_grad()
 def _clear_padding(model: nn.Module) -> None:
-    """Rows of embeddings that stand for padding begin with zeros, as torch has it."""
+    """Set the padding rows of embeddings to zero, as torch does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            local, first, _ = _local_part(module.weight, name)
+            local, first, _ = _local_shard(module.weight, name)
             local[max(module.padding_idx - first, 0) : max(module.padding_idx - first + 1, 0)] = 0
 
 
-def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Parameters on `meta` get memory; those that are tied stay so."""
+def _allocate_meta_parameters(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on `meta` memory; tied parameters stay tied."""
     real: dict[nn.Parameter, nn.Parameter] = {}
     for child in model.modules():
         for name, parameter in list(child._parameters.items()):
@@ -124,9 +130,9 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 def torch_inits(model: nn.Module) -> dict[str, Init]:
-    """The distributions of torch's own `reset_parameters`, for the kinds of layers that are known here, and layers' own."""
+    """The distributions of torch's `reset_parameters` for the layers known here, and those of `inits()`."""
     inits: dict[str, Init] = {}
-    for path, module in model.named_modules():  # outer ones first: attention has its own idea of the layer inside
+    for path, module in model.named_modules():  # outer modules first: they may speak for inner ones
         for name, init in _inits_of(module).items():
             inits.setdefault(f"{path}.{name}".removeprefix("."), init)
     return inits
@@ -154,25 +160,25 @@ def _inits_of(module: nn.Module) -> Mapping[str, Init]:
 
 @torch.no_grad()
 def fill(parameter: Tensor, init: Init, *, seed: int, name: str) -> None:
-    """Draw this rank's part of a parameter, cell by cell."""
+    """Fill this rank's shard of a parameter, cell by cell."""
     rows, columns = parameter.shape[0], prod(parameter.shape[1:])
-    local, row_start, column_start = _local_part(parameter, name)
+    local, row_start, column_start = _local_shard(parameter, name)
     matrix = local.view(local.shape[0], prod(local.shape[1:]))
     cell_of = _cells(init, (rows, columns), seed, name)
     for row in range(row_start // _CELL, -(-(row_start + matrix.shape[0]) // _CELL)):
         for column in range(column_start // _CELL, -(-(column_start + matrix.shape[1]) // _CELL)):
-            _place(torch.from_numpy(cell_of(row, column)), matrix, row * _CELL - row_start, column * _CELL - column_start)
+            _copy_cell(torch.from_numpy(cell_of(row, column)), matrix, row * _CELL - row_start, column * _CELL - column_start)
 
 
-def _place(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
-    """Copy what of a cell lies inside the matrix."""
+def _copy_cell(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
+    """Copy the part of a cell that lies inside ``matrix``; (top, left) is the cell's corner in it."""
     target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
     inside = cell[max(-top, 0) :, max(-left, 0) :]
     target.copy_(inside[: target.shape[0], : target.shape[1]])
 
 
 def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable[[int, int], _Cell]:
-    """The cell of a matrix at (row, column) of the grid; those at the far edges are smaller."""
+    """A function from (row, column) of the grid to that cell; cells at the far edges are smaller."""
     key = np.frombuffer(blake2b(name.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest(), dtype=np.uint64)
 
     def cell(row: int, column: int) -> _Cell:
@@ -182,8 +188,8 @@ def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable
     return cell
 
 
-def _local_part(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
-    """This rank's part of a parameter, and its first row and column in the whole as a matrix."""
+def _local_shard(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
+    """This rank's shard of a parameter, and its first row and column in the whole as a matrix."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, 0
     (placement,) = parameter.placements

@@ -1,7 +1,7 @@
-"""What a rank keeps of a rotated module: its own slice of every parameter, in one flat buffer that travels as it is.
+"""What a rank keeps of a rotated module: its own slice of every parameter, in one flat buffer.
 
-A slice's buffer holds the slice's part of each parameter, contiguous, one after the other. The owner's DTensor parameters are
-views of its buffer, so what the optimizer writes is what is sent next, without packing.
+The buffer holds the slice's shard of each parameter, contiguous, one after the other. The rank's DTensor
+parameters are views of it, so the optimizer writes what the next hop sends, and nothing is packed.
 """
 
 import weakref
@@ -21,39 +21,40 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
 
 
-class Home:
-    """The slice that this rank owns. Rotation reads it and never writes to it.
+class ShardedParameters:
+    """The slice that this rank owns. A rotation reads it and never writes to it.
 
     Attributes:
-        layout: of all slices.
+        layout: of the slices of all ranks.
+        ring: the ring that the slices travel on.
         flat: the own slice.
-        parameters: DTensors in the order of the cuts, each a view of ``flat``.
+        parameters: DTensors in the order of the cuts; the local tensor of each is a view of ``flat``.
     """
 
     def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
-        """Copies this rank's slice of ``sources``; where they are on `meta` it is filled with NaN until it is materialised."""
+        """Copy this rank's slice of ``sources``. Where they are on `meta`, the slice is filled with NaN."""
         self.layout = layout
         self.ring: Ring = ring_of(mesh)
         rank = self.ring.rank
         device = torch.device(mesh.device_type) if sources[0].is_meta else sources[0].device
         self.flat = torch.full((layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device)
         self.parameters: list[nn.Parameter] = []
-        for source, cut, part in zip(sources, layout.cuts, layout.views(self.flat, rank), strict=True):
+        for source, cut, shard in zip(sources, layout.cuts, layout.views(self.flat, rank), strict=True):
             start, stop = layout.bounds(cut, rank)
             if not source.is_meta:
-                part.copy_(source.detach().narrow(cut.dim, start, stop - start))
-            self.parameters.append(as_parameter(part, mesh, Shard(cut.dim), source))
+                shard.copy_(source.detach().narrow(cut.dim, start, stop - start))
+            self.parameters.append(as_parameter(shard, mesh, Shard(cut.dim), source))
 
     @property
     def version(self) -> int:
-        """Grows with every write to a parameter."""
+        """A number that grows with every write to a parameter."""
         return sum(parameter._version for parameter in self.parameters)
 
     def local(self, parameter: Tensor, name: str) -> Tensor:
-        """The local tensor of one of the parameters; a gradient that reaches it reaches the parameter.
+        """The local shard of one of the parameters; a gradient of the shard reaches the parameter.
 
         Raises:
-            RotationError: the parameter no longer lies here.
+            RotationError: the parameter no longer lies in ``flat``.
         """
         local = local_of(parameter)
         if not same_storage(local, self.flat):
@@ -65,7 +66,10 @@ class Home:
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is. A gradient that reaches the part reaches the DTensor."""
+    """This rank's shard of a DTensor, or the tensor itself if it is plain.
+
+    A gradient of the shard reaches the DTensor.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     if not (parameter.requires_grad and torch.is_grad_enabled()):
@@ -75,7 +79,10 @@ def local_of(parameter: Tensor) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local`, but that the gradient is cut as the parameter is, which need not be worked out in each backward."""
+    """`DTensor.to_local`, with a gradient that is cut as the parameter is.
+
+    `to_local` would work the gradient's placement out in each backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -90,37 +97,41 @@ class _Local(torch.autograd.Function):
 
 
 def as_parameter(local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter) -> nn.Parameter:
-    """A DTensor parameter over ``local`` that stands for ``whole``."""
+    """A DTensor parameter with the local tensor ``local`` and the shape and dtype of ``whole``."""
     strides = tuple(prod(whole.shape[dim + 1 :]) for dim in range(whole.dim()))
     tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=strides)
     return nn.Parameter(tensor, requires_grad=whole.requires_grad)
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether both are views of one memory."""
+    """Whether both tensors are views of one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def has_sole_storage(tensor: Tensor) -> bool:
-    """Whether no other tensor lies in this one's memory, be it a view or one that a graph keeps."""
+    """Whether no other tensor uses this one's storage, be it a view or a tensor that a graph saved."""
     storage = tensor.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # of the tensor, and of `storage`
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # the tensor's use, and `storage`
 
 
-_HOMES = WeakIdKeyDictionary()  # parameter → weak reference to its home, which lives as long as a module rotates it
+# From a parameter to a weak reference; what it refers to lives as long as a module rotates it.
+_SHARDED = WeakIdKeyDictionary()
 
 
-def home_of(parameter: nn.Parameter) -> Home | None:
-    """Where a parameter lives: found for the parameter that was cut and for the DTensor that took its place."""
-    reference = _HOMES.get(parameter)  # type: ignore[no-untyped-call]
-    home = reference() if reference is not None else None
-    assert home is None or isinstance(home, Home)
-    return home
+def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
+    """Where the shards of a parameter lie; None if it was not cut.
+
+    The parameter that was cut and the DTensor that replaced it are both found.
+    """
+    reference = _SHARDED.get(parameter)  # type: ignore[no-untyped-call]
+    sharded = reference() if reference is not None else None
+    assert sharded is None or isinstance(sharded, ShardedParameters)
+    return sharded
 
 
-def settle(sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> Home:
-    """A new home for ``sources``, which `home_of` finds from now on."""
-    home = Home(sources, layout, mesh)
-    for parameter in (*sources, *home.parameters):
-        _HOMES[parameter] = weakref.ref(home)
-    return home
+def shard_parameters(sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> ShardedParameters:
+    """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
+    sharded = ShardedParameters(sources, layout, mesh)
+    for parameter in (*sources, *sharded.parameters):
+        _SHARDED[parameter] = weakref.ref(sharded)
+    return sharded

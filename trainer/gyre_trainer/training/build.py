@@ -7,7 +7,7 @@ from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.shards.sharded_init import materialize
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPT, rotate_gpt
-from gyre_trainer.training.rank_context import Place
+from gyre_trainer.training.rank_context import RankContext
 
 
 def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
@@ -23,8 +23,8 @@ def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
     return rotate_gpt(model, mesh, policy)
 
 
-def build_model(config: TrainConfig, place: Place) -> GPT:
+def build_model(config: TrainConfig, context: RankContext) -> GPT:
     """The rotated model with its initial weights."""
-    model = rotated(config, place.mesh)
-    materialize(model, seed=config.run.seed, device=place.device)
+    model = rotated(config, context.mesh)
+    materialize(model, seed=config.run.seed, device=context.device)
     return model

@@ -93,7 +93,7 @@ class Checkpoints:
         set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
         state.loader.load_state_dict({name: b64decode(value) for name, value in manifest["loader"].items()})
         if path.absolute().parent == self._folder.absolute():
-            _on_first_rank(lambda: _point(self._folder / _LATEST, path.name))
+            _on_first_rank(lambda: _write_pointer(self._folder / _LATEST, path.name))
         return int(manifest["step"])
 
     def _publish(self, unfinished: Path, name: str, manifest: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Checkpoints:
         complete = self._folder / name
         _clear(complete)  # of a run that was resumed from before it
         unfinished.rename(complete)
-        _point(self._folder / _LATEST, name)
+        _write_pointer(self._folder / _LATEST, name)
         not_newer = sorted(path for path in self._folder.glob("step-*") if path.name <= name)
         for old in not_newer[: -self._keep]:
             shutil.rmtree(old)
@@ -179,7 +179,7 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _point(pointer: Path, name: str) -> None:
+def _write_pointer(pointer: Path, name: str) -> None:
     """The file `pointer` holds `name`, never half of it, and both it and what lies beside it are on disk."""
     written = pointer.with_suffix(".writing")
     written.write_text(name + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gyre_trainer.training import rank_failure
-from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE, LastWords
+from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE, RankFailure
 
 _GRACE_S = 5.0
 _LOOK_S = 0.5  # how soon a signal's deadline is noticed: select itself sleeps on through signals
@@ -40,10 +40,10 @@ class _Rank:
     process: "subprocess.Popen[bytes]"
     pidfd: int
     pipe_fd: int
-    words: LastWords | None = None
+    failure: RankFailure | None = None
 
 
-class Launch:
+class Launcher:
     """The ranks of one job; `run` starts them and waits."""
 
     def __init__(self, command: Sequence[str], num_ranks: int) -> None:
@@ -61,7 +61,7 @@ class Launch:
             The exit status for the shell: 0; that of the rank whose failure came first, which is also told on stderr; or
             128 + the signal that was passed on to the ranks.
         """
-        with _listening(self._pass_on):
+        with _signals_to(self._forward_signal):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             try:
                 for index in range(self._num_ranks):
@@ -72,7 +72,7 @@ class Launch:
                 self._kill_all()
         if self._signal is not None:
             return 128 + self._signal
-        return self._verdict()
+        return self._report_failure()
 
     def _start(self, index: int, port: int) -> None:
         read_fd, write_fd = os.pipe()
@@ -105,7 +105,7 @@ class Launch:
 
     def _reap(self, rank: _Rank) -> None:
         status = rank.process.wait()
-        rank.words = rank_failure.read(rank.pipe_fd)
+        rank.failure = rank_failure.read(rank.pipe_fd)
         self._ended.append(rank)
         if status != 0 and self._deadline_s == float("inf"):
             self._stop(signal.SIGTERM)
@@ -117,7 +117,7 @@ class Launch:
             if rank not in self._ended and rank.process.poll() is None:
                 rank.process.send_signal(signum)
 
-    def _pass_on(self, signum: int, _frame: FrameType | None) -> None:
+    def _forward_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._signal = self._signal or signum
         self._stop(signum)
 
@@ -129,22 +129,22 @@ class Launch:
             os.close(rank.pidfd)
             os.close(rank.pipe_fd)
 
-    def _verdict(self) -> int:
+    def _report_failure(self) -> int:
         """The status of the rank that failed first; says on stderr which and why."""
         failed = [rank for rank in self._ended if rank.process.returncode != 0]
         if not failed:
             return 0
         first = failed[0]
-        if first.words is None:
-            print(f"gyre-train: rank {first.index} {_end_of(first.process.returncode)}", file=sys.stderr)
+        if first.failure is None:
+            print(f"gyre-train: rank {first.index} {_describe_end(first.process.returncode)}", file=sys.stderr)
             return 1
-        _, index, words = min((rank.words.time_s, rank.index, rank.words) for rank in failed if rank.words)
-        cause = f"error: {words.text}" if words.status == 2 else f"rank {index} failed:\n\n{words.text.rstrip()}"
+        _, index, failure = min((rank.failure.time_s, rank.index, rank.failure) for rank in failed if rank.failure)
+        cause = f"error: {failure.text}" if failure.status == 2 else f"rank {index} failed:\n\n{failure.text.rstrip()}"
         print(f"gyre-train: {cause}", file=sys.stderr)
-        return words.status
+        return failure.status
 
 
-def _end_of(status: int) -> str:
+def _describe_end(status: int) -> str:
     if status == -signal.SIGKILL:
         return "was ended by SIGKILL (by hand, or because memory ran out); the other ranks were stopped"
     if status < 0:
@@ -153,7 +153,7 @@ def _end_of(status: int) -> str:
 
 
 @contextmanager
-def _listening(handler: "signal._HANDLER") -> Iterator[None]:
+def _signals_to(handler: "signal._HANDLER") -> Iterator[None]:
     """Signals that end a job go to `handler` inside."""
     before = {signum: signal.signal(signum, handler) for signum in _FORWARDED}
     try:

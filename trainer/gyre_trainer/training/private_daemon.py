@@ -13,7 +13,7 @@ from gyre_trainer.training.config import TrainConfig
 
 
 @contextmanager
-def sharing_a_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
+def shared_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
     """A configuration with the address of the daemon that this rank is to read from.
 
     Where neither the configuration nor the environment gives one, the machine's first rank starts a private daemon, which ends

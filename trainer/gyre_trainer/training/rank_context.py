@@ -17,7 +17,7 @@ from gyre_trainer.training.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankContext:
     """Where this process stands."""
 
     rank: int
@@ -27,7 +27,7 @@ class Place:
 
 
 @contextmanager
-def join(run: RunConfig) -> Iterator[Place]:
+def join_job(run: RunConfig) -> Iterator[RankContext]:
     """Meet the other ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, ...), and part from them afterwards.
 
     Raises:
@@ -39,7 +39,7 @@ def join(run: RunConfig) -> Iterator[Place]:
     else:
         torch.set_num_threads(run.threads or max(1, _num_cores() // _local_world_size()))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=run.timeout_s))
-    yield Place(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
+    yield RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
     dist.destroy_process_group()  # not after an exception: ranks that are gone would be waited for
 
 

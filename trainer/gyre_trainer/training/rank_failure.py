@@ -18,7 +18,7 @@ _MAX_TEXT = 10_000  # characters, of at most 6 bytes each in JSON: fewer than th
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class RankFailure:
     """Why a rank failed.
 
     Attributes:
@@ -32,7 +32,7 @@ class LastWords:
     text: str
 
 
-class Launcher:
+class FailurePipe:
     """A rank's end of the pipe to the process that launched it."""
 
     def __init__(self, pid: int, pipe_fd: int) -> None:
@@ -40,7 +40,7 @@ class Launcher:
         self._pipe_fd = pipe_fd
 
     @classmethod
-    def of(cls, environment: MutableMapping[str, str]) -> "Launcher | None":
+    def of(cls, environment: MutableMapping[str, str]) -> "FailurePipe | None":
         """The launcher that `environment` names, taken out of it so that no child takes itself for a rank; or None."""
         text = environment.pop(LAUNCHER_VARIABLE, "")
         if not text:
@@ -49,7 +49,7 @@ class Launcher:
         os.set_inheritable(pipe_fd, False)
         return cls(pid, pipe_fd)
 
-    def die_with(self) -> None:
+    def die_with_launcher(self) -> None:
         """From now on the kernel kills this process when its launcher is gone, however that came about."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
@@ -57,18 +57,18 @@ class Launcher:
         if os.getppid() != self._pid:
             sys.exit("gyre-train: the launcher is gone")
 
-    def tell(self, status: int, text: str) -> None:
+    def send(self, status: int, text: str) -> None:
         """Hand over the last words; a launcher that is gone needs none."""
-        words = LastWords(time.monotonic(), status, text[-_MAX_TEXT:])
+        failure = RankFailure(time.monotonic(), status, text[-_MAX_TEXT:])
         try:
-            os.write(self._pipe_fd, json.dumps(asdict(words), ensure_ascii=False).encode(errors="replace"))
+            os.write(self._pipe_fd, json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"))
         except BrokenPipeError:
             return
 
 
-def read(pipe_fd: int) -> LastWords | None:
+def read(pipe_fd: int) -> RankFailure | None:
     """What a rank that has ended left in its pipe; None where it had no time to speak."""
     chunks = []
     while chunk := os.read(pipe_fd, 1 << 16):
         chunks.append(chunk)
-    return LastWords(**json.loads(b"".join(chunks))) if chunks else None
+    return RankFailure(**json.loads(b"".join(chunks))) if chunks else None

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gyre_trainer.comm.ring import together
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.rotate import no_sync
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
@@ -44,11 +44,11 @@ class Stepper:
             group["lr"] = learning_rate(step, self._config.run.steps, settings)
         weight = 1 / _mean_num_targets(examples)
         *parts, last = examples.split(settings.accumulation_steps)
-        with self._holding_back():
+        with self._postponed_averaging():
             sums = [self._accumulate(part, weight) for part in parts]
         sums.append(self._accumulate(last, weight))
         if settings.clip_norm:
-            with self._phase("clip"), together("the norm of all gradients"):
+            with self._phase("clip"), collective("the norm of all gradients"):
                 nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         with self._phase("update"):
             self.optimizer.step()
@@ -61,9 +61,9 @@ class Stepper:
         here, num_targets = examples.to(device), examples.num_targets()
         return self.model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
 
-    def _holding_back(self) -> AbstractContextManager[object]:
+    def _postponed_averaging(self) -> AbstractContextManager[object]:
         """Gradients of all but the last part meet the other ranks' with that one's. FSDP2 would need memory for it."""
-        return no_sync(self.model) if hasattr(self.model, "replicas") else nullcontext()
+        return no_sync(self.model) if hasattr(self.model, "grad_averaging") else nullcontext()
 
     def _accumulate(self, part: Examples, weight: float) -> Tensor:
         """Add the gradient of ``weight`` times the part's loss; gives that loss, summed over its targets."""
@@ -79,7 +79,7 @@ def _mean_num_targets(examples: Examples) -> float:
     if examples.counts is None:
         return examples.num_targets()
     total = torch.tensor(examples.num_targets(), dtype=torch.float64)
-    with together("the number of targets of the global batch"):
+    with collective("the number of targets of the global batch"):
         dist.all_reduce(total)
     return max(1.0, float(total)) / dist.get_world_size()
 

@@ -11,38 +11,38 @@ import torch
 import torch.distributed as dist
 from gyre_client import Loader
 
-from gyre_trainer.comm.ring import together
+from gyre_trainer.comm.ring import collective
 from gyre_trainer.errors import Diverged
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoint import Checkpoints, TrainState
 from gyre_trainer.training.collate import Collator
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.private_daemon import sharing_a_daemon
-from gyre_trainer.training.rank_context import Place, join, peak_memory_bytes
-from gyre_trainer.training.records.step_stats import Ledger, Times
+from gyre_trainer.training.private_daemon import shared_daemon
+from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
+from gyre_trainer.training.records.step_stats import StepStats, StepTimes
 from gyre_trainer.training.step import Stepper
 
 if TYPE_CHECKING:
-    from gyre_trainer.training.records.recorder import Recorder
+    from gyre_trainer.training.records.recorder import RunRecorder
 
 
-def train(config: TrainConfig, resume: Path | None, *, begins_again: bool = False) -> None:
+def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False) -> None:
     """Take the configured run to its last step, as one of the ranks that the environment names.
 
     Args:
         config: of the run.
         resume: a checkpoint directory to go on from; None begins at step 0.
-        begins_again: a run that ended before its first checkpoint may begin once more in its directory.
+        may_restart: a run that ended before its first checkpoint may begin once more in its directory.
 
     Raises:
         TrainError: the run cannot be as it is configured.
         gyre_client.GyreError: the data cannot be had.
     """
-    with join(config.run) as place:
-        config.require_divisible(place.world_size)
-        with sharing_a_daemon(config) as here, open_loader(here, place, config.data.dataset, config.data.seed) as loader:
-            training = Training(here, place, loader)
-            training.begin(resume, begins_again=begins_again)
+    with join_job(config.run) as context:
+        config.require_divisible(context.world_size)
+        with shared_daemon(config) as here, open_loader(here, context, config.data.dataset, config.data.seed) as loader:
+            training = Training(here, context, loader)
+            training.begin(resume, may_restart=may_restart)
             while training.step < config.run.steps:
                 training.take()
             training.finish()
@@ -55,28 +55,28 @@ class Training:
         step: the next to take.
     """
 
-    def __init__(self, config: TrainConfig, place: Place, loader: Loader) -> None:
+    def __init__(self, config: TrainConfig, context: RankContext, loader: Loader) -> None:
         self.step = 0
         self._config = config
-        self._place = place
+        self._context = context
         self._loader = loader
-        self._stepper = Stepper(build_model(config, place), config)
+        self._stepper = Stepper(build_model(config, context), config)
         self._collator = Collator(config.data, config.model.vocab_size)
         self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
-        self._ledger = Ledger()
-        self._recorder: Recorder | None = None
+        self._stats = StepStats()
+        self._recorder: RunRecorder | None = None
         self._began_s = 0.0  # the step under way
 
-    def begin(self, resume: Path | None, *, begins_again: bool) -> None:
+    def begin(self, resume: Path | None, *, may_restart: bool) -> None:
         """Take the state of a checkpoint, if there is one to go on from."""
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
-        if self._place.rank == 0:
-            from gyre_trainer.training.records.recorder import Facts, Recorder  # noqa: PLC0415  (TensorBoard and matplotlib, for one rank)
+        if self._context.rank == 0:
+            from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415  (TensorBoard and matplotlib, for one rank)
 
             num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
-            facts = Facts(self._loader.num_samples, self._loader.steps_per_epoch, self._place.world_size, num_parameters)
-            self._recorder = Recorder(self._config, facts, self.step, begins_again=begins_again)
+            facts = RunFacts(self._loader.num_samples, self._loader.steps_per_epoch, self._context.world_size, num_parameters)
+            self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)
         self._began_s = time.monotonic()
 
     def take(self) -> None:
@@ -87,23 +87,23 @@ class Training:
         examples = self._collator.collate(batch, self.step)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
-        self._ledger.note(loss_sum, Times(ended_s - self._began_s, waited_s), examples.num_targets(), batch)
+        self._stats.add(loss_sum, StepTimes(ended_s - self._began_s, waited_s), examples.num_targets(), batch)
         self._began_s = ended_s
         self.step += 1
-        self._do_what_is_due()
+        self._after_step()
 
     def finish(self) -> None:
         """Leave report and loss curve."""
-        peaks = [0] * self._place.world_size
-        with together("the peaks of memory"):
-            dist.all_gather_object(peaks, peak_memory_bytes(self._place.device))
+        peaks = [0] * self._context.world_size
+        with collective("the peaks of memory"):
+            dist.all_gather_object(peaks, peak_memory_bytes(self._context.device))
         if self._recorder:
             self._recorder.finish(peaks)
 
     def _state(self) -> TrainState:
         return TrainState(self._stepper.model, self._stepper.optimizer, self._loader)
 
-    def _do_what_is_due(self) -> None:
+    def _after_step(self) -> None:
         config = self._config
         is_last = self.step == config.run.steps
         evaluates = config.eval.every > 0 and (is_last or self.step % config.eval.every == 0)
@@ -115,14 +115,14 @@ class Training:
         if saves:
             if self._recorder:
                 self._recorder.sync()
-            with together("writing a checkpoint"):
+            with collective("writing a checkpoint"):
                 self._checkpoints.save(self._state(), self.step)
         if evaluates or saves:
             self._began_s = time.monotonic()
 
     def _record(self) -> None:
-        with together("the records of the last steps"):
-            steps = self._ledger.gather()
+        with collective("the records of the last steps"):
+            steps = self._stats.gather()
         first_step = self.step - len(steps)
         if self._recorder:
             self._recorder.add(first_step, steps)
@@ -135,30 +135,30 @@ class Training:
         """The mean loss on the first batches of the evaluation's order."""
         config = self._config.eval
         total = torch.zeros(2, dtype=torch.float64)
-        with open_loader(self._config, self._place, config.dataset, config.seed) as loader:
+        with open_loader(self._config, self._context, config.dataset, config.seed) as loader:
             for step in range(config.batches):
                 for part in self._collator.collate(next(loader), step).split(self._config.optimizer.accumulation_steps):
                     total += torch.tensor([float(self._stepper.loss_sum(part)), part.num_targets()], dtype=torch.float64)
-        with together("the loss of an evaluation"):
+        with collective("the loss of an evaluation"):
             dist.all_reduce(total)
         if self._recorder:
             self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
 
 
-def open_loader(config: TrainConfig, place: Place, dataset: str, seed: int) -> Loader:
+def open_loader(config: TrainConfig, context: RankContext, dataset: str, seed: int) -> Loader:
     """This rank's part of a stream of global batches."""
     data = config.data
     return Loader(
         dataset,
         batch_size=data.batch_size,
         seed=seed,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=context.rank,
+        world_size=context.world_size,
         address=data.address or None,
         tail=data.tail,
         job=job_name(config.run.out, dataset, seed),
         prefetch_batches=data.prefetch_batches,
-        device=place.device,
+        device=context.device,
         format=data.format or None,
         options=data.options or None,
     )

@@ -1,4 +1,7 @@
-"""Memory that processes of one host share: files without a name, gone with the last process that has them open or mapped."""
+"""Memory that processes of one host share: files without a name.
+
+The kernel frees such a file with the last process that has it open or mapped.
+"""
 
 import mmap
 import os
@@ -11,23 +14,26 @@ from torch import Tensor
 
 
 class SharedMemory:
-    """This process's memory that others can map; each piece of it is a file of its own, open as long as it is used here."""
+    """This process's memory that others can map. Each tensor has a file of its own.
+
+    A file stays open until its tensor is released.
+    """
 
     def __init__(self) -> None:
         self._numbers = count()
         self._files: dict[int, int] = {}
-        self._by_address: dict[int, int] = {}  # → number
+        self._numbers_by_address: dict[int, int] = {}
 
     @property
     def files(self) -> Mapping[int, int]:
-        """Descriptors by the files' numbers, none of which is given twice."""
+        """File descriptors by file number; no number is given twice."""
         return self._files
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor of one or more elements in a new file.
 
         Raises:
-            OSError: there is no such file to be had.
+            OSError: the kernel gives no such file.
         """
         num_bytes = numel * dtype.itemsize
         fd = os.memfd_create("gyre")
@@ -39,21 +45,21 @@ class SharedMemory:
             raise
         tensor = torch.frombuffer(memory, dtype=dtype)
         number, address = next(self._numbers), tensor.data_ptr()
-        self._files[number], self._by_address[address] = fd, number
+        self._files[number], self._numbers_by_address[address] = fd, number
         weakref.finalize(memory, self._close, number, address)
         return tensor
 
     def number(self, tensor: Tensor) -> int:
-        """Of the file that a tensor lies in, from its beginning."""
-        return self._by_address[tensor.data_ptr()]
+        """The number of the file that begins where ``tensor`` begins."""
+        return self._numbers_by_address[tensor.data_ptr()]
 
     def _close(self, number: int, address: int) -> None:
         os.close(self._files.pop(number))
-        if self._by_address.get(address) == number:  # else another file is mapped there by now
-            del self._by_address[address]
+        if self._numbers_by_address.get(address) == number:  # else another file is mapped there by now
+            del self._numbers_by_address[address]
 
 
 def mapped(fd: int) -> Tensor:
-    """The bytes of another process's file, as long as they are used; the descriptor is not needed any more."""
+    """The bytes of another process's file, uint8. The caller may close the descriptor afterwards."""
     with torch.inference_mode(mode=False):
         return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Two neighbours of one host: tensors go from one to the other by one copy in memory that both have mapped.
+"""A link between two neighbours of one host: one copy in memory that both have mapped moves a tensor.
 
-Of each tensor one side offers a buffer, and the other copies to it or from it and says when that is done. A thread makes the
-copy as soon as the offer came (`copy_thread`), whatever the process computes meanwhile; who waits for it before that
-thread got a processor makes it by itself. What the two sides tell each other goes through a socket, which also ends with the
-process at its other end, however that came about.
+For each tensor one end offers a buffer. The other end copies into it or out of it, and then says that
+the copy is done. A thread makes the copy as soon as the offer has come (`copy_thread`), whatever the
+process computes meanwhile; a caller that waits before that thread got a processor makes the copy itself.
+The two ends exchange messages through a socket, so the end of either process ends the other's waits.
 """
 
 import ctypes
@@ -25,24 +25,31 @@ from torch import Tensor
 
 from gyre_trainer.comm.shared_memory.files import SharedMemory, mapped
 
-_WORD = struct.Struct("BBxxI")  # what it says, of which stream, the number of a file of memory
+_MESSAGE = struct.Struct("BBxxI")  # the kind, the stream, the number of a file
 
-# What counts or traces operators sees by these what travels; they do nothing, the copy itself is hidden from it.
+# Tools that count or trace operators see by these what is sent. The operators do nothing: the copy itself
+# is no operator.
 _OPERATORS = torch.library.Library("gyre", "DEF")  # type: ignore[no-untyped-call]
 for _name in ("send", "recv"):
     _OPERATORS.define(f"{_name}(Tensor tensor) -> ()")  # type: ignore[no-untyped-call]
     _OPERATORS.impl(_name, lambda tensor: None, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-class _Says(IntEnum):
-    SHOWN = 0  # with the file's descriptor
-    FREED = 1
-    OFFERED = 2
+class _Kind(IntEnum):
+    MAP = 0  # a new file; its descriptor comes with the message
+    UNMAP = 1
+    OFFER = 2
     DONE = 3
 
 
 class Transfer:
-    """A tensor on its way from one neighbour to the other."""
+    """A tensor on its way from one neighbour to the other.
+
+    Attributes:
+        tensor: this end's tensor.
+        arrives: whether ``tensor`` is filled; else it is read.
+        is_done: whether the copy was made.
+    """
 
     def __init__(self, link: "Link", tensor: Tensor, *, arrives: bool) -> None:
         (torch.ops.gyre.recv if arrives else torch.ops.gyre.send)(tensor)
@@ -52,7 +59,7 @@ class Transfer:
         self.is_done = False
 
     def wait(self) -> None:
-        """Returns when the tensor has arrived.
+        """Return when the copy was made.
 
         Raises:
             OSError: the neighbour is gone, or did not answer in time.
@@ -61,144 +68,158 @@ class Transfer:
 
 
 class Link:
-    """This process's end.
+    """This process's end of a link.
 
-    Both ends start the same transfers of each stream in the same order, one with `offer` and the other with `copy`. One thread
-    starts and waits; another one may `carry` meanwhile.
+    Both ends start the same transfers of each stream in the same order, one end with `offer` and the
+    other with `copy`. One thread starts transfers and waits; another may call `make_copies` meanwhile.
+
+    Attributes:
+        number: the socket's file descriptor.
     """
 
-    def __init__(self, end: socket.socket, memory: SharedMemory, timeout: timedelta, calls: select.epoll) -> None:
-        """``memory`` is where offered tensors lie; ``timeout`` ends each wait; ``calls`` has the socket when `carry` is due."""
+    def __init__(self, end: socket.socket, memory: SharedMemory, timeout: timedelta, due_copies: select.epoll) -> None:
+        """Take over a connected socket.
+
+        Args:
+            end: closed when the link is released.
+            memory: where offered tensors lie.
+            timeout: the longest that one wait takes.
+            due_copies: reports the socket when `make_copies` should be called.
+        """
         end.setblocking(False)
         self.number = end.fileno()
         self._end = end
         self._memory = memory
         self._timeout_s = timeout.total_seconds()
-        self._calls = calls
-        self._calls.register(end, select.EPOLLONESHOT)
-        self._calling = threading.Lock()
+        self._due_copies = due_copies
+        self._due_copies.register(end, select.EPOLLONESHOT)
+        self._request_lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        self._turn = threading.Lock()  # who has it hears, copies and answers; words and streams keep their order so
-        self._failed: OSError | None = None  # which matters only to who waits for what is not done
-        self._shown: set[int] = set()  # files of ours that the other end has
-        self._seen: dict[int, Tensor] = {}  # files of the other end, mapped
-        self._given: defaultdict[int, deque[Transfer]] = defaultdict(deque)  # by stream: offered from here
-        self._wanted: defaultdict[int, deque[Transfer]] = defaultdict(deque)  # by stream: to be copied here
-        self._offers: defaultdict[int, deque[int]] = defaultdict(deque)  # by stream: for what is still to be wanted
+        # Its holder receives messages, copies and answers, so that messages and streams keep their order.
+        self._progress_lock = threading.Lock()
+        self._failed: OSError | None = None  # raised in waits for a transfer that is not done
+        self._announced: set[int] = set()  # files of this end that the other end has mapped
+        self._mapped: dict[int, Tensor] = {}  # files of the other end
+        # By stream, in the order of their start:
+        self._offered: defaultdict[int, deque[Transfer]] = defaultdict(deque)  # by this end
+        self._to_copy: defaultdict[int, deque[Transfer]] = defaultdict(deque)  # by this end
+        self._offers: defaultdict[int, deque[int]] = defaultdict(deque)  # of the other end, not yet used
         weakref.finalize(self, end.close)
 
     def offer(self, stream: int, tensor: Tensor, *, arrives: bool) -> Transfer:
-        """Start a transfer to or from ``tensor``, which begins where one of the memory's files does."""
-        self._show()
+        """Start a transfer to or from ``tensor``, which begins where a file of the memory begins."""
+        self._announce_files()
         transfer = Transfer(self, tensor, arrives=arrives)
-        self._given[stream].append(transfer)  # before the answer can come
-        self._say(_Says.OFFERED, stream, self._memory.number(tensor))
+        self._offered[stream].append(transfer)  # before the answer can come
+        self._send(_Kind.OFFER, stream, self._memory.number(tensor))
         return transfer
 
     def copy(self, stream: int, tensor: Tensor, *, arrives: bool) -> Transfer:
-        """Start a transfer between ``tensor`` and what the other end offers."""
+        """Start a transfer between ``tensor`` and the buffer that the other end offers."""
         transfer = Transfer(self, tensor, arrives=arrives)
-        self._wanted[stream].append(transfer)
-        self._call()
+        self._to_copy[stream].append(transfer)
+        self._request_copies()
         return transfer
 
-    def carry(self) -> None:
-        """Make the copies that can be made, unless somebody who waits does it already."""
-        if self._turn.acquire(blocking=False):
-            with self._calling_again():
+    def make_copies(self) -> None:
+        """Make the copies that can be made, unless a waiting caller makes them already."""
+        if self._progress_lock.acquire(blocking=False):
+            with self._releasing_progress():
                 try:
-                    self._look()
+                    self._make_progress()
                 except OSError as error:
                     self._failed = error
 
     def wait_for(self, transfer: Transfer) -> None:
-        """See `Transfer.wait`."""
+        """Do what `Transfer.wait` says."""
         if transfer.is_done:
             return
         deadline_s = time.monotonic() + self._timeout_s
-        if not self._turn.acquire(timeout=self._timeout_s):
+        if not self._progress_lock.acquire(timeout=self._timeout_s):
             raise TimeoutError(f"a copy took more than {self._timeout_s:g} s")
-        with self._calling_again():
-            self._look()
-            self._calls.modify(self._end, select.EPOLLONESHOT)  # what comes now is heard here
+        with self._releasing_progress():
+            self._make_progress()
+            self._due_copies.modify(self._end, select.EPOLLONESHOT)  # messages are received here for now
             while not transfer.is_done:
-                self._wait_for_word(deadline_s)
-                self._look()
+                self._wait_for_message(deadline_s)
+                self._make_progress()
 
     @contextmanager
-    def _calling_again(self) -> Iterator[None]:
-        """The turn ends with this, and what is left to copy is carried when its offer comes."""
+    def _releasing_progress(self) -> Iterator[None]:
+        """Release the lock at the end, and request the copies that are left."""
         try:
             yield
         finally:
-            self._turn.release()
-            if self._failed is None and any(self._wanted.values()):
-                self._call()
+            self._progress_lock.release()
+            if self._failed is None and any(self._to_copy.values()):
+                self._request_copies()
 
-    def _call(self) -> None:
-        """Call for `carry`: at the next word, or at once where there is something to copy already."""
-        with self._calling:  # what is called for last is what was known last
-            is_due = any(wanted and self._offers[stream] for stream, wanted in tuple(self._wanted.items()))
-            events = select.EPOLLIN | select.EPOLLOUT if is_due else select.EPOLLIN  # a word can always be sent
-            self._calls.modify(self._end, events | select.EPOLLONESHOT)
+    def _request_copies(self) -> None:
+        """Request `make_copies`: at the next message, or at once where a copy can be made already."""
+        with self._request_lock:  # so that the last request is the one that knew the most
+            is_due = any(waiting and self._offers[stream] for stream, waiting in tuple(self._to_copy.items()))
+            # A socket can always be written to, so EPOLLOUT reports it at once.
+            events = select.EPOLLIN | select.EPOLLOUT if is_due else select.EPOLLIN
+            self._due_copies.modify(self._end, events | select.EPOLLONESHOT)
 
-    def _look(self) -> None:
-        """Hear what the other end has said, and copy what can be copied."""
-        while self._hear():
+    def _make_progress(self) -> None:
+        """Receive the messages that have come, and make the copies that can be made."""
+        while self._receive():
             pass
-        for stream, wanted in tuple(self._wanted.items()):
-            while wanted and self._offers[stream]:
-                self._copy(stream, wanted.popleft(), self._seen[self._offers[stream].popleft()])
+        for stream, waiting in tuple(self._to_copy.items()):
+            while waiting and self._offers[stream]:
+                self._copy(stream, waiting.popleft(), self._mapped[self._offers[stream].popleft()])
 
-    def _wait_for_word(self, deadline_s: float) -> None:
+    def _wait_for_message(self, deadline_s: float) -> None:
         if self._failed is not None:
             raise self._failed
         if not self._poll.poll(max(0.0, deadline_s - time.monotonic()) * 1e3):
             raise TimeoutError(f"no answer within {self._timeout_s:g} s")
 
-    def _show(self) -> None:
-        """The other end knows all files that there are, also those that are offered later, and none that is gone."""
+    def _announce_files(self) -> None:
+        """Let the other end map all files of today, also those of later offers, and unmap all others."""
         files = dict(self._memory.files)
-        for number in self._shown - files.keys():
-            self._say(_Says.FREED, number=number)
-        for number in files.keys() - self._shown:
-            self._say(_Says.SHOWN, number=number, fds=[files[number]])
-        self._shown = set(files)
+        for number in self._announced - files.keys():
+            self._send(_Kind.UNMAP, number=number)
+        for number in files.keys() - self._announced:
+            self._send(_Kind.MAP, number=number, fds=[files[number]])
+        self._announced = set(files)
 
     def _copy(self, stream: int, transfer: Transfer, theirs: Tensor) -> None:
         ours = transfer.tensor
         if theirs.nbytes < ours.nbytes:
             raise ConnectionError(f"{theirs.nbytes} bytes were offered for {ours.nbytes}; ranks make different calls")
         into, source = (ours, theirs) if transfer.arrives else (theirs, ours)
-        # The interpreter is free meanwhile. An operator of torch's would start threads of its own in each thread that calls it.
+        # The interpreter is free during memmove. An operator of torch would start threads of its own in
+        # each thread that calls it.
         ctypes.memmove(into.data_ptr(), source.data_ptr(), ours.nbytes)
-        self._say(_Says.DONE, stream)
+        self._send(_Kind.DONE, stream)
         transfer.is_done = True
 
-    def _say(self, what: _Says, stream: int = 0, number: int = 0, fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self._end, [_WORD.pack(what, stream, number)], fds)
+    def _send(self, kind: _Kind, stream: int = 0, number: int = 0, fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self._end, [_MESSAGE.pack(kind, stream, number)], fds)
 
-    def _hear(self) -> bool:
-        """Take in one word, if there is one."""
+    def _receive(self) -> bool:
+        """Handle one message; False where there is none."""
         try:
-            word, fds, _, _ = socket.recv_fds(self._end, _WORD.size, 1)
+            message, fds, _, _ = socket.recv_fds(self._end, _MESSAGE.size, 1)
         except BlockingIOError:
             return False
         except ConnectionError:
-            word = b""
-        if not word:
+            message = b""
+        if not message:
             self._failed = ConnectionError("its process is gone")
             return False
-        what, stream, number = _WORD.unpack(word)
-        match what:
-            case _Says.SHOWN:
-                self._seen[number] = mapped(fds[0])
+        kind, stream, number = _MESSAGE.unpack(message)
+        match kind:
+            case _Kind.MAP:
+                self._mapped[number] = mapped(fds[0])
                 os.close(fds[0])
-            case _Says.FREED:
-                del self._seen[number]
-            case _Says.OFFERED:
+            case _Kind.UNMAP:
+                del self._mapped[number]
+            case _Kind.OFFER:
                 self._offers[stream].append(number)
             case _:
-                self._given[stream].popleft().is_done = True
+                self._offered[stream].popleft().is_done = True
         return True

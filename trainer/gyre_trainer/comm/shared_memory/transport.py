@@ -1,4 +1,4 @@
-"""Which of a rank's neighbours on the ring are on its own host, and the links to them."""
+"""The transport between neighbours of one host, and how a rank finds out which neighbours these are."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -17,77 +17,102 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gyre_trainer.comm.hang_diagnosis import RollCall
-from gyre_trainer.comm.shared_memory.copy_thread import Carrier
+from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
+from gyre_trainer.comm.shared_memory.copy_thread import CopyThread
 from gyre_trainer.comm.shared_memory.files import SharedMemory
 from gyre_trainer.comm.shared_memory.link import Link
+from gyre_trainer.comm.transport import Leg, Stream, Work
 
 _log = logging.getLogger(__name__)
-_PEER = struct.Struct("iII")  # process, user, group: unix(7), SO_PEERCRED
+_CREDENTIALS = struct.Struct("iII")  # process, user, group: unix(7), SO_PEERCRED
 _T = TypeVar("_T")
 
 
-class Neighbourhood:
-    """How a rank's buffers reach the ranks beside it."""
+class SharedMemoryTransport:
+    """Carries tensors on the CPU to the neighbours that share this rank's host. See `Transport`.
 
-    def __init__(self, group: dist.ProcessGroup, roll_call: RollCall) -> None:
+    As long as it lives, a thread makes the copies of its links.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, diagnosis: HangDiagnosis) -> None:
         self._group = group
-        self._roll_call = roll_call
-        self._carrier: Carrier | None = None
+        self._diagnosis = diagnosis
+        self._copy_thread: CopyThread | None = None
 
-    def links(self, device: torch.device) -> Mapping[int, Link]:
-        """To the rank after (1) and the one before (-1), where buffers on the device can be shared with them.
+    def offsets(self, device: torch.device) -> frozenset[int]:
+        """The neighbours on this host: 1 for the next rank, -1 for the one before; none off the CPU.
 
-        Collective at the first call for a CPU. As long as this neighbourhood lives, a thread makes the links' copies.
+        The first call for a CPU is collective.
         """
-        if device.type != "cpu":
-            return {}
-        shared = self._shared()
-        if shared.calls is not None and self._carrier is None:
-            self._carrier = Carrier(shared.calls, shared.links.values())
-        return shared.links
+        return frozenset(self._links()) if device.type == "cpu" else frozenset()
+
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+        """Start the legs. The side whose buffer is the pool's offers it, and its offers go out first.
+
+        A rank waits for its own offers last: the neighbour may not serve them before this rank has made
+        its own copy.
+        """
+        links = self._links()
+        works: list[tuple[Work, str]] = []
+        for leg in legs if stream is Stream.WEIGHTS else reversed(legs):
+            link = links[leg.offset]
+            start = link.offer if leg.arrives == (stream is Stream.WEIGHTS) else link.copy
+            try:
+                work = start(stream, leg.tensor, arrives=leg.arrives)
+            except OSError as error:
+                raise self._diagnosis.error(leg.description, error) from error
+            works.insert(0, (work, leg.description))
+        return works
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer, one that a link can offer where there are any."""
-        if numel and self.links(device):
-            return self._shared().memory.allocate(numel, dtype)
+        """A flat buffer, in memory that a link can offer where there is a link."""
+        if numel and self.offsets(device):
+            return self._connections().memory.allocate(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def _shared(self) -> "_Shared":
-        shared = _SHARED.get(self._group)
-        if shared is None:
-            with self._roll_call.together("finding out which neighbours are on this host"):
-                shared = _SHARED[self._group] = _Shared.found(self._group)
-        return shared
+    def _links(self) -> Mapping[int, Link]:
+        connections = self._connections()
+        if connections.due_copies is not None and self._copy_thread is None:
+            self._copy_thread = CopyThread(connections.due_copies, connections.links.values())
+        return connections.links
+
+    def _connections(self) -> "_Connections":
+        connections = _CONNECTIONS.get(self._group)
+        if connections is None:
+            with self._diagnosis.collective("finding out which neighbours are on this host"):
+                connections = _CONNECTIONS[self._group] = _Connections.made(self._group)
+        return connections
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
-    """What the ranks of a group share with the ranks beside them, as long as the group lives.
+class _Connections:
+    """This rank's links to its neighbours; they live as long as the process group.
 
     Attributes:
         memory: where tensors that are offered through a link lie.
-        calls: where links call for their copies; None without links.
+        links: by offset, 1 or -1.
+        due_copies: has the socket of each link whose copies are due; None without links.
     """
 
     memory: SharedMemory
     links: Mapping[int, Link]
-    calls: select.epoll | None
+    due_copies: select.epoll | None
 
     @classmethod
-    def found(cls, group: dist.ProcessGroup) -> "_Shared":
-        """Collective."""
+    def made(cls, group: dist.ProcessGroup) -> "_Connections":
+        """Connect this rank to its neighbours; collective."""
         if sys.platform != "linux" or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
             return cls(SharedMemory(), {}, None)
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
         memory = SharedMemory()
-        calls = select.epoll()
-        links = {offset: Link(end, memory, timeout, calls) for offset, end in _met(group, timeout).items()}
+        due_copies = select.epoll()
+        ends = connect_neighbours(group, timeout)
+        links = {offset: Link(end, memory, timeout, due_copies) for offset, end in ends.items()}
         _log.info("rank %d: hops go %s", dist.get_rank(), _described(links))
-        return cls(memory, links, calls if links else None)
+        return cls(memory, links, due_copies if links else None)
 
 
-_SHARED: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, _Connections] = WeakKeyDictionary()
 
 
 def _described(links: Mapping[int, Link]) -> str:
@@ -99,30 +124,34 @@ def _described(links: Mapping[int, Link]) -> str:
     return f"through memory that is shared with {one}, and through the process group with {other}"
 
 
-def _met(group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket]:
-    """Connected sockets to the rank after (1) and the one before (-1), where there can be; each pair agrees on whether."""
+def connect_neighbours(group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket]:
+    """Connected sockets to the next rank (1) and the one before (-1), where they are on this host.
+
+    Collective. The two ranks of each pair agree on whether they are connected.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.settimeout(timeout.total_seconds())
-        names = _told(_listening(listener), group)
-        after = _connected(names[(rank + 1) % size], timeout) if names[rank] else None
-        found = {} if after is None else {1: after}
-        if _told(after is not None, group)[rank - 1]:
-            found[-1] = _accepted(listener)
+        names = _all_gather(_listen(listener), group)
+        next_rank = _connect(names[(rank + 1) % size], timeout) if names[rank] else None
+        found = {} if next_rank is None else {1: next_rank}
+        if _all_gather(next_rank is not None, group)[rank - 1]:
+            found[-1] = _accept(listener)
     return found
 
 
-def _told(mine: _T, group: dist.ProcessGroup) -> list[_T]:
-    """What each rank says."""
+def _all_gather(mine: _T, group: dist.ProcessGroup) -> list[_T]:
+    """The value of each rank, in the order of their ranks."""
     everyone = [mine] * dist.get_world_size(group)
-    with torch._C._DisableTorchDispatch():  # said once, so it is no part of what whoever counts a step's bytes wants to know
+    # This happens once per group, so those who count the bytes of a step must not see it.
+    with torch._C._DisableTorchDispatch():
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def _listening(listener: socket.socket) -> bytes:
+def _listen(listener: socket.socket) -> bytes:
     """The name under which processes of this host find the socket; b"" where memory cannot be shared."""
-    name = b"\0gyre-" + secrets.token_hex(16).encode()  # it stands in no folder, and so is gone with the process
+    name = b"\0gyre-" + secrets.token_hex(16).encode()  # in no folder, and so gone with the process
     try:
         SharedMemory().allocate(1, torch.uint8)
         listener.bind(name)
@@ -132,15 +161,15 @@ def _listening(listener: socket.socket) -> bytes:
     return name
 
 
-def _connected(name: bytes, timeout: timedelta) -> socket.socket | None:
-    """A connection to the process of this user that listens under that name, if it is on this host."""
+def _connect(name: bytes, timeout: timedelta) -> socket.socket | None:
+    """A connection to the process of this user that listens under ``name``; None if it is elsewhere."""
     if not name:
         return None
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         end.settimeout(timeout.total_seconds())
         end.connect(name)
-        if _is_ours(end):
+        if _is_same_user(end):
             return end
     except OSError:
         pass
@@ -148,16 +177,16 @@ def _connected(name: bytes, timeout: timedelta) -> socket.socket | None:
     return None
 
 
-def _accepted(listener: socket.socket) -> socket.socket:
-    """The connection of the rank before."""
+def _accept(listener: socket.socket) -> socket.socket:
+    """The connection of the rank before; connections of other users are closed."""
     while True:
         end, _ = listener.accept()
-        if _is_ours(end):
+        if _is_same_user(end):
             return end
         end.close()
 
 
-def _is_ours(end: socket.socket) -> bool:
+def _is_same_user(end: socket.socket) -> bool:
     """Whether the process at the other end is of the same user; other users may find the name too."""
-    _, user, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.getuid())

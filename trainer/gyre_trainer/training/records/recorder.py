@@ -20,7 +20,7 @@ from gyre_trainer.training.schedule import learning_rate
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RunFacts:
     """What a report says of a run beside its history.
 
     Attributes:
@@ -36,10 +36,10 @@ class Facts:
     num_parameters: int
 
 
-class Recorder:
+class RunRecorder:
     """The run directory's files, but for its checkpoints."""
 
-    def __init__(self, config: TrainConfig, facts: Facts, first_step: int, *, begins_again: bool = False) -> None:
+    def __init__(self, config: TrainConfig, facts: RunFacts, first_step: int, *, may_restart: bool = False) -> None:
         """Begin, or take up, the record of a run at `first_step`.
 
         Raises:
@@ -50,7 +50,7 @@ class Recorder:
         self._out = Path(config.run.out)
         self._out.mkdir(parents=True, exist_ok=True)
         is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
-        if first_step == 0 and is_begun and not begins_again:
+        if first_step == 0 and is_begun and not may_restart:
             raise ConfigError(f"{self._out} already holds a run; go on with --resume, or choose another `run.out`")
         self._history = History(self._history_path)
         if first_step or is_begun:

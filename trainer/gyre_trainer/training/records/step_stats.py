@@ -31,14 +31,14 @@ class GlobalStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class StepTimes:
     """Of one step on one rank: how long it took, and how much of that went by waiting for its batch."""
 
     elapsed_s: float
     data_wait_s: float
 
 
-class Ledger:
+class StepStats:
     """Notes of one rank since the last gathering; the same number of steps on every rank."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Ledger:
         self._figures: list[list[float]] = []
         self._ids: list[Tensor] = []
 
-    def note(self, loss_sum: Tensor, times: Times, num_targets: int, batch: Mapping[str, Tensor]) -> None:
+    def add(self, loss_sum: Tensor, times: StepTimes, num_targets: int, batch: Mapping[str, Tensor]) -> None:
         """Note a step of this rank.
 
         Args:

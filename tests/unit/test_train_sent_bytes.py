@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.sent_bytes import WireBytes
+from gyre_trainer.accounting.sent_bytes import SentBytes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NUM_RANKS = 4
@@ -24,7 +24,7 @@ def buffer(parts: int = 1) -> torch.Tensor:
 
 
 def test_a_send_is_what_it_sends_and_a_receive_nothing() -> None:
-    with WireBytes(NUM_RANKS) as wire:
+    with SentBytes(NUM_RANKS) as wire:
         dist.send(buffer(), 1)
         dist.recv(buffer(2), 3)
         dist.barrier()
@@ -33,7 +33,7 @@ def test_a_send_is_what_it_sends_and_a_receive_nothing() -> None:
 
 def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None:
     sent = []
-    with WireBytes(NUM_RANKS) as wire:
+    with SentBytes(NUM_RANKS) as wire:
         for collective in (
             lambda: dist.all_gather_single(buffer(), buffer(NUM_RANKS)),
             lambda: dist.all_gather([buffer(NUM_RANKS) for _ in range(NUM_RANKS)], buffer(NUM_RANKS)),
@@ -50,7 +50,7 @@ def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None
 
 def test_what_is_not_accounted_for_gives_no_figure() -> None:
     with (
-        WireBytes(NUM_RANKS),
+        SentBytes(NUM_RANKS),
         pytest.raises(NotImplementedError, match="c10d::alltoall_base_ sends an unknown number of bytes"),
     ):
         dist.all_to_all_single(buffer(), buffer())

@@ -6,12 +6,12 @@ from typing import cast
 import pytest
 import torch
 from gyre_trainer.comm.ring import Ring
-from gyre_trainer.rotation.dropout_masks import Draw
+from gyre_trainer.rotation.dropout_masks import DropoutMasks
 from torch import Tensor
 
 
 @dataclass
-class Place:
+class RankContext:
     """What a draw reads of a ring."""
 
     rank: int = 0
@@ -24,12 +24,12 @@ def kept(
     *,
     key: int = 5,
     equal: bool = True,
-    place: Place | None = None,
+    place: RankContext | None = None,
     batch_dim: int = 0,
     first: int = 0,
 ) -> Tensor:
-    draw = Draw(key, cast("Ring", place or Place()), equal, batch_dim, first)
-    return draw.drop(torch.ones(shape, dtype=torch.float64), p)
+    draw = DropoutMasks(key, cast("Ring", place or RankContext()), equal, batch_dim, first)
+    return draw.apply(torch.ones(shape, dtype=torch.float64), p)
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -52,9 +52,9 @@ def test_entries_are_independent_along_every_dim() -> None:
 def test_keys_and_masks_of_one_call_differ_and_the_same_key_repeats(equal: bool) -> None:
     assert torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, equal=equal))
     assert not torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, key=6, equal=equal))
-    draw = Draw(5, cast("Ring", Place()), equal=equal)
+    draw = DropoutMasks(5, cast("Ring", RankContext()), equal=equal)
     x = torch.ones(8, 64)
-    assert not torch.equal(draw.drop(x, 0.5), draw.drop(x, 0.5))
+    assert not torch.equal(draw.apply(x, 0.5), draw.apply(x, 0.5))
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
@@ -63,13 +63,13 @@ def test_parts_of_a_batch_and_slices_have_their_part_of_the_equal_mask(batch_dim
     for rank in range(3):
         for first in (0, 4):
             part = whole.narrow(batch_dim, 2 * rank, 2)[..., first : first + 4]
-            found = kept(tuple(part.shape), 0.5, place=Place(rank, 3), batch_dim=batch_dim, first=first)
+            found = kept(tuple(part.shape), 0.5, place=RankContext(rank, 3), batch_dim=batch_dim, first=first)
             assert torch.equal(found, part)
 
 
 def test_independent_masks_differ_among_ranks_and_slices() -> None:
     one = kept((8, 64), 0.5, equal=False)
-    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, place=Place(1, 2)))
+    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, place=RankContext(1, 2)))
     assert not torch.equal(one, kept((8, 64), 0.5, equal=False, first=64))
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.accounting.baselines import Strategy, spread
+from gyre_trainer.accounting.baselines import Strategy, distribute
 from gyre_trainer.accounting.dry_run import dry_run
-from gyre_trainer.accounting.step_cost import Account, account
+from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.sharded_init import materialize
 from gyre_trainer.training.collate import Examples
@@ -46,16 +46,16 @@ def rows(settings: TrainConfig) -> Tensor:
     return torch.randint(settings.model.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def measured(settings: TrainConfig) -> dict[Strategy, Account]:
+def measured(settings: TrainConfig) -> dict[Strategy, StepCost]:
     """A rank's program: each strategy's account, with real tensors and real messages."""
-    accounts = {}
+    step_costs = {}
     for strategy in Strategy:
-        model = spread(settings, strategy, make_mesh("cpu"), CPU)
+        model = distribute(settings, strategy, make_mesh("cpu"), CPU)
         if strategy is Strategy.GYRE:
             materialize(model, seed=0)
         here = rows(settings)
-        accounts[strategy] = account(model, settings, Examples(here, here, None))
-    return accounts
+        step_costs[strategy] = measure_step(model, settings, Examples(here, here, None))
+    return step_costs
 
 
 @pytest.mark.parametrize(("num_ranks", "variant"), CONFIGS)
@@ -80,25 +80,25 @@ class Loss(nn.Module):
         return GPT.loss(self.model, *args)
 
 
-def under_ddp(settings: TrainConfig) -> tuple[list[Account], list[dict[str, Tensor]]]:
+def under_ddp(settings: TrainConfig) -> tuple[list[StepCost], list[dict[str, Tensor]]]:
     """A rank's program: account and weights afterwards of our stand-in, then of torch's DDP."""
-    accounts, weights = [], []
+    step_costs, weights = [], []
     for stands_in in (True, False):
         torch.manual_seed(3)
-        model = spread(settings, Strategy.DDP, make_mesh("cpu"), CPU) if stands_in else GPT(settings.model)
+        model = distribute(settings, Strategy.DDP, make_mesh("cpu"), CPU) if stands_in else GPT(settings.model)
         if not stands_in:
             model.__dict__["loss"] = nn.parallel.DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
         here = rows(settings)
-        accounts.append(account(model, settings, Examples(here, here, None)))
+        step_costs.append(measure_step(model, settings, Examples(here, here, None)))
         weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
-    return accounts, weights
+    return step_costs, weights
 
 
 def test_ddp_is_what_stands_in_for_it(ranks: StartRanks) -> None:
     settings = config(CONFIGS[2, "plain"])
-    for accounts, (ours, torchs) in ranks(2).run(under_ddp, settings):
+    for step_costs, (ours, torchs) in ranks(2).run(under_ddp, settings):
         assert ours.keys() == torchs.keys()
         assert all(torch.allclose(ours[name], torchs[name], rtol=1e-4, atol=1e-6) for name in ours)
-        stand_in, real = accounts
+        stand_in, real = step_costs
         assert stand_in.sent_bytes == real.sent_bytes
         assert stand_in.timeline.peak_bytes == pytest.approx(real.timeline.peak_bytes, rel=0.01)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.rotation.deferred_grads import Late, LateGrads
-from gyre_trainer.rotation.output_reduction import Sum
+from gyre_trainer.rotation.deferred_grads import DeferredGrads, DeferWeightGrads
+from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.shards import gradient_ring
 from gyre_trainer.shards.gradient_ring import SliceGrad
 from torch import Tensor
@@ -28,9 +28,9 @@ def late_and_usual(
     inputs = leaves()
     expected = torch.autograd.grad(loss(*inputs), inputs)
     inputs = leaves()
-    total = Sum(source.dtype)
-    late = Late({id(inputs[2]): total}, {id(inputs[0]): 0})
-    with LateGrads(late):
+    total = RunningSum(source.dtype)
+    deferred = DeferredGrads({id(inputs[2]): total}, {id(inputs[0]): 0})
+    with DeferWeightGrads(deferred):
         output = loss(*inputs)
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, inputs, allow_unused=True)
     of_weight, of_bias, of_source = grads
@@ -41,9 +41,9 @@ def late_and_usual(
     assert (of_weight is not None) == elsewhere
     if of_weight is not None:
         found.add(0, of_weight)
-    for product in late.take():
-        found.add_product(product.place, product.left, product.right)
-    assert late.take() == []
+    for product in deferred.take_products():
+        found.add_product(product.position, product.left, product.right)
+    assert deferred.take_products() == []
     return list(zip((found._parts[0], of_bias, total.total), expected, strict=True))
 
 
@@ -67,27 +67,27 @@ def test_matrices_that_a_weight_is_taken_apart_into_leave_theirs_for_later_too()
         return torch.stack([F.linear(sources[which], matrices[which]).tanh() for which in (0, 2)]).sum()
 
     (expected,) = torch.autograd.grad(loss(), stack)
-    late = Late({}, {id(stack): 0})
-    with LateGrads(late):
+    deferred = DeferredGrads({}, {id(stack): 0})
+    with DeferWeightGrads(deferred):
         output = loss()
-    assert late.entries == {}
+    assert deferred.entries == {}
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(output, stack, allow_unused=True)
     assert grads == (None,)
     found = SliceGrad([torch.full_like(stack, torch.nan)], empty=True, scale=1.0)
-    for product in late.take():
-        found.add_product(product.place, product.left, product.right, product.entry)
+    for product in deferred.take_products():
+        found.add_product(product.position, product.left, product.right, product.entry)
     torch.testing.assert_close(found._parts[0], expected, rtol=1e-13, atol=1e-13)
 
 
 def test_other_weights_and_autocast_are_left_alone() -> None:
     weight, other, source = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True), torch.randn(2, 3)
-    late = Late({}, {id(weight): 0})
-    with LateGrads(late):
+    deferred = DeferredGrads({}, {id(weight): 0})
+    with DeferWeightGrads(deferred):
         outputs = F.linear(source, other).sum()
         with torch.autocast("cpu", torch.bfloat16):
             outputs = outputs + F.linear(source, weight).sum()
     assert all(grad is not None for grad in torch.autograd.grad(outputs, (weight, other)))
-    assert late.take() == []
+    assert deferred.take_products() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,7 +105,7 @@ def test_a_slices_gradient_is_scaled_and_begins_with_what_is_added_first(dtype: 
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
-    monkeypatch.setattr(gradient_ring, "_MAX_PRODUCT", 8)
+    monkeypatch.setattr(gradient_ring, "_MAX_PRODUCT_NUMEL", 8)
     left, right = torch.arange(10.0).view(5, 2).bfloat16(), torch.ones(2, 3).bfloat16()
     part = torch.full((5, 3), torch.nan if empty else 1.0)
     SliceGrad([part], empty=empty, scale=0.5).add_product(0, left, right)
@@ -123,7 +123,7 @@ def test_what_arrived_is_kept_where_nothing_is_added() -> None:
 def test_a_sum_writes_only_to_what_it_owns() -> None:
     lent, given = torch.ones(2, 3), torch.ones(2, 3)
     for first, owned in ((lent, False), (given, True)):
-        total = Sum(torch.float32)
+        total = RunningSum(torch.float32)
         total.add(first, owned=owned)
         total.add_product(torch.ones(2, 4), torch.ones(4, 3), (2, 3))
         total.add(torch.ones(2, 3))

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gyre_trainer.comm.shared_memory.copy_thread import Carrier
+from gyre_trainer.comm.shared_memory.copy_thread import CopyThread
 from gyre_trainer.comm.shared_memory.files import SharedMemory
 from gyre_trainer.comm.shared_memory.link import Link
 from torch import Tensor
@@ -33,13 +33,13 @@ TIMEOUT_S = 20.0
 class Side:
     memory: SharedMemory
     link: Link
-    carrier: Carrier
+    carrier: CopyThread
 
 
 def made(end: socket.socket) -> Side:
     memory, calls = SharedMemory(), select.epoll()
     link = Link(end, memory, timedelta(seconds=TIMEOUT_S), calls)
-    return Side(memory, link, Carrier(calls, [link]))
+    return Side(memory, link, CopyThread(calls, [link]))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_thread_that_ends_before_it_is_woken_is_no_error() -> None:
     plain = threading.Event
     events = iter([Noticed()])
     with patch.object(threading, "Event", lambda: next(events, None) or plain()):  # a thread has one of its own
-        carrier = Carrier(calls, [link])
+        carrier = CopyThread(calls, [link])
     del link, one
     del carrier
     gc.collect()
@@ -204,7 +204,7 @@ def test_an_interpreter_ends_in_the_middle_of_a_transfer() -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_train_carrier import *
+from test_train_copy_thread import *
 one, other = map(made, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
 other.link.copy(STREAM, torch.ones(1), arrives=False)
 one.link.offer(OTHER, buffer_of(one, 0), arrives=True)
