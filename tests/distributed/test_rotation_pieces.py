@@ -51,7 +51,7 @@ class Seen:
 
 def trained_in_pieces(variant: Variant) -> Seen:
     gc.collect()  # a ring of other models would know of larger slices
-    with patch.object(rotation, "_MIN_PIECE", 1):
+    with patch.object(rotation, "_MIN_PIECE_NUMEL", 1):
         model = rotated_gpt(variant)
         tokens, _ = batch(0, variant.config.vocab_size)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Ranks whose models differ are found out before they train."""
+"""Finds out before training whether the ranks' models differ."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -16,12 +16,13 @@ from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
 
 
 def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Return where every rank on the mesh has the same parameters in the same modules, cut alike, that travel alike.
+    """Return if every rank on the mesh has the same parameters, cut alike, under the same policies.
 
-    Compared are names, shapes, dtypes, kinds of device, what is frozen, cuts, and the policies of what rotates.
+    Compared are names, shapes, dtypes, kinds of device, `requires_grad`, cuts, and the policies of
+    rotated modules. Collective.
 
     Raises:
-        RotationError: on every rank, with the first difference between the first rank and another.
+        RotationError: on every rank, with the first difference between rank 0 and another rank.
     """
     here = _parameters(model), _policies(model)
     digest = int.from_bytes(blake2b("\n".join(chain(*here)).encode(), digest_size=7).digest(), "little")
@@ -36,7 +37,7 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _parameters(model: nn.Module) -> list[str]:
-    """One line for each."""
+    """A line that describes each parameter."""
     lines = []
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -49,13 +50,13 @@ def _parameters(model: nn.Module) -> list[str]:
 
 
 def _policies(model: nn.Module) -> list[str]:
-    """One line for each module that rotates."""
+    """A line that describes the policy of each rotated module."""
     rotated = [(path, module) for path, module in model.named_modules() if isinstance(module, RotatedModule)]
     return [f"{path or type(module).__name__} rotates with {module.rotation.policy}" for path, module in rotated]
 
 
 def _difference(descriptions: Sequence[list[str]]) -> str:
-    """The first between the first rank and another; "" where there is none."""
+    """The first difference between rank 0 and another rank; "" where there is none."""
     first = descriptions[0]
     for rank, other in enumerate(descriptions):
         longest = max(len(first), len(other))

@@ -1,4 +1,4 @@
-"""What became of a model's parameters: which rule cuts them, and what of them is here."""
+"""What became of a model's parameters: the rule that cuts each, and the bytes that this rank has of it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ How = Literal["rotated", "replicated", "local"]
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """Some parameters of one module that share one fate. A parameter that is tied stands where it is met first.
+    """Some parameters of one module that were treated alike; a tied parameter appears once, at its first module.
 
     Attributes:
-        path: of the module in the model; empty for the model itself.
-        module_class: name of its class.
-        how: "rotated": cut over the ranks; "replicated": whole on every rank; "local": a buffer, of which each rank has its
-            own, as it would with data parallelism.
-        rule: name of the rule that cuts them; empty where none does.
-        names: of the parameters or buffers, inside the module.
+        path: the module's path in the model; empty for the model itself.
+        module_class: the name of its class.
+        how: "rotated": cut over the ranks; "replicated": whole on every rank; "local": a buffer, of
+            which each rank has its own, as under data parallelism.
+        rule: the name of the rule that cuts them; empty where none does.
+        names: names of the parameters or buffers, inside the module.
         numel: elements of all of them, whole.
-        num_bytes: of the same.
-        num_bytes_here: of what this rank has of them.
+        num_bytes: bytes of all of them, whole.
+        num_local_bytes: bytes that this rank has of them.
         num_trainable: elements, whole, of those that take a gradient.
     """
 
@@ -47,22 +47,22 @@ class RotationPlan:
     """What became of every parameter and buffer of a model, in the order of its modules.
 
     Attributes:
-        entries: one or more for each module that has some.
+        entries: one or more for each module that has parameters or buffers of its own.
     """
 
     entries: tuple[PlanEntry, ...]
 
     def num_bytes(self, how: How) -> int:
-        """Of all whole parameters with that fate."""
+        """Bytes of all whole parameters that were treated as ``how`` says."""
         return sum(entry.num_bytes for entry in self.entries if entry.how == how)
 
     @property
     def num_local_bytes(self) -> int:
-        """Of parameters and buffers on this rank."""
+        """Bytes of all parameters and buffers on this rank."""
         return sum(entry.num_local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
-        """A table."""
+        """A table with one row for each entry."""
         rows = [("module", "class", "rule", "parameters", "bytes", "bytes here")]
         for each in self.entries:
             rule = each.rule or {"replicated": "whole on every rank", "local": "buffers, each rank's own"}[each.how]
@@ -72,13 +72,13 @@ class RotationPlan:
 
 
 def plan_of(model: nn.Module) -> RotationPlan:
-    """The plan of a model that is rotated, by whatever calls."""
+    """The plan of a rotated model, however it was rotated."""
     seen: set[int] = set()
     return RotationPlan(tuple(entry for path, module in model.named_modules() for entry in _entries(path, module, seen)))
 
 
 def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry]:
-    """Those of a module: what its rotation cuts, wherever it lies inside, then its own parameters and buffers."""
+    """The entries of a module: what its rotation cuts, then its own parameters and buffers."""
     if isinstance(module, RotatedModule):
         rotation = module.rotation
         cut = {cut.name: module.get_parameter(cut.name) for cut in rotation.layout.cuts}
@@ -96,7 +96,7 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 def _entry(
     path: str, module: nn.Module, tensors: Mapping[str, Tensor], how: How, rule: str, seen: set[int]
 ) -> Iterator[PlanEntry]:
-    """One of those tensors that were not met before, if there are any."""
+    """An entry for those of ``tensors`` that were not seen before, if there are any."""
     new = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
     seen.update(map(id, new.values()))
     if new:

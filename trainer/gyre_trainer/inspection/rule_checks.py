@@ -1,4 +1,4 @@
-"""Whether a module is what its rule says, tried on the own slice before anything is trained."""
+"""Checks that a rule is true of its module, on the own slice and before training."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,13 +13,13 @@ from gyre_trainer.rotation.rotation import Rotation
 
 @torch.no_grad()
 def check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a module whose slices' outputs do not add up to its own.
+    """Refuse a module whose slices' outputs do not add up to its own output.
 
-    They do where the output is linear in the weights that the rule names: times -2 where these are times -2. A residual, a
-    norm or an activation after the last layer is not.
+    They add up where the output is linear in the weights that the rule names: times -2 where these
+    weights are times -2. With a residual, a norm or an activation after the last layer it is not.
 
     Raises:
-        RotationError: it is not linear.
+        RotationError: the output is not linear in these weights.
     """
     names = rotation.rule.linear_in
     call, flat = _own_slice_call(rotation, args, kwargs)
@@ -38,13 +38,15 @@ def check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str
 
 @torch.no_grad()
 def check_tokenwise(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Refuse a module whose outputs for some tokens are others than among all, where backward would compute it for some.
+    """Refuse a module whose outputs for some tokens differ from its outputs for all tokens.
+
+    Backward could not recompute such a module for some tokens at a time.
 
     Returns:
-        Whether there were enough tokens for that.
+        Whether there were enough tokens for the check.
 
     Raises:
-        RotationError: it mixes tokens.
+        RotationError: the module mixes tokens.
     """
     call, flat = _own_slice_call(rotation, args, kwargs)
     if not call.can_be_split(()):
@@ -63,7 +65,7 @@ def check_tokenwise(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str
 
 @torch.no_grad()
 def _own_slice_call(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Tensor]:
-    """A call of the own slice alone, and that slice as it computes."""
+    """A call for the own slice alone, and that slice in the dtype of the computation."""
     call = Call(rotation, args, kwargs)
     call.detach_inputs(call.tensors[:])
     return call, rotation.sharded.flat.to(rotation.policy.compute_dtype or rotation.sharded.flat.dtype)

@@ -1,10 +1,10 @@
-"""Tables for a terminal."""
+"""Tables of text for a terminal."""
 
 from collections.abc import Sequence
 
 
 def table(lines: Sequence[Sequence[str]], *, num_texts: int) -> str:
-    """Aligned columns, the first ``num_texts`` to the left."""
+    """Aligned columns; the first ``num_texts`` are aligned to the left, all others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""Dropout modules around and inside of what rotates; `gyre_trainer.rotation.dropout_masks` makes their masks."""
+"""Dropout modules inside and outside of rotated modules; `dropout_masks` makes their masks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _MASKS: ContextVar[DropoutMasks | None] = ContextVar("draw", default=None)
 
 @contextmanager
 def slice_masks(masks: DropoutMasks | None) -> Iterator[None]:
-    """Inside, `SliceDropout` draws from there; from nowhere it drops nothing."""
+    """A context in which `SliceDropout` takes its masks from ``masks``; with None it drops nothing."""
     token = _MASKS.set(masks)
     try:
         yield
@@ -26,19 +26,22 @@ def slice_masks(masks: DropoutMasks | None) -> Iterator[None]:
 
 
 class SliceDropout:
-    """Mixed in before the class of dropout that acts on what a rotation slices."""
+    """Mixed in before the class of a dropout module that acts on what a rotation slices."""
 
     p: float
     training: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """As dropout, on one slice."""
+        """``x`` after dropout, for one slice."""
         masks = _MASKS.get()
         return masks.apply(x, self.p) if masks is not None and self.training and self.p else x
 
 
 class EqualDropout:
-    """Mixed in before the class of dropout outside of what rotates: its masks are the same at every number of ranks."""
+    """Mixed in before the class of a dropout module outside of rotated modules.
+
+    Its masks are equal at every number of ranks.
+    """
 
     p: float
     training: bool
@@ -46,24 +49,24 @@ class EqualDropout:
     batch_dim: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """As dropout."""
+        """``x`` after dropout."""
         if not self.training or not self.p:
             return x
         return DropoutMasks(new_key(), self.ring, equal=True, batch_dim=self.batch_dim).apply(x, self.p)
 
 
 def use_equal_mask(dropout: nn.Module, mesh: DeviceMesh, batch_dim: int = 0) -> None:
-    """From now on the dropout's masks are the same at every number of ranks."""
+    """Make the dropout's masks equal at every number of ranks."""
     mix_in(dropout, EqualDropout, "Equal")
     dropout.ring = ring_of(mesh)  # type: ignore[assignment]
     dropout.batch_dim = batch_dim  # type: ignore[assignment]
 
 
 def use_equal_masks(model: nn.Module, mesh: DeviceMesh) -> None:
-    """`use_equal_mask` for all dropout in a model that does not rotate; what is dropped has the batch in front.
+    """`use_equal_mask` for all dropout in a model that does not rotate; dim 0 is the batch.
 
     Raises:
-        RotationError: a module draws masks in another way; names it.
+        RotationError: a module draws masks in another way; the message names it.
     """
     for name, module in model.named_modules():
         if isinstance(module, SliceDropout | EqualDropout | RotatedModule):

@@ -1,4 +1,4 @@
-"""The kinds of modules whose way of rotating is known."""
+"""The kinds of modules whose way to rotate is known."""
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -20,9 +20,10 @@ _OURS = (Attention, MLP, GatedMLP, Experts, MoE)
 
 
 def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
-    """Let a module rotate in the way of its kind; False, and nothing was done, where none is known.
+    """Rotate the module in the way of its kind; return False, with nothing done, where none is known.
 
-    A subclass with another forward is no longer of its kind, nor is a layer whose weight is computed from others.
+    A subclass with another forward is not of its parent's kind, and neither is a layer whose weight
+    is computed from others.
     """
     kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
     if kind is None or type(module).forward is not kind.forward or is_parametrized(module):

@@ -1,4 +1,4 @@
-"""A linear layer by its output features: slices of the output lie side by side."""
+"""A linear layer by its output features: the slices' outputs lie side by side."""
 
 from typing import ClassVar
 
@@ -21,15 +21,15 @@ class LinearRule(Rule):
         return rows(module)
 
     def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
-        """Side by side."""
+        """Side by side, along the features."""
         return ConcatenatedOutputs(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
 
 
 def rows(module: nn.Module) -> list[Cut]:
-    """The cuts of a weight, and of the bias where there is one, along the dim of the outputs.
+    """The cuts of a weight, and of the bias where there is one, along the output features.
 
     Raises:
-        RotationError: there is no weight.
+        RotationError: the module has no parameter `weight`.
     """
     parameters = {name: getattr(module, name, None) for name in ("weight", "bias")}
     if not isinstance(parameters["weight"], nn.Parameter):

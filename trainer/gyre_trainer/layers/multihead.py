@@ -1,8 +1,9 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""`nn.MultiheadAttention`, layer by layer: its projections rotate by output features, and each rank attends with all heads.
+"""`nn.MultiheadAttention`, layer by layer: its projections rotate by output features.
 
-Its packed projection holds all queries' rows before all keys' and all values', so that equal slices of it are no groups of
-heads. Where activations matter, take a module with a projection for each, and `AttentionRule`.
+Each rank attends with all heads. The packed projection holds the rows of all queries before those
+of all keys and all values, so its equal slices are no groups of heads. Where activations matter,
+use a module with separate projections, and `AttentionRule`.
 
 Dims: B batch, T targets, S sources, E features, H heads, C channels of one head.
 """
@@ -34,15 +35,15 @@ class InputProjectionsRule(Rule):
     """For the projections to queries, keys and values: one packed weight, or three.
 
     Attributes:
-        dim: features of each of them.
-        packed: whether it is one.
+        dim: output features of each projection.
+        packed: whether there is one packed weight.
     """
 
     dim: int
     packed: bool
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Weights, and a packed one's bias, along the output features."""
+        """Weights, and a packed weight's bias, along the output features."""
         names = ("in_proj_weight", "in_proj_bias") if self.packed else _SEPARATE
         parameters = {name: getattr(module, name) for name in names}
         return [Cut(name, tuple(p.shape), 0) for name, p in parameters.items() if p is not None]
@@ -64,7 +65,7 @@ class InputProjectionsRule(Rule):
         return outputs
 
     def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
-        """Side by side."""
+        """Side by side, along the features."""
         cut = layout.cuts[0 if self.packed else position]
         bounds = layout.all_bounds(cut)
         return ConcatenatedOutputs(
@@ -72,13 +73,13 @@ class InputProjectionsRule(Rule):
         )
 
     def _bounds(self, position: int, packed: tuple[int, int]) -> tuple[int, int]:
-        """The part of a range of the packed features that belongs to the queries (place 0), keys (1) or values (2)."""
+        """The part of a range of packed features that belongs to queries (0), keys (1) or values (2)."""
         start, stop = (min(max(bound - position * self.dim, 0), self.dim) for bound in packed)
         return start, stop
 
 
 class RotatedMultiheadAttention(RotatedModule):
-    """Mixed in before `nn.MultiheadAttention`: the same arguments, the same results."""
+    """Mixed in before `nn.MultiheadAttention`: the same arguments and the same results."""
 
     def forward(
         self,
@@ -91,7 +92,7 @@ class RotatedMultiheadAttention(RotatedModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As without rotation, on this rank's part of the batch."""
+        """The module's output for this rank's part of the batch, as without rotation."""
         assert isinstance(self, nn.MultiheadAttention)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
@@ -121,7 +122,7 @@ def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
 
 
 def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tensor, k_BHSC: Tensor) -> Tensor | None:
-    """What is added to the scores [B, H, T, S], or to any that it broadcasts to; None for nothing."""
+    """The mask that is added to the scores [B, H, T, S], or broadcasts to them; None for no mask."""
     dtype = q_BHTC.dtype
     padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", dtype)
     attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
@@ -137,7 +138,7 @@ def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tenso
 def _attended(
     module: nn.MultiheadAttention, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, *, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """What the heads found, and where they looked if that is needed."""
+    """The heads' outputs, and the attention weights if they are needed."""
     assert isinstance(module, RotatedModule)
     p = module.dropout if module.training else 0.0
     equal = module.rotation.policy.dropout == "equal"
@@ -153,7 +154,7 @@ def _attended(
 
 
 def rotate_multihead(module: nn.MultiheadAttention, target: RotationTarget) -> None:
-    """Let it rotate.
+    """Rotate it.
 
     Raises:
         RotationError: it has an option that is not supported.

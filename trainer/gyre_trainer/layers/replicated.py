@@ -1,4 +1,7 @@
-"""Parameters that every rank has whole: norms and other small ones. Their gradients meet in one all-reduce per backward."""
+"""Parameters that every rank has whole: norms and other small ones.
+
+Their gradients are averaged in one all-reduce per backward.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +24,17 @@ from gyre_trainer.shards.sharded_parameters import as_parameter, local_of, shard
 
 
 class ReplicatedModule:
-    """Mixed in before a module's class: its forward sees this rank's plain tensors in the place of its DTensors.
+    """Mixed in before a module's class: its forward reads plain local tensors instead of DTensors.
 
     Attributes:
-        reads_inside: whether it reads the parameters of modules inside, instead of calling these.
+        reads_inside: whether the forward reads the parameters of modules inside instead of calling
+            these.
     """
 
     reads_inside: ClassVar[bool] = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As without rotation."""
+        """The module's output, as without rotation."""
         assert isinstance(self, nn.Module)
         own = {name: local_of(p) for name, p in self.named_parameters(recurse=self.reads_inside)}
         with swapped(self, own):
@@ -38,16 +42,16 @@ class ReplicatedModule:
 
 
 class ReplicatedAttention(ReplicatedModule):
-    """The same before `nn.MultiheadAttention`, which reads the weight of its last layer."""
+    """Mixed in before `nn.MultiheadAttention`, which reads the weight of its last layer."""
 
     reads_inside: ClassVar[bool] = True
 
 
 class GradientAveraging:
-    """Gradients that are averaged over the ranks once a backward has made them all.
+    """Gradients that are averaged over the ranks when a backward has computed all of them.
 
     Attributes:
-        held_back: backward leaves this rank's own gradients for now; `no_sync` sets it.
+        postponed: whether backward leaves this rank's own gradients for now; `no_sync` sets it.
     """
 
     def __init__(self) -> None:
@@ -57,8 +61,8 @@ class GradientAveraging:
 class ReplicatedGradients(GradientAveraging):
     """Averages the gradients of replicated parameters over the ranks when a backward ends.
 
-    What is averaged is the accumulated gradient. Where its older part is averaged already, that is equal on all ranks and its
-    mean is itself; where it was held back, it is averaged now.
+    The accumulated gradient is averaged. Its older part is either averaged already, and then equal
+    on all ranks and its own mean, or was postponed and is averaged now.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -67,13 +71,13 @@ class ReplicatedGradients(GradientAveraging):
         self._group = mesh.get_group()
         self._ring = ring_of(mesh)
         self._due = False
-        touched = partial(_touched, ref(self))  # a hook that held this would keep both alive for ever
+        touched = partial(_touched, ref(self))  # a hook with a strong reference would keep both alive
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
 
     def touched(self) -> None:
-        """A gradient has come; the backward that it came in will average all of them at its end."""
+        """Note that a gradient was computed; the end of this backward averages all gradients."""
         if not self._due and not self.postponed:
             self._due = True
             Variable._execution_engine.queue_callback(self._average)
@@ -97,11 +101,12 @@ def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> N
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside do not average the gradients of replicated parameters; the next one outside averages their sum.
+    """A context whose backwards do not average gradients; the next one outside averages their sum.
 
-    For gradient accumulation, as DDP's `no_sync`: put all backwards but the last one into it, and step after the last. It
-    saves one all-reduce per backward. Gradients of rotated parameters travel in every backward all the same: a rank has no
-    room for those of others' slices. All ranks must do alike.
+    For gradient accumulation, as DDP's `no_sync`: put all backwards but the last into it, and step
+    after the last. It saves one all-reduce per backward. Gradients of rotated parameters travel in
+    every backward all the same: a rank has no memory for those of other slices. All ranks must do
+    alike.
 
     Raises:
         RotationError: the model was not rotated, or holds no module that was.
@@ -125,7 +130,8 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep all parameters of the module that do not rotate whole on every rank.
 
     Raises:
-        RotationError: one is tied to a parameter that rotates, or on another device; names it.
+        RotationError: one is tied to a parameter that rotates, or is on another device; the message
+            names it.
     """
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for path, child in list(module.named_modules()):
@@ -141,7 +147,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
-    """A DTensor parameter with the values of rank 0; NaN until it is materialised where ``source`` is on `meta`."""
+    """A DTensor parameter with the values of rank 0; NaN where ``source`` is on `meta`."""
     if sharded_parameters_of(source) is not None:
         raise RotationError(f"{name} is tied to a parameter that rotates; rotate the module that it is in too, before this")
     if source.is_meta:

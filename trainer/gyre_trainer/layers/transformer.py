@@ -1,4 +1,4 @@
-"""`nn.TransformerEncoderLayer` and the decoder's: their attentions rotate, and their feed-forward by hidden slices."""
+"""Torch's transformer layers: their attentions rotate, and their feed-forward by hidden slices."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +30,10 @@ class FeedForwardRule(MLPRule):
 
 
 class RotatedFeedForward(RotatedModule):
-    """Mixed in before the layer's class: its feed-forward goes round the ring, all else is as it was."""
+    """Mixed in before the layer's class: its feed-forward rotates, everything else is as it was."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As without rotation, on this rank's part of the batch."""
+        """The layer's output for this rank's part of the batch, as without rotation."""
         return super(RotatedModule, self).forward(*args, **kwargs)  # type: ignore[misc]  # that of the layer's class
 
     def _ff_block(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class RotatedFeedForward(RotatedModule):
 
 
 def rotate_transformer_layer(layer: _Layer, target: RotationTarget) -> None:
-    """Let its attentions and its feed-forward rotate; its norms are left as they are.
+    """Rotate its attentions and its feed-forward; its norms are left as they are.
 
     Raises:
         RotationError: it has an option that is not supported.
@@ -53,7 +53,7 @@ def rotate_transformer_layer(layer: _Layer, target: RotationTarget) -> None:
     if isinstance(layer, nn.TransformerDecoderLayer):
         rotate_multihead(layer.multihead_attn, target)
     else:
-        layer.activation_relu_or_gelu = 0  # torch's fused inference would read the parameters themselves
+        layer.activation_relu_or_gelu = 0  # torch's fused inference would read the whole parameters
 
     def feed_forward(x: Tensor) -> Tensor:
         output: Tensor = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))

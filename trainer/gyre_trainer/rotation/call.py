@@ -1,4 +1,4 @@
-"""A rotated module's arguments, and what one slice makes of them."""
+"""A rotated module's arguments, and what one slice computes from them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,20 +19,23 @@ from gyre_trainer.shards.sharded_parameters import local_of
 
 
 class _Missing:
-    """Stands where a tensor will be."""
+    """Marks the position of a tensor in a flattened structure."""
 
 
 class Call:
     """One call of a rotated module.
 
     Attributes:
-        tensors: what the outer graph sees: the home's parts, then the passengers, then the tensors among the arguments.
+        tensors: the inputs of the call in the graph around it: the sharded parameters' local
+            shards, then the replicated parameters, then the tensors among the arguments.
         recorded: whether a backward may follow.
-        recomputed: whether that computes slices once more; then inputs are kept only where nobody else has them.
-        trainable: of the home's parts, whether they take a gradient in it.
-        whole: passengers and arguments, cut off the outer graph.
-        sums: of their gradients while slices contribute.
-        outer_dtype: of the outputs.
+        recomputed: whether backward computes the slices again. Then an input is kept only where
+            nothing can compute it again.
+        trainable: for each shard, whether it takes a gradient in this call.
+        inputs: the replicated parameters and the arguments, detached from the graph around the
+            call.
+        sums: the sums of the inputs' gradients, which all slices add to.
+        outer_dtype: the dtype of the outputs.
     """
 
     def __init__(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -55,7 +58,7 @@ class Call:
         self._is_split = False
 
     def detach_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Cut the inputs off the graph around."""
+        """Detach the inputs from the graph around the call."""
         num_cuts, first = len(self._rotation.layout.cuts), len(self._rotation.replicated)
         self.tensors.clear()
         self.trainable = [self.recorded and tensor.requires_grad for tensor in tensors[:num_cuts]]
@@ -68,7 +71,7 @@ class Call:
         self._set_inputs(inputs)
 
     def _set_inputs(self, inputs: list[Tensor]) -> None:
-        """Passengers and the first argument take on the dtype to compute in."""
+        """Cast the replicated parameters and the first argument to the dtype to compute in."""
         for position, tensor in enumerate(inputs[: len(self._rotation.replicated) + 1]):
             if tensor.is_floating_point():
                 inputs[position] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
@@ -76,14 +79,17 @@ class Call:
         self.deferred = DeferredGrads({})
 
     def find_recomputations(self) -> None:
-        """Find out how backward has the arguments once more, before the outer graph takes in the tensors."""
+        """Find out how backward can get each argument without keeping it.
+
+        This must happen before the graph around the call takes ``tensors`` in.
+        """
         num_others = len(self._rotation.layout.cuts) + len(self._rotation.replicated)
         arguments = [recomputable(tensor) for tensor in self.tensors[num_others:]]
         self.tensors[num_others:] = [tensor for tensor, _ in arguments]
         self._recomputations = [*[None] * len(self._rotation.replicated), *(recomputation for _, recomputation in arguments)]
 
     def release_inputs(self, outputs: Sequence[Tensor]) -> None:
-        """Arguments that backward has once more are not kept; no slice can be computed until `restore_inputs`."""
+        """Release the inputs that can be computed again; `restore_inputs` must precede the next `compute`."""
         self._is_split = self.can_be_split(outputs)
         self._kept_inputs = [
             recomputation or tensor for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
@@ -92,34 +98,46 @@ class Call:
         del self.deferred
 
     def restore_inputs(self) -> None:
-        """All arguments are here again."""
+        """Make all inputs available again."""
         cache: dict[Any, Tensor] = {}
         self._set_inputs([each.compute_again(cache) if isinstance(each, Recomputation) else each for each in self._kept_inputs])
         self._kept_inputs.clear()
 
     def can_be_split(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether backward takes some tokens at a time: one argument has many, and each has its place in each output."""
+        """Whether backward takes some tokens at a time.
+
+        It does where one argument has many tokens, and each output has a row for each of them.
+        """
         rule, limit = self._rotation.rule, self._rotation.policy.recompute_tokens
         arguments = self.inputs[len(self._rotation.replicated) :]
         if not rule.tokenwise or len(arguments) != 1 or arguments[0].ndim < 2 or not arguments[0].is_contiguous():
             return False
-        places = arguments[0].shape[:-1]
-        return places.numel() > limit and all(output.shape[:-1] == places for output in outputs)
+        tokens = arguments[0].shape[:-1]
+        return tokens.numel() > limit and all(output.shape[:-1] == tokens for output in outputs)
 
     def all_tokens(self) -> TokenChunk:
-        """All tokens."""
+        """The inputs for all tokens."""
         return TokenChunk(self.inputs, self.sums)
 
     def chunks(self) -> Iterator[TokenChunk]:
-        """What backward computes a slice for, one after the other."""
+        """The chunks for which backward computes a slice, one after the other."""
         return self.split() if self._is_split else iter((self.all_tokens(),))
 
     def split(self) -> Iterator[TokenChunk]:
-        """Some tokens at a time, where that can be."""
+        """The inputs for some tokens at a time, at most `recompute_tokens` of the policy."""
         return self.all_tokens().split(len(self._rotation.replicated), self._rotation.policy.recompute_tokens)
 
     def compute(self, index: int, flat: Tensor, chunk: TokenChunk) -> tuple[list[Tensor], list[Tensor]]:
-        """One piece's outputs, and the leaves that its trainable parts of the parameters are in the outputs' graph."""
+        """The outputs of a piece, and the leaves of their graph that stand for its trainable shards.
+
+        Args:
+            index: the number of the piece.
+            flat: the piece's weights.
+            chunk: the inputs.
+
+        Raises:
+            RotationError: the module returns something else than floating-point tensors.
+        """
         rotation, pieces = self._rotation, self._rotation.pieces
         weights, bounds, trained = {}, {}, []
         for cut, view, trainable in zip(pieces.cuts, pieces.views(flat, index), self.trainable, strict=True):
@@ -139,7 +157,7 @@ class Call:
         return self._tensors_of(output), trained
 
     def _tensors_of(self, output: Any) -> list[Tensor]:
-        """The tensors of an output; its form and whatever else it has are the first slice's."""
+        """The tensors of an output. The first slice's output gives the form and everything else."""
         leaves, spec = tree_flatten(output)
         if self._output is None:
             self._output = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
@@ -153,14 +171,14 @@ class Call:
         return tensors
 
     def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
-        """The module's output, of the joined tensors."""
+        """The module's output, in the form of a slice's output, with ``tensors`` as its tensors."""
         assert self._output is not None
         leaves, spec = self._output
         missing = iter(tensors)
         return tree_unflatten([next(missing) if leaf is _Missing else leaf for leaf in leaves], spec)
 
     def finish(self) -> list[Tensor | None]:
-        """The gradients of passengers and arguments; nothing of the call is kept any more."""
+        """The gradients of the inputs. Afterwards the call keeps nothing."""
         grads = [total.total for total in self.sums]
         self.inputs.clear()
         self.sums.clear()

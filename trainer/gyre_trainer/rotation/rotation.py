@@ -1,9 +1,10 @@
-"""A rotated module between two calls: how it is cut, where its slice lives, and when that slice sets out.
+"""A rotated module between two calls: how it is cut, where its own slice lies, and how slices travel.
 
-The life of a parameter: its owner keeps a slice of it at home and no rank ever has more. In forward the slice goes once round
-the ring clockwise; every rank runs the module on its own part of the batch with the slice that visits, its own first, and
-joins the outputs. In backward the slices come once more, counter-clockwise, the own one last; the gradient of each follows
-one step behind it and is complete when it reaches the owner. `gyre_trainer.rotation.ring_pass` runs one such call.
+The life of a parameter: `gyre_trainer.shards.shard_parameters` keeps 1/N of it on each rank, and no
+rank ever holds more of it than slices in transient buffers. A call sends copies of the slices round
+the ring, and each rank runs the module on its own part of the batch with each slice in turn.
+Backward sends the slices once more and returns an averaged gradient for the own slice, which the
+optimizer applies in place. See [Note: The backward ring] in `ring_pass`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,10 @@ from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
-_MIN_PIECE = 2**18  # elements; hops of less cost time and save little
+# A slice that can be divided travels in pieces no larger than the largest slice that cannot, so that one
+# large vocabulary does not set the size of all transient buffers. Smaller pieces than 2^18 elements
+# (1 MiB in float32) cost more time in hops than they save memory; more rounds multiply the hops per call.
+_MIN_PIECE_NUMEL = 2**18
 _MAX_ROUNDS = 16
 
 _Dropout = Literal["independent", "equal"]
@@ -28,15 +32,19 @@ _Dropout = Literal["independent", "equal"]
 
 @dataclass(frozen=True, slots=True)
 class RotationPolicy:
-    """How slices travel and compute; homes keep the dtype that the parameters have.
+    """How slices travel and compute. The rank's own shards keep the dtype of the parameters.
 
     Attributes:
-        compute_dtype: of travelling weights and of the computation with them; None for the parameters' own.
-        grad_dtype: of travelling gradients; None for the parameters' own.
-        recompute: keep no activation inside the module, run each slice once more in backward. Sends no byte more.
-        recompute_tokens: for at most so many tokens at a time, where the module computes each token by itself, as an MLP does.
-        dropout: "independent", each rank draws its own masks; or "equal", they are the same at every number of ranks, where
-            every rank was seeded alike (`torch.manual_seed`). See `gyre_trainer.rotation.dropout_masks`.
+        compute_dtype: the dtype of travelling weights and of the computation with them; None for
+            the parameters' own.
+        grad_dtype: the dtype of travelling gradients; None for the parameters' own.
+        recompute: whether backward computes each slice again, so that no activation inside the
+            module is kept. It sends no more bytes.
+        recompute_tokens: the most tokens that are recomputed at a time, where the output for a
+            token depends on this token alone, as in an MLP.
+        dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
+            number of ranks, if all ranks have one seed (`torch.manual_seed`). See
+            `gyre_trainer.rotation.dropout_masks`.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -58,13 +66,16 @@ class RotationPolicy:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """What there is to know of a rotated module.
+    """A rotated module: how it is cut, and where its parameters are.
 
     Attributes:
-        module: whose parameters now lie in ``sharded``.
-        forward: the module's own, for whole or sliced parameters alike.
-        layout: as the home's, with the names that its parameters have in this module.
-        passengers: names of parameters inside that no cut names; each rank has them whole.
+        module: the module whose parameters lie in ``sharded``.
+        forward: the module's own forward, for whole and for sliced parameters.
+        rule: how the module is cut.
+        layout: as that of ``sharded``, with the parameters' names in this module.
+        sharded: the sharded parameters; tied modules share them.
+        policy: how slices travel and compute.
+        replicated: names of parameters inside that no cut names; each rank has them whole.
     """
 
     module: nn.Module
@@ -77,24 +88,28 @@ class Rotation:
 
     @property
     def name(self) -> str:
-        """Of the module's class, for messages."""
+        """The name of the module's class, for messages."""
         return type(self.module).__name__
 
     @cached_property
     def pieces(self) -> Layout:
-        """How the slices travel: what can be divided is, where it is larger than what cannot.
+        """How the slices travel: a large slice that can be divided travels in several pieces.
 
-        So one large vocabulary does not set the size of all transient buffers. It is settled at the first call, when all that
-        rotates on the ring is known, and does not change afterwards.
+        The number of rounds is settled at the first call, when everything that rotates on the ring
+        is known, and does not change afterwards.
         """
-        largest_whole_numel = self.sharded.ring.pool.largest_whole_numel
-        if not self.rule.divisible or len(self.layout.cuts) > 1 or not largest_whole_numel:
+        largest_whole = self.sharded.ring.pool.largest_whole_numel
+        if not self.rule.divisible or len(self.layout.cuts) > 1 or not largest_whole:
             return self.layout
-        return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, -(-self.layout.numel(0) // max(largest_whole_numel, _MIN_PIECE)))))
+        num_rounds = -(-self.layout.numel(0) // max(largest_whole, _MIN_PIECE_NUMEL))
+        return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, num_rounds)))
 
     @contextmanager
     def own_piece(self, round_: int) -> Iterator[Tensor]:
-        """The own slice's piece of a round as it travels: in the home itself, or a copy in the computation's dtype."""
+        """A context with the own slice's piece of a round as it travels.
+
+        The piece is a view of the own slice, or a copy in the dtype of the computation.
+        """
         flat = self.pieces.piece_in(self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_))
         dtype = self.policy.compute_dtype or flat.dtype
         if dtype == flat.dtype:

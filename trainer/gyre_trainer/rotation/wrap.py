@@ -76,7 +76,7 @@ def _is_read(name: str, reads: tuple[str, ...] | None) -> bool:
 
 
 def _replicated_names(module: nn.Module, layout: Layout, reads: tuple[str, ...] | None) -> Iterator[str]:
-    """Names of parameters that the forward reads and no cut names."""
+    """Names of the parameters that the forward reads and no cut names."""
     cut_names = {cut.name for cut in layout.cuts}
     for name, _ in module.named_parameters():
         if name not in cut_names and _is_read(name, reads):
@@ -84,7 +84,7 @@ def _replicated_names(module: nn.Module, layout: Layout, reads: tuple[str, ...] 
 
 
 def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> ShardedParameters:
-    """Where the parameters live: a new home, or the one of the module that they are tied with."""
+    """The module's sharded parameters: new ones, or those of the module that they are tied with."""
     sources = [module.get_parameter(cut.name) for cut in layout.cuts]
     if len({id(source) for source in sources}) < len(sources):
         names = ", ".join(cut.name for cut in layout.cuts)
@@ -104,7 +104,7 @@ def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> 
 
 
 def _require_uniform(module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Refuse parameters that cannot lie in one buffer on the mesh's device, or could not be averaged."""
+    """Refuse parameters that cannot lie in one buffer on the mesh's device, or cannot be averaged."""
     for cut, source in zip(layout.cuts, sources, strict=True):
         where = f"{type(module).__name__}.{cut.name}"
         if not source.is_floating_point():
