@@ -62,22 +62,22 @@ def fake_steps(cases: Sequence[tuple[Contender, Workload, int]]) -> Iterator[Ste
 
 def measured_step(contender: Contender, workload: Workload, mesh: DeviceMesh | None, num_batches: int, *, fake: bool) -> Step:
     """The first step makes the optimizer's states, the second one counts."""
-    wire = SentBytes(1 if mesh is None else mesh.size())
-    with wire if fake else nullcontext(), LiveBytes() as live:  # of real ranks, DDP's own C++ would not be seen
+    sent_bytes = SentBytes(1 if mesh is None else mesh.size())
+    with sent_bytes if fake else nullcontext(), LiveBytes() as live:  # of real ranks, DDP's own C++ would not be seen
         model = build(contender, workload, mesh, _CPU, fake=fake)
         live.label(Category.PARAMETERS, model.parameters())
         optimizer = make_optimizer(workload, model)
         batch = make_batch(workload, num_batches, _CPU)
         for _ in range(2):
             live.mark("step")
-            sent_before = wire.sent
+            sent_before = sent_bytes.total
             model(*batch).backward()
             live.label(Category.GRADIENTS, (parameter.grad for parameter in model.parameters()))
             with live.during(Category.OPTIMIZER):
                 optimizer.step()
             optimizer.zero_grad()
         peak = live.timeline().since("step").peak()
-        return Step({str(category): num_bytes for category, num_bytes in peak.items()}, wire.sent - sent_before)
+        return Step({str(category): num_bytes for category, num_bytes in peak.items()}, sent_bytes.total - sent_before)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
     for step in range(2):
         alone = reference(model)
         data = [batch(NUM_PARTS * step + part, VARIANT.config.vocab_size) for part in range(NUM_PARTS)]
-        with SentBytes(make_mesh("cpu").size()) as wire:
+        with SentBytes(make_mesh("cpu").size()) as sent_bytes:
             with no_sync(model) if holds_back else nullcontext():
                 for part in data[:-1]:
                     backward(model.loss(*mine(part)))
@@ -35,7 +35,7 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
         for part in data:
             backward(alone.loss(*part))
         distances.append(distance(gradients(model), gradients(alone)))
-        sent.append(wire.sent)
+        sent.append(sent_bytes.total)
         optimizer.step()
         optimizer.zero_grad()
     return distances, sent, own

@@ -45,23 +45,23 @@ def num_bytes(settings: TrainConfig) -> tuple[int, int]:
 def test_a_rotated_rank_keeps_an_nth_and_sends_the_least(num_ranks: int) -> None:
     settings = config(clip_norm=0.0)
     rotated, norms = num_bytes(settings)
-    measure_step = dry_run(settings, Strategy.GYRE, num_ranks)
-    live = measure_step.timeline.at(-1)
+    cost = dry_run(settings, Strategy.GYRE, num_ranks)
+    live = cost.timeline.at(-1)
     assert live[Category.PARAMETERS] == rotated // num_ranks + norms
     num_tensors = len(list(GPT(settings.model).parameters()))
     assert live[Category.OPTIMIZER] == 2 * live[Category.PARAMETERS] + 4 * num_tensors
     assert live[Category.GRADIENTS] == live[Category.LOGITS] == 0
     embedding = 4 * MODEL["vocab_size"] * MODEL["dim"]  # its backward needs no weights
     share = (num_ranks - 1) / num_ranks
-    assert measure_step.sent_bytes == share * (3 * rotated - embedding + 2 * norms)
+    assert cost.sent_bytes == share * (3 * rotated - embedding + 2 * norms)
 
 
 def test_ddp_keeps_everything_on_every_rank() -> None:
     settings = config(clip_norm=0.0)
-    measure_step = dry_run(settings, Strategy.DDP, 8)
-    live = measure_step.timeline.at(-1)
+    cost = dry_run(settings, Strategy.DDP, 8)
+    live = cost.timeline.at(-1)
     assert live[Category.PARAMETERS] == live[Category.GRADIENTS] == sum(num_bytes(settings))
-    assert measure_step.sent_bytes == 2 * 7 / 8 * sum(num_bytes(settings))
+    assert cost.sent_bytes == 2 * 7 / 8 * sum(num_bytes(settings))
 
 
 @pytest.mark.parametrize("strategy", Strategy)

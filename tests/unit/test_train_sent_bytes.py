@@ -1,4 +1,4 @@
-"""Bytes on the wire, by the algorithms that send the least."""
+"""Bytes that a rank sends, by the algorithms that send the least."""
 
 from collections.abc import Iterator
 
@@ -24,16 +24,16 @@ def buffer(parts: int = 1) -> torch.Tensor:
 
 
 def test_a_send_is_what_it_sends_and_a_receive_nothing() -> None:
-    with SentBytes(NUM_RANKS) as wire:
+    with SentBytes(NUM_RANKS) as sent_bytes:
         dist.send(buffer(), 1)
         dist.recv(buffer(2), 3)
         dist.barrier()
-    assert wire.sent == NUM_BYTES
+    assert sent_bytes.total == NUM_BYTES
 
 
 def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None:
     sent = []
-    with SentBytes(NUM_RANKS) as wire:
+    with SentBytes(NUM_RANKS) as sent_bytes:
         for collective in (
             lambda: dist.all_gather_single(buffer(), buffer(NUM_RANKS)),
             lambda: dist.all_gather([buffer(NUM_RANKS) for _ in range(NUM_RANKS)], buffer(NUM_RANKS)),
@@ -41,9 +41,9 @@ def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None
             lambda: dist.all_reduce(buffer()),
             lambda: dist.broadcast(buffer(), 0),
         ):
-            before = wire.sent
+            before = sent_bytes.total
             collective()  # type: ignore[no-untyped-call]
-            sent.append(wire.sent - before)
+            sent.append(sent_bytes.total - before)
     share = NUM_BYTES * 3 // 4
     assert sent == [share, share, share, 2 * share, share]
 

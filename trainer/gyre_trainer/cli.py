@@ -1,10 +1,10 @@
 """The command `gyre-train`.
 
-What a command needs is imported by that command: a launcher has its ranks started a second sooner.
+Each subcommand imports what it needs by itself, so a launcher starts its ranks a second sooner.
 
-Exit status: 0 when the run is complete; 2 for what the user can mend (flags, configuration, a checkpoint or a dataset that does
-not fit), told in one sentence; 128 + N after signal N; else 1, with a traceback, or with the
-name of the rank that kept the others waiting.
+Exit status: 0 when the run is complete; 2 for an error that the user can correct (flags,
+configuration, a checkpoint or a dataset that does not fit), told in one sentence; 128 + N after
+signal N; else 1, with a traceback, or with the name of the rank that kept the others waiting.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LATEST = "latest"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; as a rank, started by a launcher or by torchrun, be that rank."""
+    """Run one command and return its exit status; under a launcher or torchrun, run as that rank."""
     launcher = FailurePipe.of(os.environ)
     if launcher:
         launcher.die_with_launcher()
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
-    """Do a rank's part; after a failure the process ends at once, for a rank that lingers keeps the others waiting."""
+    """Run as a rank. After a failure the process ends at once: a rank that stays keeps the others waiting."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         options.be_rank(load(options.config, options.set), options)
@@ -95,7 +95,7 @@ def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
 
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
-    """The checkpoint directory to go on from."""
+    """The checkpoint directory to resume from; None to begin."""
     if not (options.resume or options.resume_if_any):
         return None
     from gyre_trainer.training import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint, for who resumes)
@@ -155,7 +155,7 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
 
 
 def _add_shows(shows: argparse.ArgumentParser) -> None:
-    """Commands that need no ranks: fake tensors on a fake group tell."""
+    """Options of the commands that need no ranks: they compute with fake tensors on a fake group."""
     _add_config(shows)
     shows.add_argument("--ranks", type=_positive, default=4, help="of the job, whatever this machine has (default 4)")
     shows.set_defaults(be_rank=None)

@@ -1,4 +1,7 @@
-"""`rotate`, `rotate_all` and `no_sync`: the functions that a user of Rotated Tensor Parallelism calls."""
+"""Rotated Tensor Parallelism for a user's script; everything public is imported from here.
+
+Rules for modules of one's own are in `gyre_trainer.layers` and `gyre_trainer.rotation.rule`.
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -33,26 +36,30 @@ Rules = Mapping[type[nn.Module] | str, Rule | None]
 def rotate(
     module: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rule: Rule | None = None
 ) -> nn.Module:
-    """Spread a module's parameters over the ranks of ``mesh``: each keeps a slice and sees the others pass.
+    """Spread a module's parameters over the ranks of ``mesh``: each rank keeps 1/N and computes with all.
 
-    Apply it bottom-up: to each MLP, attention, embedding and large linear layer, which then rotate, and at last to the model,
-    whose remaining parameters (norms, small biases) are kept whole on every rank. `rotate_all` does so by itself. It changes
-    the module in place and returns it. Its parameters are DTensors from then on: give them to the optimizer afterwards.
+    Apply it bottom-up: to each MLP, attention, embedding and large linear layer, and at last to the
+    model, whose remaining parameters (norms, small biases) are kept whole on every rank.
+    `rotate_all` does all of this. It changes the module in place and returns it. The module's
+    parameters are DTensors from then on: give them to the optimizer afterwards.
 
-    Each rank calls the module with its own part of the batch, and `loss.backward()` leaves gradients that are averaged over
-    the ranks, as data parallelism does: where every rank's loss is the mean over its part and all parts are equally large,
-    these are the gradients of the mean over the whole batch. All ranks must make the same calls in the same order.
+    Each rank calls the module with its own part of the batch, and `loss.backward()` leaves
+    gradients that are averaged over the ranks, as data parallelism does: where every rank's loss is
+    the mean over its part and all parts are equally large, these are the gradients of the mean over
+    the whole batch. All ranks must make the same calls in the same order.
 
     Args:
-        module: on `meta` (then `gyre_trainer.shards.sharded_init.materialize` follows), or with the same values on every rank.
-        mesh: of one axis, as `gyre_trainer.comm.mesh.make_mesh` gives it.
-        policy: dtypes of what travels.
-        rule: how the module is cut; None for the way of its class, if it has one. It is put to the proof at the first call.
+        module: on `meta` (then call `materialize` afterwards), or with the same values on every
+            rank.
+        mesh: of one axis, as `make_mesh` gives it.
+        policy: the dtypes of travelling slices, recomputation and dropout.
+        rule: how the module is cut; None for the way of its class, if it has one. A rule is checked
+            at the first call.
 
     Raises:
         MeshError: the mesh is not a ring with this rank on it.
-        RotationError: the module was rotated before, or cannot be cut like this, or differs among ranks; names module and
-            parameter.
+        RotationError: the module was rotated before, or cannot be cut like this, or differs among
+            ranks; the message names module and parameter.
     """
     require_ring(mesh)
     _require_new(module)
@@ -70,23 +77,24 @@ def rotate(
 def rotate_all(
     model: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rules: Rules | None = None
 ) -> RotationPlan:
-    """Rotate a whole model: `rotate` for every module inside that can be, and what no rule knows stays whole on every rank.
+    """Rotate every module in ``model`` that can be; all others stay whole on every rank.
 
     Modules that were rotated before are left as they are.
 
     Args:
         model: as for `rotate`.
-        mesh: likewise.
-        policy: likewise.
-        rules: for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp" (in which * stands for anything,
-            dots too); a path goes before a class, and the first that fits before others. None keeps a module whole.
+        mesh: as for `rotate`.
+        policy: as for `rotate`.
+        rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp"
+            (in which * stands for any text, dots included). A path is preferred to a class, and an
+            earlier key to a later one. None keeps a module whole.
 
     Returns:
-        What became of every parameter. `gyre_trainer.inspection.rotation_plan.plan_of(model)` gives it again.
+        What became of every parameter. `plan_of(model)` gives it again.
 
     Raises:
-        MeshError: see `rotate`.
-        RotationError: likewise; or a rule fits no module.
+        MeshError: as for `rotate`.
+        RotationError: as for `rotate`; or a rule fits no module.
     """
     require_ring(mesh)
     _require_new(model)
@@ -101,7 +109,7 @@ def rotate_all(
 
 
 class _Walk:
-    """Down a model, to the topmost modules that rotate."""
+    """A walk down a model to the topmost modules that rotate."""
 
     def __init__(self, rules: Rules, target: RotationTarget) -> None:
         self._rules = rules
@@ -109,7 +117,7 @@ class _Walk:
         self._used: set[type[nn.Module] | str] = set()
 
     def visit(self, path: str, module: nn.Module) -> None:
-        """Rotate the module, or what is inside it."""
+        """Rotate the module, or the modules inside it."""
         if isinstance(module, RotatedModule):
             return
         key = self._key(path, module)
@@ -123,7 +131,7 @@ class _Walk:
                 self.visit(f"{path}.{name}".removeprefix("."), child)
 
     def require_all_used(self) -> None:
-        """Refuse rules that were of no use."""
+        """Refuse rules that fit no module."""
         for key in self._rules:
             if key not in self._used:
                 name = repr(key) if isinstance(key, str) else key.__name__
@@ -136,7 +144,7 @@ class _Walk:
 
 
 def _require_new(module: nn.Module) -> None:
-    """Refuse what is rotated already, and what has no shape yet."""
+    """Refuse a module that is rotated already, or has parameters without a shape."""
     if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
     for name, parameter in module.named_parameters():
@@ -145,7 +153,7 @@ def _require_new(module: nn.Module) -> None:
 
 
 def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
-    """All that does not rotate inside of the module stays on every rank."""
+    """Keep every parameter in the module that does not rotate whole on every rank."""
     require_equal_models(module, target.mesh)
     replicate(module, target.mesh)
     if target.policy.recompute:
@@ -155,7 +163,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
 
 
 def _check_rule_at_first_call(module: nn.Module, *, recompute: bool) -> None:
-    """Where the user says how a module is cut, its first calls show whether that is true, before anything is trained."""
+    """Check at the module's first calls that a user's rule is true of it, before anything is trained."""
 
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()

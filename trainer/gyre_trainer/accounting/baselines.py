@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""A model over many ranks: rotated, or as FSDP2 or DDP would have it, to compare with."""
+"""What rotation is compared with: the same model under FSDP2 and under data parallelism."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -19,11 +19,13 @@ from gyre_trainer.training.build import rotated
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPT, Block, GPTConfig
 
-_BUCKET_BYTES = 25 << 20  # DDP's own default
+# DDP's default. Larger buckets raise its peak, smaller ones its number of all-reduces; the comparison is
+# fair only with the default.
+_BUCKET_BYTES = 25 << 20
 
 
 class Strategy(StrEnum):
-    """How parameters are spread, and what else a rank sees of them."""
+    """How parameters are distributed over the ranks."""
 
     GYRE = "Gyre"
     FSDP2_SUB_BLOCK = "FSDP2 per sub-block"
@@ -32,7 +34,7 @@ class Strategy(StrEnum):
 
 
 def distribute(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device) -> GPT:
-    """The configured model as one of the mesh's ranks holds it; a rotated one still has no values."""
+    """The configured model as one of the mesh's ranks holds it; a rotated one has no values yet."""
     if strategy is Strategy.GYRE:
         return rotated(config, mesh)
     with device:
@@ -45,7 +47,7 @@ def distribute(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device
 
 
 def _recompute(model: GPT) -> None:
-    """Let each norm, with the attention or MLP after it, keep its input alone, as rotation has it, with torch's checkpoints."""
+    """Keep only the input of each norm and the module after it, as rotation does, with torch's checkpoints."""
     for block in model.blocks:
         assert isinstance(block, Block)
         block.forward = partial(_checkpointed_block, block)  # type: ignore[method-assign]
@@ -59,7 +61,10 @@ def _checkpointed_block(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
 
 
 class FullySharded(GPT):
-    """A GPT whose loss is a module of its own, so that FSDP2 gathers the head around it and no logits exist as a whole."""
+    """A GPT whose head and loss are one module, so that FSDP2 gathers the head around it.
+
+    The logits never exist as a whole.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -67,7 +72,7 @@ class FullySharded(GPT):
         del self.head
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
-        """As a GPT's, for targets of equal weight."""
+        """As the loss of a GPT, for targets of equal weight."""
         assert weights_BT is None
         loss: Tensor = self.tail(self._features(tokens_BT), targets_BT)
         return loss
@@ -81,12 +86,15 @@ class _HeadAndLoss(nn.Module):
         self.head = head
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy, its logits in chunks."""
+        """Mean cross-entropy, with the logits in chunks."""
         return linear_cross_entropy(self.head, x_BTD, targets_BT)
 
 
 def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool) -> GPT:
-    """FSDP2 over whole blocks, or over each attention and each MLP; embedding and head by themselves unless they are tied."""
+    """FSDP2 over whole blocks, or over each attention and each MLP.
+
+    Embedding and head are sharded by themselves unless they are tied.
+    """
     dtype = getattr(torch, config.precision.compute_dtype)
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype))
     shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
@@ -118,9 +126,9 @@ def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
 
 
 class _Bucket:
-    """Gradients of parameters that every rank has whole, in one flat buffer that is averaged when all are there.
+    """Gradients of replicated parameters in one flat buffer, averaged when all of them are there.
 
-    It lives as long as the parameters, whose hooks hold it.
+    The hooks of the parameters hold it, so it lives as long as they do.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: GradientAveraging) -> None:

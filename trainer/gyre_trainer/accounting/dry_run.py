@@ -1,7 +1,7 @@
-"""A step that is taken on nothing: fake tensors, in a group whose other ranks are not there.
+"""One step on fake tensors, in a process group whose other ranks do not exist.
 
-Every allocation, view and release is as in a real step; only no memory is behind it and no message is sent. So a laptop can
-account for one rank of a large job, in seconds.
+Every allocation, view and release is as in a real step, but without memory, and no message is sent.
+So a laptop measures one rank of a large job in seconds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ from gyre_trainer.training.config import TrainConfig
 
 
 def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost:
-    """What one step takes of rank 0, which has the largest slices.
+    """What one step costs rank 0, which has the largest slices.
 
     Raises:
-        ConfigError: the batch cannot be shared among so many ranks.
-        RotationError: the model cannot.
+        ConfigError: the batch cannot be divided among ``num_ranks``.
+        RotationError: the model cannot be cut for ``num_ranks``.
     """
     config.require_divisible(num_ranks)
     with on_fake_ranks(num_ranks) as mesh:
@@ -37,7 +37,7 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
 
 @contextmanager
 def on_fake_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
-    """A ring of which this process is rank 0 and believes that it talks to the others; tensors made inside are fake."""
+    """A context with a ring on which this process is rank 0; tensors made inside are fake."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         mesh = make_mesh("cpu")
@@ -48,7 +48,7 @@ def on_fake_ranks(num_ranks: int) -> Iterator[DeviceMesh]:
 
 
 class _Pretending(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A number that is read off a fake tensor is 1; no allocation depends on it."""
+    """Numbers that are read from a fake tensor are 1; no allocation depends on them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,8 +1,9 @@
-"""Live bytes: every storage that tensors hold, from its allocation to its release, by what it is for.
+"""Live bytes: every storage that tensors hold, from its allocation to its release, by category.
 
-A storage is counted once, however many views it has, and as long as anything holds it: a name, another tensor's graph, a buffer
-of a communication library. Real tensors and fake ones count alike. What a kernel allocates and releases inside itself is not
-seen, and neither is an allocator's rounding.
+A storage is counted once, however many views it has, and as long as anything holds it: a name,
+another tensor's graph, a buffer of a communication library. Real tensors and fake ones count alike.
+Memory that a kernel allocates and releases inside itself is not seen, and neither is an allocator's
+rounding.
 """
 
 import weakref
@@ -26,8 +27,9 @@ COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "fsdp", "gyre")  # names
 class Category(StrEnum):
     """What a storage is for.
 
-    VISITORS carry weights or gradients between ranks: visiting slices, gathered layers, buckets. ACTIVATIONS are all that has
-    no better name: what autograd keeps, its gradients of activations, temporaries.
+    COMMUNICATION storages carry weights or gradients between ranks: remote slices, gathered layers,
+    buckets. ACTIVATIONS are all storages without a better category: tensors that autograd saves,
+    gradients of activations, temporaries.
     """
 
     PARAMETERS = "parameters"
@@ -43,11 +45,13 @@ CATEGORIES = tuple(Category)
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Live bytes at every moment that changed them or was marked.
+    """Live bytes at each moment that changed them or was marked.
 
     Attributes:
-        events: what happened at each moment: the operator that allocated, "release", "resize", or a mark.
-        live: bytes after it, of shape (moments, categories), int64; the columns are CATEGORIES.
+        events: the event of each moment: the operator that allocated, "release", "resize", or a
+            mark.
+        live: bytes after each event, of shape (moments, categories), int64; the columns are
+            CATEGORIES.
     """
 
     events: Sequence[str]
@@ -74,21 +78,24 @@ class Timeline:
         return {category: int(value) for category, value in zip(CATEGORIES, self.live[index], strict=True)}
 
     def peak(self) -> dict[Category, int]:
-        """Bytes by category at the moment with the most; they add up to `peak_bytes`."""
+        """Bytes by category at the first moment with the most; they add up to `peak_bytes`."""
         return self.at(self.peak_index)
 
     def since(self, event: str) -> "Timeline":
-        """The part that begins with the last moment of that name."""
+        """The part that begins with the last moment of that event."""
         start = len(self.events) - 1 - list(reversed(self.events)).index(event)
         return Timeline(self.events[start:], self.live[start:])
 
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """One that lives, or has lived.
+    """A storage that is alive, or was.
 
     Attributes:
-        labelled: somebody said what it is for; else it is a guess.
+        nbytes: its size; 0 after its release.
+        category: what it is for.
+        labelled: whether a label said so; else the category is a guess.
+        alive: a weak reference whose callback counts the release.
     """
 
     nbytes: int
@@ -98,15 +105,16 @@ class _Storage:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside this context, storages that operators return or touch are counted, until they are released, inside or after.
+    """A context that counts the storages that operators return or touch, until they are released.
 
-    What was there before counts from when it is touched or labelled: label parameters first. With a `FakeTensorMode`, enter
-    this one last. A storage has one category for all its life, the one it was labelled with last, so a buffer that becomes a
-    parameter's gradient was gradient from its first moment.
+    A storage from before counts from when it is touched or labelled, so label parameters first.
+    With a `FakeTensorMode`, enter this context last. A storage has one category for all its life,
+    that of its last label, so a buffer that becomes a parameter's gradient counts as gradient from
+    its first moment.
 
     Attributes:
         total: bytes alive now.
-        peak: the most there were.
+        peak: the most bytes that were alive.
     """
 
     def __init__(self) -> None:
@@ -131,7 +139,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator and look at its tensors; those that wrap others come back as operators on what they wrap."""
+        """Run an operator and observe its tensors. Tensors that wrap others come back as operators on those."""
         given = list(_tensors((args, kwargs)))
         if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
             return NotImplemented
@@ -144,14 +152,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def label(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
-        """Say what the storages of ``tensors`` are for; those that were not seen yet count from now on."""
+        """Set the category of the storages of ``tensors``. New storages count from now on."""
         for tensor in filter(_has_memory, _tensors([_unwrapped(tensor) for tensor in tensors if tensor is not None])):
             storage = self._observe(category, tensor.untyped_storage())
             storage.category, storage.labelled = category, True
 
     @contextmanager
     def during(self, category: Category) -> Iterator[None]:
-        """What is allocated inside, and neither labelled nor sent, is of this category."""
+        """A context whose allocations have this category if they are neither labelled nor sent."""
         self._defaults.append(category)
         try:
             yield
@@ -172,7 +180,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Timeline([event for event, _, _ in changes], deltas.cumsum(axis=0))
 
     def _observe(self, event: object, untyped: torch.UntypedStorage) -> _Storage:
-        """Note a storage that is new or has another size."""
+        """Count a storage that is new or has another size."""
         address = untyped._cdata
         storage = self._known.get(address)
         if storage is None:
@@ -194,7 +202,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _counting_resize(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
-    """`UntypedStorage.resize_` is no operator, and yet how FSDP2 allocates and frees."""
+    """`UntypedStorage.resize_`, counted: it is no operator, but FSDP2 allocates and frees with it."""
 
     def resize_(self: torch.UntypedStorage, nbytes: int) -> Any:
         result = resize(self, nbytes)
@@ -205,7 +213,7 @@ def _counting_resize(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Those in tuples, lists and dicts, the forms of an operator's arguments and results; far faster than torch's pytree."""
+    """The tensors in nested tuples, lists and dicts; far faster than torch's pytree."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list, dict)):

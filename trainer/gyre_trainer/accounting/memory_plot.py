@@ -1,4 +1,4 @@
-"""`gyre-train memory`: the live bytes of one step over time, by category, drawn for each strategy on the same axes."""
+"""`gyre-train memory`: a figure of the live bytes of one step over time, for each strategy."""
 
 from pathlib import Path
 
@@ -19,13 +19,16 @@ _PHASES = {"forward": "F", "backward": "B", "update": "U"}
 
 
 def draw(costs: StepCosts, title: str, path: Path) -> None:
-    """Stacked areas as a PNG, one panel for each strategy; dashed lines are where forward, backward and update begin."""
+    """Draw stacked areas by category as a PNG, with one panel for each strategy on the same axes.
+
+    Dashed lines show where forward, backward and update begin.
+    """
     figure, panels = plt.subplots(
         1, len(costs), figsize=(4 * len(costs), 4.6), dpi=144, sharey=True, layout="constrained", facecolor="white"
     )
-    highest = max(measure_step.timeline.peak_bytes for measure_step in costs.values()) / 2**20
-    for axes, (strategy, measure_step) in zip(np.atleast_1d(panels), costs.items(), strict=True):
-        _draw_step(axes, measure_step, highest)
+    highest = max(cost.timeline.peak_bytes for cost in costs.values()) / 2**20
+    for axes, (strategy, cost) in zip(np.atleast_1d(panels), costs.items(), strict=True):
+        _draw_step(axes, cost, highest)
         axes.set_title(strategy, loc="left", fontsize=11)
     first = np.atleast_1d(panels)[0]
     first.set_ylabel("live on one rank, MiB")
@@ -36,8 +39,8 @@ def draw(costs: StepCosts, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_step(axes: Axes, measure_step: StepCost, highest: float) -> None:
-    timeline = measure_step.timeline
+def _draw_step(axes: Axes, cost: StepCost, highest: float) -> None:
+    timeline = cost.timeline
     moments = np.arange(len(timeline.events))
     layers = [timeline.live[:, column] / 2**20 for column in range(len(CATEGORIES))]
     axes.stackplot(moments, *layers, labels=CATEGORIES, colors=_COLOURS, step="post", linewidth=0)

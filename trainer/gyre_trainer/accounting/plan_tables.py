@@ -1,4 +1,4 @@
-"""`gyre-train plan`: what becomes of each module, and what a step takes of a rank, before anything is trained."""
+"""`gyre-train plan`: what becomes of each module, and what a step costs a rank, before training."""
 
 import re
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ StepCosts = Mapping[Strategy, StepCost]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one module's parameters, or of those of several modules that are alike.
+    """What became of the parameters of one module, or of several modules that are alike.
 
     Attributes:
-        path: with * for the numbers where they are several.
-        rule: the name of its class, or "replicated".
-        num_modules: that this row is about.
-        num_bytes: of their whole parameters.
-        num_bytes_here: of what rank 0 keeps, which has the largest slices.
+        path: the module's path; with * for the numbers where there are several modules.
+        rule: the name of the rule's class, or "replicated".
+        num_modules: the number of modules.
+        num_bytes: bytes of their whole parameters.
+        num_local_bytes: bytes that rank 0 keeps, which has the largest slices.
     """
 
     path: str
@@ -36,10 +36,12 @@ class Row:
 
 
 def rows(config: TrainConfig, num_ranks: int) -> list[Row]:
-    """The configured model's modules in their order, as they lie on rank 0 of so many; what is tied stands where it is first.
+    """The configured model's modules in their order, on rank 0 of ``num_ranks``.
+
+    Tied parameters appear at their first module.
 
     Raises:
-        RotationError: the model cannot be shared among so many ranks.
+        RotationError: the model cannot be cut for ``num_ranks``.
     """
     with on_fake_ranks(num_ranks) as mesh:
         entries = plan_of(rotated(config, mesh)).entries
@@ -48,27 +50,27 @@ def rows(config: TrainConfig, num_ranks: int) -> list[Row]:
         path, rule = re.sub(r"\b\d+\b", "*", entry.path), entry.rule or entry.how
         before = merged.get((path, rule, entry.num_bytes))
         row = Row(entry.path, rule, 1, entry.num_bytes, entry.num_local_bytes)
-        merged[path, rule, entry.num_bytes] = row if before is None else _joined(path, before, row)
+        merged[path, rule, entry.num_bytes] = row if before is None else _merged(path, before, row)
     return list(merged.values())
 
 
-def _joined(path: str, one: Row, other: Row) -> Row:
+def _merged(path: str, one: Row, other: Row) -> Row:
     num_modules = one.num_modules + other.num_modules
     return Row(path, one.rule, num_modules, one.num_bytes + other.num_bytes, one.num_local_bytes + other.num_local_bytes)
 
 
 def step_costs(config: TrainConfig, num_ranks: int) -> dict[Strategy, StepCost]:
-    """What one step takes of rank 0 under each strategy.
+    """What one step costs rank 0 under each strategy.
 
     Raises:
-        ConfigError: the batch cannot be shared among so many ranks.
-        RotationError: the model cannot.
+        ConfigError: the batch cannot be divided among ``num_ranks``.
+        RotationError: the model cannot be cut for ``num_ranks``.
     """
     return {strategy: dry_run(config, strategy, num_ranks) for strategy in Strategy}
 
 
 def text(config: TrainConfig, num_ranks: int) -> str:
-    """The whole plan, to be printed."""
+    """The whole plan, for printing."""
     costs, found = step_costs(config, num_ranks), rows(config, num_ranks)
     modules = [["module", "rule", "bytes", "per rank"]]
     for row in found:
@@ -80,24 +82,24 @@ def text(config: TrainConfig, num_ranks: int) -> str:
         [
             f"{num_ranks} ranks; {num_samples} x {length} tokens on each per step; all figures in MiB",
             table(modules, num_texts=2),
-            "What is alive on a rank at the moment of a step when it is most:",
+            "Live bytes of a rank at the peak of a step:",
             peaks(costs),
         ]
     )
 
 
 def peaks(costs: StepCosts) -> str:
-    """A table: each strategy's live bytes at its peak by category, their sum, and what it sends per step."""
-    at_peak = {strategy: measure_step.timeline.peak() for strategy, measure_step in costs.items()}
+    """A table of each strategy's live bytes at its peak by category, their sum, and the bytes sent."""
+    at_peak = {strategy: cost.timeline.peak() for strategy, cost in costs.items()}
     lines = [["", *costs]]
     lines += [[category, *(mib(peak[category]) for peak in at_peak.values())] for category in CATEGORIES]
-    lines.append(["peak", *(mib(measure_step.timeline.peak_bytes) for measure_step in costs.values())])
-    lines.append(["sent per step", *(mib(measure_step.sent_bytes) for measure_step in costs.values())])
+    lines.append(["peak", *(mib(cost.timeline.peak_bytes) for cost in costs.values())])
+    lines.append(["sent per step", *(mib(cost.sent_bytes) for cost in costs.values())])
     return table(lines, num_texts=1)
 
 
 def mib(num_bytes: int) -> str:
-    """In MiB, to four digits or so."""
+    """The number in MiB, with about four digits."""
     value = num_bytes / 2**20
     num_decimals = next((num for num, least in enumerate((1000, 100, 1)) if value >= least), 4 if num_bytes else 0)
     return f"{value:,.{num_decimals}f}"

@@ -1,4 +1,4 @@
-"""Bytes on the wire: what this rank sends, counted where operators are dispatched, whoever calls them."""
+"""Bytes that this rank sends, counted where operators are dispatched, in whichever library they are called."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.accounting.live_bytes import COMMUNICATION_NAMESPACES
 
-# An operator's argument, and how often a rank of N sends the bytes of it: the collectives in rings, which send the least.
+# For each operator: the argument that is sent, and how often a rank of N sends its bytes. Collectives
+# count as their ring algorithms, which send the least.
 _SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "c10d::send": (0, lambda n: 1),
     "gyre::send": (0, lambda n: 1),
@@ -29,15 +30,15 @@ _SILENT = frozenset(
 
 
 class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside this context, the bytes that this rank sends are counted, in the group of all ranks.
+    """A context that counts the bytes that operators send.
 
     Attributes:
-        sent: until now.
+        total: bytes sent until now.
     """
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sent = 0
+        self.total = 0
         self._num_ranks = num_ranks
 
     def __torch_dispatch__(
@@ -46,12 +47,13 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and count what it sends.
 
         Raises:
-            NotImplementedError: it communicates in a way that is not accounted for; no figure is better than a wrong one.
+            NotImplementedError: the operator communicates in an unknown way. No figure is better
+                than a wrong one.
         """
         if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
             return NotImplemented
         if func.namespace in COMMUNICATION_NAMESPACES and func.namespace != "fsdp":
-            self.sent += self._bytes(func.name().partition(".")[0], args)
+            self.total += self._bytes(func.name().partition(".")[0], args)
         return func(*args, **kwargs or {})
 
     def _bytes(self, name: str, args: Sequence[Any]) -> int:

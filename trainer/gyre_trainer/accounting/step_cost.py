@@ -1,4 +1,4 @@
-"""What one step takes of a rank: its live bytes over time, by category, and what it sends."""
+"""What one step costs a rank: its live bytes over time, by category, and the bytes that it sends."""
 
 import warnings
 from collections.abc import Iterator
@@ -17,16 +17,18 @@ from gyre_trainer.training.gpt import GPT
 from gyre_trainer.training.step import Stepper
 
 STEP = "step"
-_NUM_WARM_UP_STEPS = 2  # the optimizer's states come with the first, buffers and what is learned from a backward with it too
+# The first step allocates the optimizer's states and the transient buffers, and learns the order of
+# modules in backward. With fewer than two steps the measured one would still allocate some of it.
+_NUM_WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class StepCost:
-    """One step of one rank, when all that lasts from step to step is there.
+    """The cost of one step of one rank, after everything that lasts from step to step was allocated.
 
     Attributes:
         timeline: its marks are "step" and the phases of `gyre_trainer.training.step.Phase`.
-        sent_bytes: by this rank.
+        sent_bytes: bytes that this rank sent in the step.
     """
 
     timeline: Timeline
@@ -34,12 +36,12 @@ class StepCost:
 
 
 def measure_step(model: GPT, config: TrainConfig, examples: Examples) -> StepCost:
-    """Take a few steps on the same examples and look at the last one; the model has moved afterwards.
+    """Take a few steps on the same examples and measure the last one. The model is trained by them.
 
     Args:
-        model: spread over the ranks of the default process group, all of which do the same.
-        config: its optimizer's section is what the step does.
-        examples: this rank's.
+        model: distributed over the ranks of the default process group, all of which do the same.
+        config: its optimizer section says what a step does.
+        examples: this rank's examples.
     """
     live, sent_bytes = LiveBytes(), SentBytes(dist.get_world_size())
     observer = _Observer(model, live)
@@ -50,13 +52,13 @@ def measure_step(model: GPT, config: TrainConfig, examples: Examples) -> StepCos
         stepper = Stepper(model, config, observer.phase)
         for step in range(_NUM_WARM_UP_STEPS + 1):
             live.mark(STEP)
-            before = sent_bytes.sent
+            before = sent_bytes.total
             stepper.take(examples, step)
-        return StepCost(live.timeline().since(STEP), sent_bytes.sent - before)
+        return StepCost(live.timeline().since(STEP), sent_bytes.total - before)
 
 
 class _Observer:
-    """Tells the counter what is what while a step runs."""
+    """Labels storages and phases while a step runs."""
 
     def __init__(self, model: GPT, live: LiveBytes) -> None:
         self._model = model
@@ -65,7 +67,7 @@ class _Observer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step."""
+        """A context for a phase of the step."""
         self._live.mark(name)
         if name in ("clip", "update"):
             with self._live.during(Category.OPTIMIZER):
@@ -78,7 +80,7 @@ class _Observer:
 
     @contextmanager
     def logits(self) -> Iterator[None]:
-        """Inside, what is allocated between the last norm's forward and its backward counts as logits."""
+        """A context that counts allocations from the last norm's forward to its backward as logits."""
         hook = self._model.norm.register_forward_hook(self._begin_logits)
         try:
             yield

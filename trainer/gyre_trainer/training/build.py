@@ -11,7 +11,10 @@ from gyre_trainer.training.rank_context import RankContext
 
 
 def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
-    """Rotated before it exists, so that no rank ever holds more than its own shards; to be materialised."""
+    """The model, rotated before it exists, so that no rank ever holds more than its own shards.
+
+    Its parameters have no values until `materialize`.
+    """
     with torch.device("meta"):
         model = GPT(config.model)
     dtypes = config.precision

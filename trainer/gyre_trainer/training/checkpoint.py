@@ -1,8 +1,8 @@
-"""Checkpoints of a run: complete or absent, whatever dies while one is written.
+"""Checkpoints of a run: complete or absent, whichever process dies while one is written.
 
     RUN/checkpoints/
-      step-00000120/          named once it is complete and on disk; until then .writing-step-00000120
-        checkpoint.json       step, model, and the loader's cursor: read and judged before anything is loaded
+      step-00000120/          has this name once it is complete and on disk; before, .writing-step-00000120
+        checkpoint.json       step, model, and the loader's cursor: read and checked before anything is loaded
         .metadata, *.distcp   torch.distributed.checkpoint: model and optimizer, each shard by its owner
       latest                  the name of the newest one
 
@@ -37,7 +37,10 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Everything that a checkpoint restores. The loader's `state_dict` is opaque bytes by name, the same on every rank."""
+    """Everything that a checkpoint restores.
+
+    The loader's `state_dict` has opaque bytes by name, the same on every rank.
+    """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,7 +48,7 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. Every method is collective: all ranks call it, with the same arguments."""
+    """The checkpoints of one run directory. Every method is collective, with equal arguments on all ranks."""
 
     def __init__(self, folder: Path, keep: int, model_config: GPTConfig) -> None:
         self._folder = folder
@@ -53,10 +56,12 @@ class Checkpoints:
         self._model_config = model_config
 
     def save(self, state: TrainState, step: int) -> None:
-        """After return a checkpoint that goes on at `step` is durable and `latest`; the oldest beyond `keep` are gone.
+        """Write a checkpoint that resumes at ``step``: on return it is durable and `latest`.
+
+        The oldest checkpoints beyond ``keep`` are deleted.
 
         Raises:
-            CheckpointFailed: the disk is full or cannot be written; `latest` names the checkpoint that it named before.
+            CheckpointFailed: the disk is full or cannot be written; `latest` keeps its value.
         """
         name = f"step-{step:08}"
         unfinished = self._folder / f".writing-{name}"
@@ -69,20 +74,23 @@ class Checkpoints:
             "loader": {name: b64encode(value).decode() for name, value in state.loader.state_dict().items()},
         }
         try:
-            _on_first_rank(lambda: _clear(unfinished))
+            _on_first_rank(lambda: _remove(unfinished))
             save({"model": model, "optimizer": optimizer}, checkpoint_id=unfinished)
             _on_first_rank(lambda: self._publish(unfinished, name, manifest))
         except (OSError, CheckpointException) as error:
             raise CheckpointFailed(f"checkpoint {self._folder / name} cannot be written: {_cause(error)}") from error
 
     def load(self, state: TrainState, path: Path) -> int:
-        """Restore `state` in place from the checkpoint directory `path`; if it is of this run, it is `latest` again.
+        """Restore ``state`` in place from the checkpoint directory ``path``.
+
+        A checkpoint of this run becomes `latest` again.
 
         Returns:
-            The step to go on with.
+            The step to continue with.
 
         Raises:
-            CheckpointRejected: it is no checkpoint, torn, or one of another format or model; says what differs.
+            CheckpointRejected: it is no checkpoint, incomplete, or one of another format or model;
+                the message says what differs.
         """
         manifest = read_manifest(path, self._model_config)
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
@@ -98,10 +106,10 @@ class Checkpoints:
 
     def _publish(self, unfinished: Path, name: str, manifest: Mapping[str, Any]) -> None:
         (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        _sync(unfinished / _MANIFEST)
-        _sync(unfinished)
+        _fsync(unfinished / _MANIFEST)
+        _fsync(unfinished)
         complete = self._folder / name
-        _clear(complete)  # of a run that was resumed from before it
+        _remove(complete)  # left by a run that was resumed from an earlier step
         unfinished.rename(complete)
         _write_pointer(self._folder / _LATEST, name)
         not_newer = sorted(path for path in self._folder.glob("step-*") if path.name <= name)
@@ -131,10 +139,11 @@ def latest(folder: Path) -> Path:
 
 
 def read_manifest(path: Path, model_config: GPTConfig) -> dict[str, Any]:
-    """What the checkpoint directory `path` says of itself.
+    """The manifest of the checkpoint directory ``path``.
 
     Raises:
-        CheckpointRejected: it is no checkpoint, or one of another format or model; says what differs.
+        CheckpointRejected: it is no checkpoint, or one of another format or model; the message says
+            what differs.
     """
     try:
         manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
@@ -155,7 +164,7 @@ def read_manifest(path: Path, model_config: GPTConfig) -> dict[str, Any]:
 
 
 def _on_first_rank(act: Callable[[], None]) -> None:
-    """Rank 0 acts; the others return once it has, and fail if it failed."""
+    """Call ``act`` on rank 0; the other ranks return after it, and fail if it failed."""
     failure: list[BaseException | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -168,27 +177,27 @@ def _on_first_rank(act: Callable[[], None]) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong on the first rank that something went wrong on, on one line."""
+    """The failure of the first rank that failed, on one line."""
     if isinstance(error, CheckpointException):
         _, (error, _) = min(error.failures.items())
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _clear(folder: Path) -> None:
+def _remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
 
 
 def _write_pointer(pointer: Path, name: str) -> None:
-    """The file `pointer` holds `name`, never half of it, and both it and what lies beside it are on disk."""
+    """Let the file ``pointer`` hold ``name``, atomically, and sync it and its folder to disk."""
     written = pointer.with_suffix(".writing")
     written.write_text(name + "\n", encoding="utf-8")
-    _sync(written)
+    _fsync(written)
     written.rename(pointer)
-    _sync(pointer.parent)
+    _fsync(pointer.parent)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

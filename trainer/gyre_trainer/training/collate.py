@@ -1,12 +1,13 @@
-"""From a loader's batch to what a language model learns from.
+"""From a loader's batch to the inputs and targets of a language model.
 
     tokens      a window of sequence_length + 1 tokens:            inputs are all but the last, targets all but the first
-    text        a document of any length, as bytes; vocabulary:    one row per document, so that a sample is a row as above
+    text        a document of any length, as bytes; vocabulary:    one row per document, as above
                 256 bytes and END_OF_TEXT
 
-A document longer than sequence_length + 1 is cut to a window of that length, whose place is a function of the step and the
-sample id: another one each epoch, the same on every rerun. A shorter one ends with END_OF_TEXT; what follows it is padding
-that no loss is taken of. So a long document is seen in part each epoch: cut a corpus of long documents into smaller samples.
+A document longer than sequence_length + 1 is cut to a window of that length. The window's place is
+a function of the step and the sample id: another one each epoch, the same on every rerun. A shorter
+document ends with END_OF_TEXT; after it comes padding without a loss. A long document is seen in
+part each epoch, so cut a corpus of long documents into smaller samples.
 
 Dims: B samples of this rank, T = sequence_length.
 """
@@ -27,12 +28,13 @@ END_OF_TEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """What a model is trained on.
+    """Inputs and targets of one rank for one step.
 
     Attributes:
         inputs: int64 [B, T].
         targets: int64 [B, T].
-        counts: bool [B, T], which targets the loss is taken of; None for all. Either on every rank or on none.
+        counts: bool [B, T], the targets that have a loss; None for all. Either on every rank or on
+            none.
     """
 
     inputs: Tensor
@@ -40,17 +42,17 @@ class Examples:
     counts: Tensor | None
 
     def num_targets(self) -> int:
-        """Targets that the loss is taken of."""
+        """The number of targets that have a loss."""
         return self.targets.numel() if self.counts is None else int(self.counts.sum())
 
     def split(self, num_parts: int) -> "list[Examples]":
-        """The same rows in equal parts."""
+        """The same rows in ``num_parts`` equal parts."""
         counts = [None] * num_parts if self.counts is None else self.counts.chunk(num_parts)
         parts = zip(self.inputs.chunk(num_parts), self.targets.chunk(num_parts), counts, strict=True)
         return [Examples(*part) for part in parts]
 
     def to(self, device: torch.device) -> "Examples":
-        """The same, on a device."""
+        """The same examples on a device."""
         counts = None if self.counts is None else self.counts.to(device)
         return Examples(self.inputs.to(device), self.targets.to(device), counts)
 
@@ -63,10 +65,11 @@ class Collator:
         self._vocab_size = vocab_size
 
     def collate(self, batch: Mapping[str, Tensor], step: int) -> Examples:
-        """The examples of a batch, in its order: windows on the device that the batch is on, documents on the CPU.
+        """The examples of a batch, in its order: windows on the batch's device, documents on the CPU.
 
         Raises:
-            DataRejected: the batch has no such field, a sample has another length, or a token is outside the vocabulary.
+            DataRejected: the batch has no such field, a sample has another length, or a token is
+                outside the vocabulary.
         """
         values = batch.get(self._data.field)
         if values is None:
@@ -107,7 +110,7 @@ class Collator:
 
     def _require_known_tokens(self, examples: Examples) -> None:
         extremes = torch.stack([examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()])
-        smallest, *greatest = extremes.tolist()  # a device is waited for once
+        smallest, *greatest = extremes.tolist()  # this waits for a device only once
         largest = max(greatest)
         if largest >= self._vocab_size or smallest < 0:
             raise DataRejected(
@@ -116,7 +119,7 @@ class Collator:
 
 
 def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.NDArray[np.int64]:
-    """At most `length` tokens of a document and its END_OF_TEXT; where they begin is drawn by `key` alone."""
+    """At most ``length`` tokens of a document and its END_OF_TEXT; ``key`` alone says where they begin."""
     tokens = np.append(document.astype(np.int64), END_OF_TEXT)
     if len(tokens) <= length:
         return tokens
@@ -125,6 +128,6 @@ def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.
 
 
 def _without_padding(examples: Examples, is_sample: Tensor) -> Examples:
-    """No loss is taken of rows [B] that only fill up the last batch of an epoch."""
+    """The examples without a loss for rows [B] that only fill up the last batch of an epoch."""
     rows = is_sample.to(examples.targets.device)[:, None].expand_as(examples.targets)
     return Examples(examples.inputs, examples.targets, rows if examples.counts is None else rows & examples.counts)

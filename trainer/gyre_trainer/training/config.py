@@ -1,4 +1,7 @@
-"""What a training run is: the TOML file's sections as frozen dataclasses, checked whole before anything starts."""
+"""The configuration of a training run: frozen dataclasses for the TOML file's sections.
+
+It is checked as a whole before anything starts.
+"""
 
 import dataclasses
 import tomllib
@@ -16,16 +19,19 @@ DType = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Where a run lives and how long it is.
+    """The run directory, the run's length, and how its ranks run.
 
     Attributes:
         out: the run directory; checkpoints, history and report are written there.
         steps: optimizer steps of the whole run, those before a resume included.
         device: `auto` takes CUDA where every local rank has a device of its own, else the CPU.
-        threads: of one rank's operators on the CPU; 0 shares the machine's cores among its ranks.
-        log_every: steps between two records of history, TensorBoard and progress; one small collective each.
+        threads: threads of one rank's operators on the CPU; 0 shares the machine's cores among its
+            ranks.
+        log_every: steps between two writes to history, TensorBoard and progress; each takes one
+            small collective.
         seed: of the initial weights.
-        timeout_s: that a rank waits for another in one hop or collective, before the job ends.
+        timeout_s: the longest that a rank waits for another in one hop or collective before the job
+            ends.
     """
 
     out: str
@@ -45,19 +51,20 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """What is learned from, in which order.
+    """The dataset, and the order of its samples.
 
     Attributes:
         dataset: a name that the daemon knows; with `format`, a path or URI.
-        address: of the daemon; "" takes GYRE_ADDRESS, and where that is absent too a machine's first
-            rank starts a private daemon for all its ranks.
-        format: makes `dataset` a definition of its own, as the daemon's configuration would have it: tokens or webdataset.
-        options: that definition's other keys.
+        address: the daemon's address; "" takes GYRE_ADDRESS, and without that the first rank of
+            each machine starts a private daemon for the machine's ranks.
+        format: tokens or webdataset: makes `dataset` a definition of its own, as the daemon's
+            configuration would have it.
+        options: the other keys of that definition.
         field: the tensor of a sample that holds its tokens, or its text as bytes.
-        batch_size: samples in a global batch: G, over all ranks, for one optimizer step.
+        batch_size: samples in a global batch, over all ranks, for one optimizer step.
         sequence_length: targets per sample; a sample is one token longer.
         seed: of the global shuffle.
-        tail: what becomes of an epoch's last samples that do not fill a global batch.
+        tail: what happens to the last samples of an epoch that do not fill a global batch.
         prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
     """
 
@@ -79,11 +86,11 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig:
-    """Of what travels and computes; home parameter shards and optimizer state are always float32.
+    """The dtypes of travelling slices. A rank's own shards and the optimizer state are always float32.
 
     Attributes:
-        compute_dtype: of visiting parameter shards and activations.
-        grad_dtype: of gradients on the ring.
+        compute_dtype: the dtype of travelling parameter shards and of activations.
+        grad_dtype: the dtype of gradients on the ring.
     """
 
     compute_dtype: DType = "float32"
@@ -92,11 +99,11 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """What a rank may do without.
+    """Memory that a rank can save.
 
     Attributes:
-        recompute: of attention or MLP and the norm before it only the norm's input is kept, and backward computes each slice
-            once more.
+        recompute: whether only the input of each norm is kept of it and the attention or MLP after
+            it; backward then computes each slice again.
     """
 
     recompute: bool = False
@@ -107,14 +114,15 @@ class OptimizerConfig:
     """AdamW under a linear warm-up and a cosine decay.
 
     Attributes:
-        lr: the peak, reached after the warm-up.
-        min_lr: reached at the last step.
-        warmup_steps: from 0 to `lr`.
+        lr: the peak learning rate, reached after the warm-up.
+        min_lr: the learning rate of the last step.
+        warmup_steps: steps from 0 to `lr`.
         betas: decay of AdamW's first and second moment.
-        eps: AdamW's.
-        weight_decay: of parameters with two dims or more.
+        eps: AdamW's epsilon.
+        weight_decay: for parameters with two or more dims.
         clip_norm: the global norm that gradients are clipped to; 0 for no clipping.
-        accumulation_steps: parts that a rank computes its slice of the batch in, one after the other.
+        accumulation_steps: parts of a rank's slice of the batch, which it computes one after the
+            other.
     """
 
     lr: float = 1e-3
@@ -135,11 +143,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """When a run becomes durable.
+    """When a run is saved.
 
     Attributes:
         every: steps between two checkpoints; one more is written at the end. 0 for none at all.
-        keep: the newest so many stay on disk.
+        keep: how many of the newest checkpoints stay on disk.
     """
 
     every: int = 100
@@ -152,13 +160,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """A second dataset, or the same under another seed, that is only looked at: the same batches every time.
+    """A dataset, or another order of the same, for evaluation: the same batches every time.
 
     Attributes:
         dataset: as `data.dataset`.
         every: steps between two evaluations; 0 for none.
         batches: global batches of `data.batch_size` samples in one evaluation.
-        seed: of the order that those batches are the beginning of.
+        seed: of the order whose first batches are used.
     """
 
     dataset: str = ""
@@ -193,10 +201,10 @@ class TrainConfig:
             )
 
     def require_divisible(self, world_size: int) -> None:
-        """Refuse a world size that does not share the global batch evenly.
+        """Refuse a world size that does not divide the global batch evenly.
 
         Raises:
-            ConfigError: says which sizes would do.
+            ConfigError: says what the batch size must be a multiple of.
         """
         parts = world_size * self.optimizer.accumulation_steps
         if self.data.batch_size % parts:
@@ -207,9 +215,9 @@ class TrainConfig:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The run that a file describes, under `section.key=value` overrides.
+    """The configuration in the file ``path``, with ``section.key=value`` overrides.
 
-    `model.max_seq_len` follows `data.sequence_length` unless it is set.
+    `model.max_seq_len` equals `data.sequence_length` unless it is set.
 
     Raises:
         ConfigError: the file cannot be read, or it or an override does not describe a run.
@@ -247,7 +255,7 @@ def _override(table: dict[str, Any], text: str) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value; what is none is text, so that paths and names need no second quotes."""
+    """A TOML value. Other text is taken as a string, so that paths and names need no second quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

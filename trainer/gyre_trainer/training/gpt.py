@@ -28,17 +28,19 @@ class GPTConfig:
     """The shape of a GPT.
 
     Attributes:
-        vocab_size: tokens; ids are in [0, vocab_size).
-        num_layers: blocks.
-        dim: channels of the residual stream; each of the `num_heads` heads has dim / num_heads, an even number.
+        vocab_size: the number of tokens; ids are in [0, vocab_size).
+        num_layers: the number of blocks.
+        dim: channels of the residual stream; each of the `num_heads` heads has dim / num_heads, an
+            even number.
+        num_heads: query heads.
         num_kv_heads: a divisor of `num_heads`; equal to it for ordinary multi-head attention.
         hidden_dim: width inside the MLP.
-        max_seq_len: tokens that a forward takes at most.
+        max_seq_len: the most tokens that a forward takes.
         rope_theta: base of the rotary frequencies.
-        tie_embeddings: the head's weight is the embedding's.
+        tie_embeddings: whether the head's weight is the embedding's.
         gated_mlp: silu(gate) · up instead of gelu(up).
         norm: RMSNorm or LayerNorm.
-        bias: in the linear layers of attention and MLP.
+        bias: whether the linear layers of attention and MLP have one.
     """
 
     vocab_size: int
@@ -75,14 +77,14 @@ class Block(nn.Module):
         self.mlp = mlp(config.dim, config.hidden_dim, bias=config.bias)
 
     def forward(self, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
-        """The residual stream after this block."""
+        """The residual stream after this block, (B, T, D)."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TC)
         output: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         return output
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer; it has no buffers, so it can be built on `meta` and materialised anywhere."""
+    """A decoder-only transformer without buffers: it can be built on `meta` and materialised anywhere."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class GPT(nn.Module):
         return logits_BTV
 
     def _features(self, tokens_BT: Tensor) -> Tensor:
-        """What the head is applied to."""
+        """The input of the head, (B, T, D)."""
         config = self.config
         if tokens_BT.shape[1] > config.max_seq_len:
             raise ValueError(f"{tokens_BT.shape[1]} tokens are more than the model's max_seq_len, {config.max_seq_len}")
@@ -112,13 +114,16 @@ class GPT(nn.Module):
         return normed_BTD
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy of ``targets_BT`` in nats, over this rank's tokens. The logits never exist as a whole.
+        """Mean cross-entropy of ``targets_BT`` in nats, over this rank's tokens.
+
+        The logits never exist as a whole.
 
         Args:
             tokens_BT: integers in [0, V).
-            targets_BT: likewise; the tokens that follow.
-            weights_BT: of each target in the mean, such as a mask of 0 and 1; None for equal ones. Where the weights' sums
-                differ among ranks, the average of the ranks' gradients is not that of the mean over the whole batch.
+            targets_BT: integers in [0, V): the tokens that follow.
+            weights_BT: the weight of each target in the mean, such as a mask of 0 and 1; None for
+                equal weights. Where the sums of the weights differ among ranks, the average of the
+                ranks' gradients is not the gradient of the mean over the whole batch.
         """
         x_BTD = self._features(tokens_BT)
         if weights_BT is None:
@@ -128,7 +133,7 @@ class GPT(nn.Module):
         return (losses_BT * weights_BT).sum() / weights_BT.sum()
 
     def inits(self) -> Mapping[str, Init]:
-        """GPT-2's: normal with std 0.02, smaller by sqrt(2 · num_layers) where a layer ends on the residual stream."""
+        """GPT-2's: normal with std 0.02, divided by sqrt(2 · num_layers) in layers that end on the residual."""
         residual = Normal(_INIT_STD / sqrt(2 * self.config.num_layers))
 
         def init(name: str) -> Init:
@@ -144,13 +149,13 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 def rotate_gpt(model: GPT, mesh: DeviceMesh, policy: RotationPolicy | None = None) -> GPT:
-    """Rotate a GPT: its blocks' attention by heads and MLPs by hidden slices, its embedding and head by the vocabulary.
+    """Rotate a GPT: attention by heads, MLPs by hidden width, embedding and head by the vocabulary.
 
     A head that is tied to the embedding shares its slice. The norms stay whole on every rank.
 
     Raises:
-        MeshError: see `rotate`.
-        RotationError: likewise, such as a model that is rotated already.
+        MeshError: the mesh is not a ring with this rank on it.
+        RotationError: the model is rotated already, or its heads cannot be cut.
     """
     rotate_all(model, mesh=mesh, policy=policy or RotationPolicy())
     return model

@@ -1,8 +1,9 @@
-"""All ranks of one machine under one process: a small torchrun that leaves nothing behind.
+"""All ranks of one machine under one process: a small torchrun that leaves no process behind.
 
-The ranks stay in the launcher's process group, so a terminal's Ctrl-C and a kill of the group reach them all; a launcher that
-is killed alone takes its ranks along (`PR_SET_PDEATHSIG`). The rendezvous store lives in the launcher on a port that the
-kernel chose and that is never free in between, so two jobs that start together cannot meet.
+The ranks stay in the launcher's process group, so a terminal's Ctrl-C and a kill of the group reach
+them all; if the launcher alone is killed, the kernel kills its ranks (`PR_SET_PDEATHSIG`). The
+rendezvous store lives in the launcher on a port that the kernel chose and that is never free in
+between, so two jobs that start together cannot meet.
 """
 
 import os
@@ -21,19 +22,22 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gyre_trainer.training import rank_failure
 from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE, RankFailure
 
+# How long a rank may take to end after SIGTERM before it is killed. Less would cut off tracebacks and
+# open files on a busy machine; more makes every failed job end later.
 _GRACE_S = 5.0
-_LOOK_S = 0.5  # how soon a signal's deadline is noticed: select itself sleeps on through signals
+# How soon the deadline that a signal sets is noticed: `select` does not return for a signal.
+_POLL_INTERVAL_S = 0.5
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One process.
+    """The process of one rank.
 
     Attributes:
         pidfd: becomes readable when the process ends.
-        pipe_fd: where its last words arrive.
-        words: those last words, once it has ended.
+        pipe_fd: where the rank's failure arrives.
+        failure: what the rank sent, once it has ended.
     """
 
     index: int
@@ -55,11 +59,11 @@ class Launcher:
         self._deadline_s = float("inf")
 
     def run(self) -> int:
-        """Run one process per rank until all have ended; the first that fails ends the others.
+        """Run one process per rank until all have ended; the first failure ends the others.
 
         Returns:
-            The exit status for the shell: 0; that of the rank whose failure came first, which is also told on stderr; or
-            128 + the signal that was passed on to the ranks.
+            The exit status for the shell: 0; or that of the rank whose failure came first, after
+                its message on stderr; or 128 + the signal that was passed on to the ranks.
         """
         with _signals_to(self._forward_signal):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -83,7 +87,7 @@ class Launcher:
             "LOCAL_WORLD_SIZE": str(self._num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's word for: the store is not rank 0's to open
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists; rank 0 must not open one
             LAUNCHER_VARIABLE: f"{os.getpid()}:{write_fd}",
         }
         process = subprocess.Popen(self._command, env=environment, pass_fds=(write_fd,), stdin=subprocess.DEVNULL)
@@ -96,7 +100,7 @@ class Launcher:
                 selector.register(rank.pidfd, selectors.EVENT_READ, rank)
             while selector.get_map():
                 timeout_s = max(0.0, self._deadline_s - time.monotonic())
-                events = selector.select(min(timeout_s, _LOOK_S))
+                events = selector.select(min(timeout_s, _POLL_INTERVAL_S))
                 for key, _ in events:
                     selector.unregister(key.fileobj)
                     self._reap(key.data)
@@ -111,7 +115,7 @@ class Launcher:
             self._stop(signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
-        """Ask every living rank to end, and set the time when `run` stops asking."""
+        """Ask every living rank to end, and set the time after which `run` kills them."""
         self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
         for rank in self._ranks:
             if rank not in self._ended and rank.process.poll() is None:
@@ -130,7 +134,7 @@ class Launcher:
             os.close(rank.pipe_fd)
 
     def _report_failure(self) -> int:
-        """The status of the rank that failed first; says on stderr which and why."""
+        """The status of the rank that failed first; its message goes to stderr."""
         failed = [rank for rank in self._ended if rank.process.returncode != 0]
         if not failed:
             return 0
@@ -154,7 +158,7 @@ def _describe_end(status: int) -> str:
 
 @contextmanager
 def _signals_to(handler: "signal._HANDLER") -> Iterator[None]:
-    """Signals that end a job go to `handler` inside."""
+    """A context in which signals that end a job go to ``handler``."""
     before = {signum: signal.signal(signum, handler) for signum in _FORWARDED}
     try:
         yield

@@ -14,10 +14,11 @@ from gyre_trainer.training.config import TrainConfig
 
 @contextmanager
 def shared_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
-    """A configuration with the address of the daemon that this rank is to read from.
+    """A context with the configuration, completed by the address of the daemon that this rank reads from.
 
-    Where neither the configuration nor the environment gives one, the machine's first rank starts a private daemon, which ends
-    with that process however it ends, and which that rank's loaders start again should it die; the others are told where it is.
+    Where neither the configuration nor the environment names a daemon, the machine's first rank
+    starts a private one and tells the others its address. The daemon ends with that rank's process,
+    however that ends, and that rank's loaders restart it should it die.
 
     Raises:
         gyre_client.DaemonUnavailable: it does not start.
@@ -29,11 +30,11 @@ def shared_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
     machine, owns = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
     address = embedded.acquire().address.text if owns else ""
     try:
-        told: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-        dist.all_gather_object(told, (machine, address))
-        there = next(there for other, there in told if other == machine and there)
+        everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+        dist.all_gather_object(everyone, (machine, address))
+        there = next(each for other, each in everyone if other == machine and each)
         yield config if owns else dataclasses.replace(config, data=dataclasses.replace(data, address=there))
-        dist.barrier()  # until nobody reads any more
+        dist.barrier()  # until no rank reads any more
     finally:
         if owns:
             embedded.release()

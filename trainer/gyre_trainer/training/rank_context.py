@@ -1,4 +1,4 @@
-"""One rank's place in a job: its device, its share of the machine, and the ring it is on."""
+"""One rank's part in a job: its device, its share of the machine, and the ring that it is on."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from gyre_trainer.training.config import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """Where this process stands."""
+    """The rank that this process is."""
 
     rank: int
     world_size: int
@@ -28,10 +28,12 @@ class RankContext:
 
 @contextmanager
 def join_job(run: RunConfig) -> Iterator[RankContext]:
-    """Meet the other ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, ...), and part from them afterwards.
+    """A context in which this rank is connected to the others.
+
+    The environment names them (RANK, WORLD_SIZE, LOCAL_RANK, ...).
 
     Raises:
-        ConfigError: the device that the configuration asks for is not there.
+        ConfigError: the device that the configuration asks for does not exist.
     """
     device = _device(run.device)
     if device.type == "cuda":
@@ -40,11 +42,11 @@ def join_job(run: RunConfig) -> Iterator[RankContext]:
         torch.set_num_threads(run.threads or max(1, _num_cores() // _local_world_size()))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=run.timeout_s))
     yield RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
-    dist.destroy_process_group()  # not after an exception: ranks that are gone would be waited for
+    dist.destroy_process_group()  # not after an exception: it would wait for ranks that are gone
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this rank has held: in CUDA's allocator, or, on the CPU, resident in this process."""
+    """The most memory that this rank has held: in CUDA's allocator, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Not getrusage: its maximum is inherited from the process that started this one.

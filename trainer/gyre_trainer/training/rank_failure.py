@@ -1,6 +1,7 @@
-"""How a rank tells its launcher why it failed, before its teardown can be mistaken for the cause.
+"""How a rank tells its launcher why it failed, before its teardown is mistaken for the cause.
 
-A launcher gives each rank a pipe and names it in the environment; a rank under torchrun has none, and prints instead.
+A launcher gives each rank a pipe and names it in the environment. A rank under torchrun has none,
+and prints instead.
 """
 
 import ctypes
@@ -14,7 +15,9 @@ from dataclasses import asdict, dataclass
 
 LAUNCHER_VARIABLE = "GYRE_TRAIN_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
-_MAX_TEXT = 10_000  # characters, of at most 6 bytes each in JSON: fewer than the 64 KiB that a pipe holds without a reader
+# Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB that a pipe
+# holds without a reader. A longer message would block the rank for ever if the launcher is busy.
+_MAX_TEXT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +25,9 @@ class RankFailure:
     """Why a rank failed.
 
     Attributes:
-        time_s: on the monotonic clock, which all processes of a machine share: the earliest is the cause.
-        status: the exit status that follows: 2 for what the user can mend, else 1.
+        time_s: on the monotonic clock, which all processes of a machine share: the earliest failure
+            is the cause.
+        status: the exit status that follows: 2 for an error that the user can correct, else 1.
         text: one sentence, or a traceback.
     """
 
@@ -41,7 +45,10 @@ class FailurePipe:
 
     @classmethod
     def of(cls, environment: MutableMapping[str, str]) -> "FailurePipe | None":
-        """The launcher that `environment` names, taken out of it so that no child takes itself for a rank; or None."""
+        """The pipe that ``environment`` names; None without one.
+
+        The variable is removed, so that no child process takes itself for a rank.
+        """
         text = environment.pop(LAUNCHER_VARIABLE, "")
         if not text:
             return None
@@ -50,7 +57,7 @@ class FailurePipe:
         return cls(pid, pipe_fd)
 
     def die_with_launcher(self) -> None:
-        """From now on the kernel kills this process when its launcher is gone, however that came about."""
+        """Let the kernel kill this process when its launcher ends, however that comes about."""
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -58,7 +65,7 @@ class FailurePipe:
             sys.exit("gyre-train: the launcher is gone")
 
     def send(self, status: int, text: str) -> None:
-        """Hand over the last words; a launcher that is gone needs none."""
+        """Send the failure to the launcher, if it still exists."""
         failure = RankFailure(time.monotonic(), status, text[-_MAX_TEXT:])
         try:
             os.write(self._pipe_fd, json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"))
@@ -67,7 +74,7 @@ class FailurePipe:
 
 
 def read(pipe_fd: int) -> RankFailure | None:
-    """What a rank that has ended left in its pipe; None where it had no time to speak."""
+    """The failure that an ended rank left in its pipe; None where it left nothing."""
     chunks = []
     while chunk := os.read(pipe_fd, 1 << 16):
         chunks.append(chunk)

@@ -6,10 +6,10 @@ from gyre_trainer.training.config import OptimizerConfig
 
 
 def learning_rate(step: int, num_steps: int, optimizer: OptimizerConfig) -> float:
-    """The rate that step `step` of [0, num_steps) is taken with.
+    """The learning rate of step ``step`` of [0, num_steps).
 
-    It grows by equal amounts to `lr` at the last warm-up step and falls to `min_lr` at the last step; a function of the
-    step alone, so that a resumed run goes on exactly.
+    It grows in equal amounts to `lr` at the last warm-up step and falls to `min_lr` at the last
+    step. It depends on the step alone, so a resumed run continues exactly.
     """
     if step < optimizer.warmup_steps:
         return optimizer.lr * (step + 1) / optimizer.warmup_steps

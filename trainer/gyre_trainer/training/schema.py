@@ -1,4 +1,4 @@
-"""Frozen dataclasses from TOML tables: every key known, every value of its field's type."""
+"""Frozen dataclasses from TOML tables: every key is known, every value has its field's type."""
 
 import dataclasses
 import difflib
@@ -41,7 +41,7 @@ def build(cls: type[Section], table: Mapping[str, Any], where: str) -> Section:
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown key: what was probably meant, or what there is."""
+    """The end of a message about an unknown key: the key that was probably meant, or all known ones."""
     close = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean `{close[0]}`?" if close else f"; known are {', '.join(sorted(known))}"
 

@@ -16,28 +16,28 @@ from gyre_trainer.training.gpt import GPT
 from gyre_trainer.training.schedule import learning_rate
 
 Phase = Callable[[str], AbstractContextManager[object]]
-"""What a step is told to run its phases in: "forward", "backward", "clip", "update"."""
+"""Gives the context that a step enters for a phase: "forward", "backward", "clip" or "update"."""
 
 
 class Stepper:
-    """A model, its optimizer, and how one moves the other."""
+    """A model and its optimizer."""
 
     def __init__(self, model: GPT, config: TrainConfig, phase: Phase = nullcontext) -> None:
-        """Makes the optimizer; ``phase`` is given each phase's name and entered around it."""
+        """Make the optimizer. ``phase`` gives the context that is entered for each phase."""
         self.model = model
         self.optimizer = build_optimizer(model, config)
         self._config = config
         self._phase = phase
 
     def take(self, examples: Examples, step: int) -> Tensor:
-        """Step on the mean gradient of all targets of the global batch.
+        """Take one optimizer step on the mean gradient of all targets of the global batch.
 
         Args:
-            examples: this rank's.
-            step: of the learning rate's schedule.
+            examples: this rank's examples.
+            step: the step's number, for the learning rate.
 
         Returns:
-            This rank's loss, summed over its targets.
+            This rank's loss, summed over its targets, in nats: a scalar.
         """
         settings = self._config.optimizer
         for group in self.optimizer.param_groups:
@@ -62,11 +62,18 @@ class Stepper:
         return self.model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
 
     def _postponed_averaging(self) -> AbstractContextManager[object]:
-        """Gradients of all but the last part meet the other ranks' with that one's. FSDP2 would need memory for it."""
+        """A context in which replicated gradients are not averaged yet; the last part's backward does it.
+
+        FSDP2 would need memory for whole gradients, so this does nothing under FSDP2.
+        """
         return no_sync(self.model) if hasattr(self.model, "grad_averaging") else nullcontext()
 
     def _accumulate(self, part: Examples, weight: float) -> Tensor:
-        """Add the gradient of ``weight`` times the part's loss; gives that loss, summed over its targets."""
+        """Add the gradient of ``weight`` times the part's loss.
+
+        Returns:
+            The part's loss, summed over its targets.
+        """
         with self._phase("forward"):
             loss_sum = self.loss_sum(part)
         with self._phase("backward"):
@@ -75,7 +82,11 @@ class Stepper:
 
 
 def _mean_num_targets(examples: Examples) -> float:
-    """Targets per rank. Ranks average their gradients, so that this denominator makes every target count the same."""
+    """Targets per rank, averaged over the ranks.
+
+    Ranks average their gradients, so with this denominator every target of the global batch counts
+    the same.
+    """
     if examples.counts is None:
         return examples.num_targets()
     total = torch.tensor(examples.num_targets(), dtype=torch.float64)
@@ -85,7 +96,7 @@ def _mean_num_targets(examples: Examples) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW that lets only matrices decay (as Radford et al. 2019 and its successors train)."""
+    """AdamW with weight decay for matrices only (as Radford et al. 2019 and later models train)."""
     settings = config.optimizer
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]

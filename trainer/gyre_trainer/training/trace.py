@@ -12,11 +12,13 @@ from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.rank_context import join_job
 from gyre_trainer.training.step import Stepper
 
+# The first step allocates the optimizer's states and the transient buffers, the second learns the order
+# of modules in backward; a trace of either would not show a usual step.
 _NUM_WARM_UP_STEPS = 2
 
 
 def trace(config: TrainConfig, out: Path, num_steps: int) -> None:
-    """Leave ``out``/rank-R.json, a Chrome trace, as one of the ranks that the environment names.
+    """Write ``out``/rank-R.json, a Chrome trace, as one of the ranks that the environment names.
 
     Raises:
         TrainError: the run cannot be as it is configured.

@@ -1,4 +1,4 @@
-"""A training run from its configuration to its report: what one rank does, step by step."""
+"""A training run from its configuration to its report: the part of one rank."""
 
 import hashlib
 import math
@@ -30,13 +30,14 @@ def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False
     """Take the configured run to its last step, as one of the ranks that the environment names.
 
     Args:
-        config: of the run.
-        resume: a checkpoint directory to go on from; None begins at step 0.
-        may_restart: a run that ended before its first checkpoint may begin once more in its directory.
+        config: the run's configuration.
+        resume: a checkpoint directory to resume from; None begins at step 0.
+        may_restart: whether a run that ended before its first checkpoint may begin again in its
+            directory.
 
     Raises:
         TrainError: the run cannot be as it is configured.
-        gyre_client.GyreError: the data cannot be had.
+        gyre_client.GyreError: the data is not available.
     """
     with join_job(config.run) as context:
         config.require_divisible(context.world_size)
@@ -52,7 +53,7 @@ class Training:
     """One rank's part of a run.
 
     Attributes:
-        step: the next to take.
+        step: the number of the next step.
     """
 
     def __init__(self, config: TrainConfig, context: RankContext, loader: Loader) -> None:
@@ -65,10 +66,10 @@ class Training:
         self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
-        self._began_s = 0.0  # the step under way
+        self._step_began_s = 0.0  # the step under way
 
     def begin(self, resume: Path | None, *, may_restart: bool) -> None:
-        """Take the state of a checkpoint, if there is one to go on from."""
+        """Restore a checkpoint, if there is one to resume from, and open the run's records."""
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
         if self._context.rank == 0:
@@ -77,23 +78,23 @@ class Training:
             num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
             facts = RunFacts(self._loader.num_samples, self._loader.steps_per_epoch, self._context.world_size, num_parameters)
             self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)
-        self._began_s = time.monotonic()
+        self._step_began_s = time.monotonic()
 
     def take(self) -> None:
-        """One optimizer step on the next global batch, then what is due after it."""
-        asked_s = time.monotonic()
+        """Take one optimizer step on the next global batch; then record, evaluate and save as configured."""
+        wait_began_s = time.monotonic()
         batch = next(self._loader)
-        waited_s = time.monotonic() - asked_s
+        waited_s = time.monotonic() - wait_began_s
         examples = self._collator.collate(batch, self.step)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
-        self._stats.add(loss_sum, StepTimes(ended_s - self._began_s, waited_s), examples.num_targets(), batch)
-        self._began_s = ended_s
+        self._stats.add(loss_sum, StepTimes(ended_s - self._step_began_s, waited_s), examples.num_targets(), batch)
+        self._step_began_s = ended_s
         self.step += 1
         self._after_step()
 
     def finish(self) -> None:
-        """Leave report and loss curve."""
+        """Write the report and the loss curve."""
         peaks = [0] * self._context.world_size
         with collective("the peaks of memory"):
             dist.all_gather_object(peaks, peak_memory_bytes(self._context.device))
@@ -118,7 +119,7 @@ class Training:
             with collective("writing a checkpoint"):
                 self._checkpoints.save(self._state(), self.step)
         if evaluates or saves:
-            self._began_s = time.monotonic()
+            self._step_began_s = time.monotonic()
 
     def _record(self) -> None:
         with collective("the records of the last steps"):
@@ -132,7 +133,7 @@ class Training:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """The mean loss on the first batches of the evaluation's order."""
+        """Record the mean loss on the first batches of the evaluation's order."""
         config = self._config.eval
         total = torch.zeros(2, dtype=torch.float64)
         with open_loader(self._config, self._context, config.dataset, config.seed) as loader:
@@ -165,9 +166,10 @@ def open_loader(config: TrainConfig, context: RankContext, dataset: str, seed: i
 
 
 def job_name(out: str, dataset: str, seed: int) -> str:
-    """The name that a daemon knows these readers by: that of the run directory, and what sets it apart from its namesakes.
+    """The job name for the daemon: the run directory's name, and a digest that sets it apart.
 
-    A resumed run has the name of the one before, so that the daemon ends what is left of that one's sessions.
+    A resumed run has the name of the run before, so that the daemon ends what is left of its
+    sessions.
     """
     path = Path(out).absolute()
     identity = f"{socket.gethostname()}:{path}:{dataset}:{seed}"

@@ -16,17 +16,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step of the whole job.
+    """One optimizer step of the whole job, as one line of the history.
 
     Attributes:
-        step: counts from 0.
-        epoch: of the global batch's first sample.
-        loss: mean over all ranks' targets, in nats.
+        step: the step's number, from 0.
+        epoch: the epoch of the global batch's first sample.
+        loss: the mean over all ranks' targets, in nats.
         lr: the learning rate of this step.
         num_targets: tokens predicted, over all ranks.
-        elapsed_s: from the end of the step before, on rank 0.
-        data_wait_s: of that, waiting for a batch; the longest of all ranks.
-        sample_ids: digest of the global batch's sample ids, in the order of their positions.
+        elapsed_s: time since the end of the step before, on rank 0.
+        data_wait_s: the part of that spent waiting for a batch; the longest of all ranks.
+        sample_ids: the digest of the global batch's sample ids, in the order of their positions.
     """
 
     step: int
@@ -52,7 +52,7 @@ class History:
         self._file = path.open("a", encoding="utf-8")
 
     def resume_at(self, step: int) -> None:
-        """Say that what stands above from `step` on was lost."""
+        """Note that the lines above for ``step`` and later steps belong to lost weights."""
         self._write({"resumed_at": step})
 
     def append(self, records: Iterable[StepRecord]) -> None:
@@ -62,7 +62,7 @@ class History:
         self._file.flush()
 
     def sync(self) -> None:
-        """Everything appended so far outlives the machine's failure."""
+        """Make everything appended so far survive a failure of the machine."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -75,7 +75,7 @@ class History:
 
 
 def committed(path: Path) -> list[StepRecord]:
-    """The records on the lineage of the newest weights, by step; a last line torn by a kill is left out."""
+    """The records that led to the newest weights, by step; a last line torn by a kill is left out."""
     names = {field.name for field in fields(StepRecord)}
     records: list[StepRecord] = []
     for line in _whole_lines(path):
@@ -88,7 +88,7 @@ def committed(path: Path) -> list[StepRecord]:
 
 
 def resumes(path: Path) -> list[int]:
-    """The steps at which the run was taken up again, in the order of the file."""
+    """The steps at which the run was resumed, in the order of the file."""
     entries = (json.loads(line) for line in _whole_lines(path))
     return [entry["resumed_at"] for entry in entries if "resumed_at" in entry]
 

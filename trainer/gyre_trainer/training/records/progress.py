@@ -1,4 +1,7 @@
-"""The line on rank 0 that says how a run is doing: rewritten in place on a terminal, now and then elsewhere."""
+"""The line on rank 0 that says how a run is doing.
+
+On a terminal it is rewritten in place; elsewhere a new line appears every few seconds.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,7 +9,9 @@ from typing import TextIO
 
 from gyre_trainer.training.records.history import StepRecord
 
-_QUIET_S = 5.0  # between two lines that are not rewritten: a log is read later, and as a whole
+# Seconds between two lines that are not rewritten. Fewer fill a log that is read later as a whole; many
+# more let a watcher doubt that the run is alive.
+_LINE_INTERVAL_S = 5.0
 
 
 class Progress:
@@ -21,9 +26,9 @@ class Progress:
         self._width = 0
 
     def show(self, records: Sequence[StepRecord]) -> None:
-        """One line about the newest records, which are those since the last call; the last step is always shown."""
+        """Show one line about the records since the last call; the last step is always shown."""
         is_last = records[-1].step + 1 == self._num_steps
-        if not self._rewrites and not is_last and self._clock_s() - self._shown_at_s < _QUIET_S:
+        if not self._rewrites and not is_last and self._clock_s() - self._shown_at_s < _LINE_INTERVAL_S:
             return
         self._shown_at_s = self._clock_s()
         line = describe(records, self._num_steps)
@@ -35,7 +40,7 @@ class Progress:
         self._stream.flush()
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Write a line of its own."""
         if self._rewrites and self._width:
             self._stream.write("\n")
             self._width = 0
@@ -44,7 +49,7 @@ class Progress:
 
 
 def describe(records: Sequence[StepRecord], num_steps: int) -> str:
-    """Step, mean loss, tokens/s, share of the time spent waiting for data, and the time left, of these records."""
+    """Step, mean loss, tokens/s, share of time waiting for data, and time left, from these records."""
     last = records[-1]
     elapsed_s = max(sum(record.elapsed_s for record in records), 1e-9)
     loss = sum(record.loss for record in records) / len(records)

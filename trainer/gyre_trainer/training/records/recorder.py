@@ -1,4 +1,4 @@
-"""Everything that rank 0 writes down about a run: history, TensorBoard, the progress line, and the report at the end."""
+"""Everything that rank 0 writes about a run: history, TensorBoard, the progress line, and the report."""
 
 import sys
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.records.history import History, StepRecord, committed, digest, resumes
 from gyre_trainer.training.records.progress import Progress
 from gyre_trainer.training.records.report import Report, draw_loss, final_loss, write_report
-from gyre_trainer.training.records.shuffle import ShuffleWatch
+from gyre_trainer.training.records.shuffle import ShuffleMonitor
 from gyre_trainer.training.records.step_stats import GlobalStep
 from gyre_trainer.training.schedule import learning_rate
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a report says of a run beside its history.
+    """What a report says of a run besides its history.
 
     Attributes:
-        num_samples: N, in an epoch of the dataset.
+        num_samples: samples in an epoch of the dataset.
         steps_per_epoch: whole steps in an epoch.
-        world_size: ranks of this process's job.
-        num_parameters: of the whole model.
+        world_size: the number of ranks of this job.
+        num_parameters: parameters of the whole model.
     """
 
     num_samples: int
@@ -37,13 +37,14 @@ class RunFacts:
 
 
 class RunRecorder:
-    """The run directory's files, but for its checkpoints."""
+    """Writes the files of the run directory, except its checkpoints."""
 
     def __init__(self, config: TrainConfig, facts: RunFacts, first_step: int, *, may_restart: bool = False) -> None:
-        """Begin, or take up, the record of a run at `first_step`.
+        """Begin the files of a run at ``first_step``, or continue them.
 
         Raises:
-            ConfigError: the run begins at step 0 where another run already is, and does not begin again.
+            ConfigError: the run begins at step 0 in a directory that holds a run, and may not
+                restart.
         """
         self._config = config
         self._facts = facts
@@ -55,7 +56,7 @@ class RunRecorder:
         self._history = History(self._history_path)
         if first_step or is_begun:
             self._history.resume_at(first_step)
-        self._watch = ShuffleWatch(facts.num_samples)
+        self._shuffle_monitor = ShuffleMonitor(facts.num_samples)
         self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=first_step + 1)
         self._progress = Progress(config.run.steps, sys.stderr)
         self._eval_loss: float | None = None
@@ -69,7 +70,7 @@ class RunRecorder:
         return self._out / "history.jsonl"
 
     def add(self, first_step: int, steps: Sequence[GlobalStep]) -> None:
-        """Write down steps from `first_step` on."""
+        """Write down steps from ``first_step`` on."""
         records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
         self._history.append(records)
         for record in records:
@@ -81,17 +82,17 @@ class RunRecorder:
         self._progress.show(records)
 
     def add_evaluation(self, step: int, loss: float) -> None:
-        """Write down what the weights before `step` lose on the evaluation's batches."""
+        """Write down the evaluation loss of the weights before ``step``."""
         self._eval_loss = loss
         self._board.add_scalar("eval/loss", loss, step)
         self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
 
     def sync(self) -> None:
-        """What was added is on disk: a checkpoint never knows of a step that the history does not."""
+        """Make what was added durable, so that no checkpoint is ahead of the history."""
         self._history.sync()
 
     def finish(self, peak_memory_bytes: Sequence[int]) -> None:
-        """Leave the report and the loss curve, and close everything."""
+        """Write the report and the loss curve, and close all files."""
         self._history.close()
         self._board.close()
         records = committed(self._history_path)
@@ -107,7 +108,7 @@ class RunRecorder:
 
     def _record(self, step: int, seen: GlobalStep) -> StepRecord:
         epochs = self._epochs(step, len(seen.sample_ids))
-        self._watch.add(seen.sample_ids[~seen.is_padding], epochs[~seen.is_padding])
+        self._shuffle_monitor.add(seen.sample_ids[~seen.is_padding], epochs[~seen.is_padding])
         return StepRecord(
             step=step,
             epoch=int(epochs[0]),
@@ -120,7 +121,10 @@ class RunRecorder:
         )
 
     def _epochs(self, step: int, batch_size: int) -> npt.NDArray[np.int64]:
-        """The epoch of each of the step's positions: batches run on into the next epoch with the tail `wrap` only."""
+        """The epoch of each of the step's positions.
+
+        Only with the tail `wrap` a batch runs on into the next epoch.
+        """
         if self._config.data.tail == "wrap":
             return (step * batch_size + np.arange(batch_size)) // self._facts.num_samples
         return np.full(batch_size, step // self._facts.steps_per_epoch)
@@ -143,6 +147,6 @@ class RunRecorder:
             num_parameters=self._facts.num_parameters,
             peak_memory_bytes=tuple(peak_memory_bytes),
             resumed_at=tuple(resumed_at),
-            shuffle=self._watch.check(),
+            shuffle=self._shuffle_monitor.check(),
             eval_loss=self._eval_loss,
         )

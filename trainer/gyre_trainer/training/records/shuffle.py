@@ -1,4 +1,4 @@
-"""Does the order that arrives look shuffled? Counted while training, in memory that does not grow with the run."""
+"""Checks whether the order that arrives looks shuffled, in memory that does not grow with the run."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_MAX_Z = 5.0  # a uniform shuffle lies beyond it less than once in a million runs
+# A uniform shuffle exceeds this in less than one of a million runs. A smaller bound would accuse good
+# orders; a larger one would miss orders that are shuffled within a wide window.
+_MAX_Z = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +16,12 @@ class ShuffleCheck:
     """What was seen of an order.
 
     Attributes:
-        num_samples: consumed while this process ran.
+        num_samples: samples consumed while this process ran.
         num_repeats: ids that came twice within one epoch.
-        neighbour_correlation: Pearson's r of each id with the one before it: 1 for files read in order, about 0 for a global
-            shuffle. A shuffle within a small window of a sequential stream stays near 1, too.
-        z: that, in standard deviations of a uniform shuffle.
+        neighbour_correlation: Pearson's r of each id with the one before it: 1 for files read in
+            order, about 0 for a global shuffle. A shuffle within a small window of a sequential
+            stream stays near 1, too.
+        z: the correlation in standard deviations of a uniform shuffle.
         passed: no repeat, and |z| below 5.
     """
 
@@ -29,8 +32,8 @@ class ShuffleCheck:
     passed: bool
 
 
-class ShuffleWatch:
-    """Takes the ids of one global batch after the other."""
+class ShuffleMonitor:
+    """Takes the sample ids of one global batch after the other."""
 
     def __init__(self, num_samples: int) -> None:
         self._seen = np.zeros((num_samples + 7) // 8, dtype=np.uint8)  # one bit per sample of the epoch
@@ -43,7 +46,7 @@ class ShuffleWatch:
         self._sum_products = 0.0
 
     def add(self, sample_ids: npt.NDArray[np.int64], epochs: npt.NDArray[np.int64]) -> None:
-        """Take the ids of consecutive positions, and the epoch that each position lies in."""
+        """Take the ids of consecutive positions, and the epoch of each position."""
         for epoch in np.unique(epochs):
             self._mark(sample_ids[epochs == epoch], int(epoch))
         centred = (sample_ids + 0.5) / self._num_samples_of_epoch - 0.5  # uniform: mean 0, variance 1/12
@@ -54,7 +57,7 @@ class ShuffleWatch:
         self._num_samples += len(sample_ids)
 
     def check(self) -> ShuffleCheck:
-        """The verdict on all that was added."""
+        """The result for all ids that were added."""
         correlation = 12 * self._sum_products / max(1, self._num_pairs)
         expected = -1 / self._num_samples_of_epoch  # an id is not drawn again in its epoch
         z = (correlation - expected) * math.sqrt(self._num_pairs)

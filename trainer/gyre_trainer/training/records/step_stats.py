@@ -1,4 +1,4 @@
-"""What each rank noted of its steps, brought together on all ranks: one small collective per several steps."""
+"""The figures of each rank's steps, gathered on all ranks: one small collective for several steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ class GlobalStep:
     """One step of the whole job.
 
     Attributes:
-        loss: mean over all targets.
+        loss: the mean over all targets, in nats.
+        num_targets: targets of all ranks.
         elapsed_s: on rank 0.
         data_wait_s: of the rank that waited longest.
-        sample_ids: of the global batch, in the order of their positions, padding included.
-        is_padding: of each; padding repeats samples for the sake of equal shapes.
+        sample_ids: ids of the global batch, in the order of their positions, padding included.
+        is_padding: whether each sample is padding, which repeats samples so that shapes stay equal.
     """
 
     loss: float
@@ -32,14 +33,14 @@ class GlobalStep:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of one step on one rank: how long it took, and how much of that went by waiting for its batch."""
+    """How long one step took on one rank, and how much of that the rank waited for its batch."""
 
     elapsed_s: float
     data_wait_s: float
 
 
 class StepStats:
-    """Notes of one rank since the last gathering; the same number of steps on every rank."""
+    """The figures of one rank's steps since the last `gather`; as many steps on every rank."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -47,13 +48,14 @@ class StepStats:
         self._ids: list[Tensor] = []
 
     def add(self, loss_sum: Tensor, times: StepTimes, num_targets: int, batch: Mapping[str, Tensor]) -> None:
-        """Note a step of this rank.
+        """Add a step of this rank.
 
         Args:
-            loss_sum: a scalar on any device, summed over this rank's targets; it is not waited for here.
-            times: on this rank.
-            num_targets: that the sum is over.
-            batch: as the loader gave it, on any device, of equal size on every rank.
+            loss_sum: a scalar on any device, summed over this rank's targets; this call does not
+                wait for it.
+            times: of this step on this rank.
+            num_targets: the number of targets that the sum is over.
+            batch: the loader's batch, on any device, of equal size on every rank.
         """
         mask = batch.get("mask")
         padding = torch.zeros_like(batch["sample_id"]) if mask is None else ~mask
@@ -62,7 +64,7 @@ class StepStats:
         self._ids.append(torch.stack([batch["sample_id"].long(), padding.long()]))
 
     def gather(self) -> list[GlobalStep]:
-        """All ranks' notes, step by step; collective. Nothing is left noted."""
+        """All ranks' figures, step by step; collective. Afterwards none are left here."""
         losses = _all_gather(torch.stack(self._losses).cpu())
         figures = _all_gather(torch.tensor(self._figures, dtype=torch.float64))
         ids = _all_gather(torch.stack(self._ids).cpu())
@@ -78,7 +80,7 @@ def _all_gather(mine: Tensor) -> Tensor:
 
 
 def _combine(losses: Tensor, figures: Tensor, ids_and_padding: Tensor) -> GlobalStep:
-    """One step of losses [W], figures [W, 3], and ids with their padding [W, 2, B]."""
+    """One step from losses [W], figures [W, 3], and ids with their padding flags [W, 2, B]."""
     counts, elapsed, waits = figures.unbind(1)
     ids = ids_and_padding.numpy()
     return GlobalStep(
