@@ -26,7 +26,7 @@ LATEST = "latest"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; under a launcher or torchrun, run as that rank."""
+    """Run one command, or one rank of a launcher or torchrun; return the exit status."""
     launcher = FailurePipe.of(os.environ)
     if launcher:
         launcher.die_with_launcher()
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
-    """Run as a rank. After a failure the process ends at once: a rank that stays keeps the others waiting."""
+    """Run as a rank. A failure ends the process at once, so that no rank waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         options.be_rank(load(options.config, options.set), options)
@@ -98,7 +98,7 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
     """The checkpoint directory to resume from; None to begin."""
     if not (options.resume or options.resume_if_any):
         return None
-    from gyre_trainer.training import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint, for who resumes)
+    from gyre_trainer.training import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint)
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:
@@ -155,7 +155,7 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
 
 
 def _add_shows(shows: argparse.ArgumentParser) -> None:
-    """Options of the commands that need no ranks: they compute with fake tensors on a fake group."""
+    """Options of the commands without ranks, which compute on fake tensors."""
     _add_config(shows)
     shows.add_argument("--ranks", type=_positive, default=4, help="of the job, whatever this machine has (default 4)")
     shows.set_defaults(be_rank=None)

@@ -1,9 +1,9 @@
 """The errors that the trainer raises on purpose.
 
 TrainError
-├── ConfigError (ValueError)   a file, a flag, or a combination that cannot be trained with; exit status 2
+├── ConfigError (ValueError)   a file, flag, or combination that cannot be trained with; status 2
 ├── CheckpointRejected         a checkpoint that is missing, incomplete, or of another model
-├── CheckpointFailed           a checkpoint that could not be written; the one before stays the latest
+├── CheckpointFailed           a checkpoint that could not be written; the last one stays
 ├── DataRejected               batches that are not what the configuration says
 ├── Diverged                   the loss is infinite or not a number
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on

@@ -1,6 +1,7 @@
-"""Rotated Tensor Parallelism for a user's script; everything public is imported from here.
+"""Rotated Tensor Parallelism for a user's script: the public names are imported from here.
 
-Rules for modules of one's own are in `gyre_trainer.layers` and `gyre_trainer.rotation.rule`.
+Modules and rules of known kinds are in the modules of `gyre_trainer.layers`; the base class of a rule
+for a new kind is `gyre_trainer.rotation.rule.Rule`.
 """
 
 from collections.abc import Mapping
@@ -11,11 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from gyre_trainer.comm.mesh import require_ring
+from gyre_trainer.comm.mesh import make_mesh, require_ring
+from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.rule_checks import check_linearity, check_tokenwise
+from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.known_modules import rotate_known
 from gyre_trainer.layers.norm import recompute_norms
@@ -25,8 +28,20 @@ from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
 from gyre_trainer.shards.fused_optimizers import support_dtensors
+from gyre_trainer.shards.sharded_init import materialize
 
-__all__ = ["RotationPolicy", "no_sync", "rotate", "rotate_all"]
+__all__ = [
+    "RotationPlan",
+    "RotationPolicy",
+    "linear_cross_entropy",
+    "make_mesh",
+    "materialize",
+    "name_modules",
+    "no_sync",
+    "plan_of",
+    "rotate",
+    "rotate_all",
+]
 
 _DEFAULT_POLICY = RotationPolicy()
 
@@ -36,7 +51,7 @@ Rules = Mapping[type[nn.Module] | str, Rule | None]
 def rotate(
     module: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rule: Rule | None = None
 ) -> nn.Module:
-    """Spread a module's parameters over the ranks of ``mesh``: each rank keeps 1/N and computes with all.
+    """Spread a module's parameters over the ranks of ``mesh``: each rank keeps 1/N of them.
 
     Apply it bottom-up: to each MLP, attention, embedding and large linear layer, and at last to the
     model, whose remaining parameters (norms, small biases) are kept whole on every rank.
@@ -163,7 +178,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
 
 
 def _check_rule_at_first_call(module: nn.Module, *, recompute: bool) -> None:
-    """Check at the module's first calls that a user's rule is true of it, before anything is trained."""
+    """Check a user's rule at the module's first calls, before anything is trained."""
 
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()

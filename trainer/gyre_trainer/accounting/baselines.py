@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.replicated import GradientAveraging
+from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import rotated
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPT, Block, GPTConfig
 
-# DDP's default. Larger buckets raise its peak, smaller ones its number of all-reduces; the comparison is
-# fair only with the default.
+# DDP's default. Larger buckets raise its peak, smaller ones its number of all-reduces; the
+# comparison is fair only with the default.
 _BUCKET_BYTES = 25 << 20
 
 
@@ -47,7 +47,7 @@ def distribute(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device
 
 
 def _recompute(model: GPT) -> None:
-    """Keep only the input of each norm and the module after it, as rotation does, with torch's checkpoints."""
+    """Keep only the inputs of norms, as rotation does, by means of torch's checkpoints."""
     for block in model.blocks:
         assert isinstance(block, Block)
         block.forward = partial(_checkpointed_block, block)  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_laye
 
 
 def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
-    """As `DistributedDataParallel(gradient_as_bucket_view=True)`, whose C++ cannot run on fake tensors."""
+    """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors."""
     averaging = GradientAveraging()
     bucket: list[nn.Parameter] = []
     for parameter in reversed(list(model.parameters())):

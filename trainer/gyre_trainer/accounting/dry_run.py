@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.accounting.baselines import Strategy, distribute
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
-from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.rotate import make_mesh
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
 

@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operator and observe its tensors. Tensors that wrap others come back as operators on those."""
+        """Run an operator and observe its tensors; wrappers come back as plain tensors."""
         given = list(_tensors((args, kwargs)))
         if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
             return NotImplemented
@@ -202,7 +202,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _counting_resize(live: LiveBytes, resize: Callable[..., Any]) -> Callable[..., Any]:
-    """`UntypedStorage.resize_`, counted: it is no operator, but FSDP2 allocates and frees with it."""
+    """`UntypedStorage.resize_`, counted: FSDP2 allocates with it, and it is no operator."""
 
     def resize_(self: torch.UntypedStorage, nbytes: int) -> Any:
         result = resize(self, nbytes)

@@ -8,8 +8,8 @@ from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.step_cost import StepCost
-from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.inspection.table import table
+from gyre_trainer.rotate import plan_of
 from gyre_trainer.training.build import rotated
 from gyre_trainer.training.config import TrainConfig
 
@@ -89,7 +89,7 @@ def text(config: TrainConfig, num_ranks: int) -> str:
 
 
 def peaks(costs: StepCosts) -> str:
-    """A table of each strategy's live bytes at its peak by category, their sum, and the bytes sent."""
+    """A table of each strategy's live bytes at its peak, by category, and its bytes sent."""
     at_peak = {strategy: cost.timeline.peak() for strategy, cost in costs.items()}
     lines = [["", *costs]]
     lines += [[category, *(mib(peak[category]) for peak in at_peak.values())] for category in CATEGORIES]

@@ -1,4 +1,4 @@
-"""Bytes that this rank sends, counted where operators are dispatched, in whichever library they are called."""
+"""Bytes that this rank sends, counted where operators are dispatched."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from gyre_trainer.accounting.live_bytes import COMMUNICATION_NAMESPACES
 
-# For each operator: the argument that is sent, and how often a rank of N sends its bytes. Collectives
-# count as their ring algorithms, which send the least.
+# For each operator: the argument that is sent, and how often a rank of N sends its bytes.
+# Collectives count as their ring algorithms, which send the least.
 _SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "c10d::send": (0, lambda n: 1),
     "gyre::send": (0, lambda n: 1),

@@ -1,4 +1,4 @@
-"""What one step costs a rank: its live bytes over time, by category, and the bytes that it sends."""
+"""What one step costs a rank: its live bytes over time, and the bytes that it sends."""
 
 import warnings
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _NUM_WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, eq=False)
 class StepCost:
-    """The cost of one step of one rank, after everything that lasts from step to step was allocated.
+    """The cost of one step of one rank, after the first steps have allocated what lasts.
 
     Attributes:
         timeline: its marks are "step" and the phases of `gyre_trainer.training.step.Phase`.
@@ -80,7 +80,7 @@ class _Observer:
 
     @contextmanager
     def logits(self) -> Iterator[None]:
-        """A context that counts allocations from the last norm's forward to its backward as logits."""
+        """A context: allocations from the last norm's forward to its backward are logits."""
         hook = self._model.norm.register_forward_hook(self._begin_logits)
         try:
             yield

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
-"""Makes a flat tensor of so many elements."""
+"""Makes a flat tensor: the number of its elements, its dtype, its device."""
 
 
 class BufferPool:
@@ -15,8 +15,9 @@ class BufferPool:
     Nothing is allocated once that size is known.
 
     Attributes:
-        largest_whole_numel: elements of the largest slice that cannot be divided. Larger slices that can
-            be divided travel in pieces of about this size, so that they do not enlarge every buffer.
+        largest_whole_numel: elements of the largest slice that cannot be divided. Larger slices
+            that can be divided travel in pieces of about this size, so that they do not enlarge
+            every buffer.
     """
 
     def __init__(self, allocate: Allocate) -> None:

@@ -2,12 +2,14 @@
 
 [Note: Hang diagnosis]
 
-A neighbour that did not answer in time may itself have waited for another rank. So each rank keeps in
-memory what it waits for and how many waits it has behind it, and a thread of each rank looks now and
-then whether some rank asks for a diagnosis. Each thread then writes its rank's progress to the store.
+A neighbour that did not answer in time may itself have waited for another rank. So each rank keeps
+in memory what it waits for and how many waits it has behind it, and a thread of each rank looks now
+and then whether some rank asks for a diagnosis. Each thread then writes its rank's progress to the
+store.
 
-A rank that writes nothing has ended or was stopped. Where all ranks answer, a rank that waits for nobody
-and is behind the others holds them up. Where all wait, the rank with the fewest waits came too late.
+A rank that writes nothing has ended or was stopped. Where all ranks answer, a rank that waits for
+nobody and is behind the others holds them up. Where all wait, the rank with the fewest waits came
+too late.
 """
 
 import json
@@ -25,8 +27,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from gyre_trainer.errors import RingError
 
-# A look at the store is one small request, so twice a second costs nothing. A diagnosis waits ten looks:
-# a shorter time would accuse a rank that a busy machine delays, a longer one delays every error message.
+# A look at the store is one small request, so twice a second costs nothing. A diagnosis waits ten
+# looks: a shorter time would accuse a rank that a busy machine delays, a longer one delays every
+# error message.
 _LOOK_INTERVAL_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
 _ASKED = "asked"  # the store's key that says whether a rank asks
@@ -39,8 +42,8 @@ class RankProgress:
 
     Attributes:
         num_waits_done: waits that the rank has behind it.
-        waiting_for: what it waits for, such as "rank 0: receiving weights from rank 1"; "" while it does
-            something else. It keeps its value after a wait that failed.
+        waiting_for: what it waits for, such as "rank 0: receiving weights from rank 1"; "" while it
+            does something else. It keeps its value after a wait that failed.
     """
 
     num_waits_done: int = 0
@@ -93,7 +96,7 @@ class HangDiagnosis:
             raise self.error(f"rank {self._rank}: {what}", error) from error
 
     def error(self, what: str, cause: Exception) -> RingError:
-        """The error to raise where waiting for ``what`` ended in ``cause``; it takes up to ten seconds."""
+        """The error for a wait for ``what`` that ended in ``cause``; takes up to ten seconds."""
         return RingError(f"{self._find_fault()}; {what} failed: {' '.join(str(cause).split())}")
 
     def _find_fault(self) -> str:

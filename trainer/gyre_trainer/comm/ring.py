@@ -1,9 +1,10 @@
 """The ring of ranks: hops between neighbours, and the buffers that hops fill.
 
-A hop sends one buffer to one neighbour while another buffer arrives from the other neighbour. Neighbours
-of one host share memory on a CPU; all others send and receive in the process group. Every wait ends at
-the group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait holds up the current
-stream, not the process: NCCL moves the buffers on a stream of its own, in the order of the hops.
+A hop sends one buffer to one neighbour while another buffer arrives from the other neighbour.
+Neighbours of one host share memory on a CPU; all others send and receive in the process group.
+Every wait ends at the group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait
+holds up the current stream, not the process: NCCL moves the buffers on a stream of its own, in the
+order of the hops.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class Hop:
         """Return when both buffers have arrived.
 
         Raises:
-            RingError: a neighbour is gone or did not answer in time; the message names the rank at fault.
+            RingError: a neighbour is gone or too late; the message names the rank at fault.
         """
         if self._failed is not None:
             raise self._failed
@@ -83,11 +84,11 @@ class Ring:
         self._group = group
 
     def shift(self, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
-        """Start to send ``outgoing`` one rank on while ``incoming`` fills from the rank on the other side.
+        """Start to send ``outgoing`` one rank on, and to receive ``incoming`` from the other side.
 
-        Both tensors are contiguous and belong to the hop until it was waited for. Empty tensors are not
-        sent. Weights must arrive at the beginning of a buffer of the pool, and gradients must leave from
-        there: these are the sides that shared memory can offer to a neighbour.
+        Both tensors are contiguous and belong to the hop until it was waited for. Empty tensors are
+        not sent. Weights must arrive at the beginning of a buffer of the pool, and gradients must
+        leave from there: these are the sides that shared memory can offer to a neighbour.
 
         Raises:
             RingError: the hop could not be started.
@@ -130,8 +131,8 @@ def ring_of(mesh: DeviceMesh) -> Ring:
 def collective(what: str) -> AbstractContextManager[object]:
     """A context for a collective of all ranks of the default group.
 
-    Where the collective fails, `RingError` names the rank at fault. Without a ring on the default group
-    the context does nothing.
+    Where the collective fails, `RingError` names the rank at fault. Without a ring on the default
+    group the context does nothing.
     """
     ring = _RINGS.get(dist.distributed_c10d._get_default_group())
     return ring.hang_diagnosis.collective(what) if ring is not None else nullcontext()

@@ -1,4 +1,4 @@
-"""Ranges in a profiler's trace for what a rotation does; without a profiler they cost one check each."""
+"""Ranges in a profiler's trace for what a rotation does; without a profiler, one check each."""
 
 from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary

@@ -1,7 +1,7 @@
 """How a hop's tensors get from rank to rank: one interface, and its form over the process group.
 
-`gyre_trainer.comm.ring` asks its transports in order, and the first that reaches a neighbour carries
-the hop's leg to that neighbour. `gyre_trainer.comm.shared_memory` has the other transport.
+`gyre_trainer.comm.ring` asks its transports in order, and the first that reaches a neighbour
+carries the hop's leg to that neighbour. `gyre_trainer.comm.shared_memory` has the other transport.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 
 
 class Stream(IntEnum):
-    """What a buffer holds. The value is its tag, so that the two streams between two ranks never mix."""
+    """What a buffer holds. The value is its tag, so that two streams never mix."""
 
     WEIGHTS = 1
     GRADIENTS = 2
@@ -81,9 +81,9 @@ class ProcessGroupTransport:
     def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
         """Start the legs as one batch of point-to-point operations."""
         try:
-            # Sends come first. Gloo writes at once what the other side already waits for, and holds a
-            # lock meanwhile on which its own thread spins if the two share a core. That thread itself
-            # writes later what nobody waits for yet.
+            # Sends come first. Gloo writes at once what the other side already waits for, and holds
+            # a lock meanwhile on which its own thread spins if the two share a core. That thread
+            # itself writes later what nobody waits for yet.
             works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
         except RuntimeError as error:
             raise self._diagnosis.error(_described(legs), error) from error

@@ -1,4 +1,4 @@
-"""What became of a model's parameters: the rule that cuts each, and the bytes that this rank has of it."""
+"""What became of a model's parameters: the rule that cuts each, and this rank's bytes of it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ How = Literal["rotated", "replicated", "local"]
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """Some parameters of one module that were treated alike; a tied parameter appears once, at its first module.
+    """Parameters of one module that were treated alike; tied ones appear at their first module.
 
     Attributes:
         path: the module's path in the model; empty for the model itself.

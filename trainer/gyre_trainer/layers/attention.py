@@ -81,7 +81,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Tensor:
-        """The output: each position attends to itself and those before, or to all if not ``causal``.
+        """The output: each position attends to itself and those before; to all if not causal.
 
         Args:
             x_BTD: the input.
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionRule(Rule):
-    """For a module that projects to queries, keys and values, attends head by head, and projects back.
+    """For a module that projects to queries, keys and values, attends, and projects back.
 
     A slice holds some key/value heads, and the query heads that they serve, of all four layers. The
     forward must read the number of heads from the weights (`view(..., -1, head_dim)`) and be linear
@@ -152,7 +152,7 @@ class AttentionRule(Rule):
 
 @dataclass(frozen=True)
 class QueryHeadsRule(Rule):
-    """For `Attention.attend`: a slice holds query heads of q and o, and receives all keys and values.
+    """For `Attention.attend`: a slice holds query heads of q and o, and gets all keys and values.
 
     Attributes:
         heads: the heads of the whole module; the ring's size divides the query heads.
@@ -167,7 +167,7 @@ class QueryHeadsRule(Rule):
         return projections(module, ("q",), "o")
 
     def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The slice's contribution to the output: its query heads attend to their keys and values."""
+        """The slice's contribution: its query heads attend to their keys and values."""
         x_BTD, keys, values, *rest = args
         start, stop = (bound // self.head_dim for bound in current.bounds["q.weight"])
         keys, values = (self._serving(y.to(x_BTD.dtype), start, stop) for y in (keys, values))
@@ -175,7 +175,7 @@ class QueryHeadsRule(Rule):
         return output
 
     def _serving(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """The heads of ``keys``, which may be values, that serve query heads ``start`` to ``stop``."""
+        """The heads of keys or values that serve query heads ``start`` to ``stop``."""
         group = self.heads.num_heads // self.heads.num_kv_heads
         serving = [head // group for head in range(start, stop)]
         if serving[0] == serving[-1]:
@@ -196,7 +196,7 @@ class RotatedQueries(RotatedModule):
 
 
 def rotate_attention(module: Attention, target: RotationTarget) -> None:
-    """Rotate it by key/value heads, else by query heads, else layer by layer, as the ring's size allows."""
+    """Rotate by key/value heads, else by query heads, else layer by layer, as the ring allows."""
     heads = module.heads
     if heads.num_kv_heads % target.num_slices == 0:
         wrap(module, AttentionRule(heads.num_kv_heads), target)

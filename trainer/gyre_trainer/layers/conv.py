@@ -62,7 +62,7 @@ class ConvRule(Rule):
         return x.narrow(self._channels, group * size, num_groups * size)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(first output channel, number of channels, first group, number of groups) of each convolution.
+        """First output channel, number of channels, first group, number of groups.
 
         One convolution computes as many whole groups as there are, or a part of one group.
         """

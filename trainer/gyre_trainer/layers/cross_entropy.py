@@ -28,8 +28,8 @@ from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut, Layout
 from gyre_trainer.shards.sharded_parameters import local_of
 
-# Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster; much less
-# makes the matrix products small.
+# Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster; much
+# less makes the matrix products small.
 _MAX_LOGITS = 2**23
 
 Reduction = Literal["mean", "sum", "none"]
@@ -147,7 +147,7 @@ class _StatisticsReduction:
         return total
 
     def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
-        """The gradient by log-sum-exp times the slice's share of the probability, and all of the others."""
+        """The slice's share of the log-sum-exp's gradient, and all of the others."""
         current = grad.clone()
         current[0] *= (self._log_sum_exps[index] - self._log_sum_exp).exp()
         return current
@@ -172,13 +172,14 @@ def _of_slice(
     with_sum: bool,
     deferred: DeferredGrads | None = None,
 ) -> Tensor:
-    """Statistics [S, T] of one slice: log-sum-exp of its logits, the target's logit or 0, their sum."""
+    """Statistics [S, T] of a slice: its log-sum-exp, the target's logit or 0, the sum."""
     if classes.start == classes.stop:
         nothing = torch.zeros(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
         nothing[0] = -torch.inf
         return nothing
     elsewhere = ~counted_T
-    # Targets outside of all slices are left to the first and the last slice, where torch refuses them.
+    # Targets outside of all slices are left to the first and the last slice, where torch refuses
+    # them.
     if classes.start > 0:
         elsewhere = elsewhere | (targets_T < classes.start)
     if classes.stop < classes.total:

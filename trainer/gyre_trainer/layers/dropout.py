@@ -17,7 +17,7 @@ _MASKS: ContextVar[DropoutMasks | None] = ContextVar("draw", default=None)
 
 @contextmanager
 def slice_masks(masks: DropoutMasks | None) -> Iterator[None]:
-    """A context in which `SliceDropout` takes its masks from ``masks``; with None it drops nothing."""
+    """A context in which `SliceDropout` uses ``masks``; with None it drops nothing."""
     token = _MASKS.set(masks)
     try:
         yield

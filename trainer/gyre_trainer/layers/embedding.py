@@ -1,4 +1,4 @@
-"""An embedding by rows of its vocabulary: a slice looks up its own tokens, and gives zero for others."""
+"""An embedding by rows of its vocabulary: a slice gives its own tokens' rows, zero for others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,14 +40,15 @@ class EmbeddingRule(Rule):
     def run(
         self, forward: Callable[..., Tensor], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
-        """The rows of tokens in the slice's half-open range of the vocabulary, zero for other tokens."""
+        """The rows of the tokens in the slice's range of the vocabulary, zero for others."""
         (tokens,) = (*args, *kwargs.values())
         weight = current.weights["weight"]
         start, stop = current.bounds["weight"]
         if start == stop:
             return weight.new_zeros(*tokens.shape, weight.shape[1])
         outside = torch.zeros_like(tokens, dtype=torch.bool)
-        # Tokens outside of all slices are left to the first and the last slice, where torch refuses them.
+        # Tokens outside of all slices are left to the first and the last slice, where torch refuses
+        # them.
         if start > 0:
             outside |= tokens < start
         if stop < self.num_embeddings:

@@ -20,7 +20,7 @@ _OURS = (Attention, MLP, GatedMLP, Experts, MoE)
 
 
 def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
-    """Rotate the module in the way of its kind; return False, with nothing done, where none is known.
+    """Rotate the module in the way of its kind; False, and nothing done, if none is known.
 
     A subclass with another forward is not of its parent's kind, and neither is a layer whose weight
     is computed from others.

@@ -91,7 +91,7 @@ class MLPRule(Rule):
         return projections(module, self.ups, self.down)
 
     def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The slice's contribution to the output; dropout uses masks for its range of the hidden width."""
+        """The slice's contribution; dropout uses masks for its range of the width."""
         masks, own = kwargs.get(MASKS_ARGUMENT), {name: value for name, value in kwargs.items() if name != MASKS_ARGUMENT}
         first, _ = current.bounds[f"{self.ups[0]}.weight"]
         with slice_masks(masks and masks.for_slice(first, self.batch_dim)):
@@ -117,7 +117,7 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
 
 
 def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
-    """Refuse dropout in a module unless its name is ``allowed``: each slice would draw its own mask.
+    """Refuse dropout that is not ``allowed``: each slice would draw its own mask.
 
     Raises:
         RotationError: names the dropout.

@@ -73,7 +73,7 @@ class InputProjectionsRule(Rule):
         )
 
     def _bounds(self, position: int, packed: tuple[int, int]) -> tuple[int, int]:
-        """The part of a range of packed features that belongs to queries (0), keys (1) or values (2)."""
+        """The part of a packed range that belongs to queries (0), keys (1) or values (2)."""
         start, stop = (min(max(bound - position * self.dim, 0), self.dim) for bound in packed)
         return start, stop
 
@@ -122,7 +122,7 @@ def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
 
 
 def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tensor, k_BHSC: Tensor) -> Tensor | None:
-    """The mask that is added to the scores [B, H, T, S], or broadcasts to them; None for no mask."""
+    """The mask to add to the scores, of a shape that broadcasts to [B, H, T, S], or None."""
     dtype = q_BHTC.dtype
     padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", dtype)
     attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)

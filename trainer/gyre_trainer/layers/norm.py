@@ -1,4 +1,4 @@
-"""Norms under recomputation: they keep their input alone, and rotated modules after them keep nothing."""
+"""Norms under recomputation: they keep only their input, and modules after them nothing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -89,7 +89,7 @@ def _modules_inside_rotations(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _keeps_its_input(module: nn.Module) -> bool:
-    """Whether a module is a norm, or has only vectors as parameters, whose gradients need its input."""
+    """Whether a module is a norm, or has only vectors as parameters as a norm has."""
     vectors = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
     others = [*module.children(), *module.buffers(), *(parameter for parameter in module.parameters() if parameter.ndim > 1)]
     return not others and (bool(vectors) or isinstance(module, _NORMS))

@@ -89,7 +89,7 @@ class Call:
         self._recomputations = [*[None] * len(self._rotation.replicated), *(recomputation for _, recomputation in arguments)]
 
     def release_inputs(self, outputs: Sequence[Tensor]) -> None:
-        """Release the inputs that can be computed again; `restore_inputs` must precede the next `compute`."""
+        """Release the inputs that can be computed again, until `restore_inputs`."""
         self._is_split = self.can_be_split(outputs)
         self._kept_inputs = [
             recomputation or tensor for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
@@ -128,7 +128,7 @@ class Call:
         return self.all_tokens().split(len(self._rotation.replicated), self._rotation.policy.recompute_tokens)
 
     def compute(self, index: int, flat: Tensor, chunk: TokenChunk) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs of a piece, and the leaves of their graph that stand for its trainable shards.
+        """The outputs of a piece, and the leaves of their graph for its trainable shards.
 
         Args:
             index: the number of the piece.

@@ -75,7 +75,7 @@ class DeferredGrads:
 
 
 class DeferWeightGrads(TorchFunctionMode):
-    """A context in which linear layers on the weights in ``deferred.positions`` record their gradients.
+    """A context: linear layers on the weights in ``deferred.positions`` record gradients.
 
     The same holds for the matrices that `unbind` takes out of such a weight. Any other use of a
     weight gives its gradient as usual.
@@ -111,7 +111,7 @@ class DeferWeightGrads(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer that records its weight's gradient, and adds its input's to the sum if there is one."""
+    """A linear layer that records its weight's gradient and adds its input's to a sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _Where, deferred: DeferredGrads) -> Tensor:  # noqa: A002

@@ -88,7 +88,7 @@ def _seed(*numbers: int) -> int:
 
 
 def _hashed(counters: Tensor, seed: int) -> Tensor:
-    """53 random bits for each int64 counter: SplitMix64's finalizer (Steele et al., OOPSLA 2014)."""
+    """53 random bits for each int64 counter: SplitMix64's finalizer (OOPSLA 2014)."""
     bits = (counters * -0x61C8864680B583EB).add_(seed)
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)

@@ -108,7 +108,7 @@ class ConcatenatedOutputs:
     """The slices' outputs lie side by side along one dim."""
 
     def __init__(self, dim: int, bounds: Sequence[tuple[int, int]], name: str, dtype: torch.dtype) -> None:
-        """``bounds`` are the slices' half-open ranges along ``dim``, those of the parameter ``name``."""
+        """``bounds`` are the slices' half-open ranges along ``dim``, from parameter ``name``."""
         self._dim = dim
         self._name = name
         self._bounds = bounds

@@ -61,7 +61,7 @@ class Prefetch:
         return SlicesInFlight(rotation, Direction.COUNTER_CLOCKWISE, round_)
 
     def start_next(self, rotation: Rotation, round_: int) -> None:
-        """Start what follows a round of ``rotation``; to be called when its remote slices are through."""
+        """Start what follows a round of ``rotation``; call it after the remote slices."""
         if round_ + 1 < rotation.pieces.num_rounds:
             next_rotation: Rotation | None = rotation
         else:
@@ -92,7 +92,7 @@ def _reserve_buffers(rotation: Rotation) -> None:
     """
     sharded, dtype = rotation.sharded, rotation.policy.compute_dtype or rotation.sharded.flat.dtype
     if sharded.ring.size > 1:
-        num_buffers = 1 if dtype == sharded.flat.dtype else 2  # the visitor, and the own slice as it travels
+        num_buffers = 1 if dtype == sharded.flat.dtype else 2  # for the remote and the own slice
         buffers = [sharded.ring.pool.take(rotation.pieces.numel(0), dtype, sharded.flat.device) for _ in range(num_buffers)]
         for buffer in buffers:
             sharded.ring.pool.put(buffer)

@@ -20,7 +20,7 @@ Compute = Callable[..., Tensor]
 
 
 def recomputed(compute: Compute, *inputs: Tensor) -> Tensor:
-    """``compute(*inputs)``; the graph keeps the inputs alone. `recomputation_of` finds how to repeat it.
+    """``compute(*inputs)``, of which the graph keeps the inputs alone. See `recomputation_of`.
 
     Args:
         compute: gives the same bits every time, and one tensor that is no view of an input.
@@ -46,7 +46,7 @@ class _Recomputed(torch.autograd.Function):
         leaves = [x.detach().requires_grad_(needed) for x, needed in zip(_inputs(ctx), ctx.needs_input_grad[1:], strict=True)]
         ctx.inputs = None
         with torch.enable_grad(), ctx.autocast():
-            edge = get_gradient_edge(ctx.compute(*leaves))  # without the output itself, which no gradient needs
+            edge = get_gradient_edge(ctx.compute(*leaves))  # releases the output itself
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads = iter(torch.autograd.grad(edge, wanted, grad_output, allow_unused=True))
         return None, *(next(grads) if leaf.requires_grad else None for leaf in leaves)
@@ -94,7 +94,7 @@ class Recomputation:
 
 
 def recomputation_of(tensor: Tensor) -> Recomputation | None:
-    """How to compute ``tensor`` again; None if it is not a result of `recomputed`, or was written to.
+    """How to compute ``tensor`` again; None if `recomputed` did not make it, or if it changed.
 
     A view of such a result has a recomputation too.
     """
@@ -121,7 +121,7 @@ def recomputable(tensor: Tensor) -> tuple[Tensor, Recomputation | None]:
 
 
 def autocast_of_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """A function that makes contexts with autocast as it is now, but without autocast's cache of weights.
+    """A function that makes contexts with autocast as it is now, but without its weight cache.
 
     The cached weights would belong to a remote slice.
     """

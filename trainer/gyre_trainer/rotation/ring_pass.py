@@ -49,7 +49,7 @@ _Grads = Sequence[Tensor | None]
 
 
 def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The module's output. A backward through it leaves averaged gradients on the sharded parameters."""
+    """The module's output; backward leaves averaged gradients on the sharded parameters."""
     call = Call(rotation, args, kwargs)
     if call.recomputed:
         call.find_recomputations()
@@ -118,7 +118,7 @@ class RingPass:
         return outputs
 
     def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
-        """The gradients of `Call.tensors`: averaged ones of the shards, this rank's own of all others.
+        """The gradients of `Call.tensors`: averaged for shards, this rank's own for all others.
 
         Raises:
             RotationError: the parameters changed since forward, or this backward ran before.
@@ -175,7 +175,7 @@ class RingPass:
             reduction.add(index, output)
 
     def _backward_slices(self) -> Iterator[tuple[int, Tensor | None]]:
-        """(number, piece) of each slice in the order of backward; None for weights that backward does not read.
+        """Number and piece of each slice in backward's order; None for unread weights.
 
         In each round the order is from the next rank's slice to the own one.
         """
@@ -197,7 +197,7 @@ class RingPass:
         return ((self._ring.rank + step) % self._ring.size for step in range(1, self._ring.size + 1))
 
     def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads, chunk: TokenChunk) -> _Grads:
-        """Gradients of one slice's trainable shards, except deferred ones; the inputs' are added to their sums."""
+        """Gradients of one slice's trainable shards, except deferred ones; adds the inputs'."""
         graph = self._graph(index, flat, chunk)
         wanted = [leaf for leaf in (*graph.weights, *chunk.inputs) if leaf.requires_grad]
         edges, slice_grads = [], []

@@ -1,4 +1,4 @@
-"""A rotated module between two calls: how it is cut, where its own slice lies, and how slices travel.
+"""A rotated module between two calls: how it is cut, where its slice lies, how slices travel.
 
 The life of a parameter: `gyre_trainer.shards.shard_parameters` keeps 1/N of it on each rank, and no
 rank ever holds more of it than slices in transient buffers. A call sends copies of the slices round
@@ -21,9 +21,10 @@ from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
 from gyre_trainer.shards.sharded_parameters import ShardedParameters
 
-# A slice that can be divided travels in pieces no larger than the largest slice that cannot, so that one
-# large vocabulary does not set the size of all transient buffers. Smaller pieces than 2^18 elements
-# (1 MiB in float32) cost more time in hops than they save memory; more rounds multiply the hops per call.
+# A slice that can be divided travels in pieces no larger than the largest slice that cannot, so
+# that one large vocabulary does not set the size of all transient buffers. Smaller pieces than 2^18
+# elements (1 MiB in float32) cost more time in hops than they save memory; more rounds multiply the
+# hops per call.
 _MIN_PIECE_NUMEL = 2**18
 _MAX_ROUNDS = 16
 

@@ -1,4 +1,4 @@
-"""How one kind of module is cut into slices. `gyre_trainer.layers` has a rule for each known kind."""
+"""How one kind of module is cut into slices; `gyre_trainer.layers` has the known kinds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class Rule(ABC):
 
     @property
     def uses_dropout(self) -> bool:
-        """Whether slices drop out in training. `run` finds the masks in the argument `MASKS_ARGUMENT`."""
+        """Whether slices drop out in training; the argument `MASKS_ARGUMENT` has the masks."""
         return False
 
     @property
@@ -82,7 +82,7 @@ class Rule(ABC):
         return forward(*args, **kwargs)
 
     def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
-        """How the slices' outputs make the module's output: they add up unless a rule says otherwise.
+        """How the slices' outputs make the module's: they add up unless a rule differs.
 
         Args:
             position: the output's index among those that `run` returns.

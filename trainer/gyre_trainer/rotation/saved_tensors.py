@@ -27,7 +27,7 @@ class _SavedTensor:
 
 
 class SavedTensors:
-    """The saved tensors of one slice's graph. Views of the slice's weights are saved without their memory.
+    """The saved tensors of one slice's graph; views of its weights are saved without memory.
 
     In backward such a view is made again on the buffer that then holds the slice.
 

@@ -104,7 +104,7 @@ def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> 
 
 
 def _require_uniform(module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Refuse parameters that cannot lie in one buffer on the mesh's device, or cannot be averaged."""
+    """Refuse parameters that cannot lie in one buffer on the mesh's device."""
     for cut, source in zip(layout.cuts, sources, strict=True):
         where = f"{type(module).__name__}.{cut.name}"
         if not source.is_floating_point():

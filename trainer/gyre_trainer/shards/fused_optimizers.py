@@ -1,7 +1,7 @@
-"""Torch's fused optimizers on DTensors that torch itself does not support: each rank steps on its shards.
+"""Torch's fused optimizers on DTensors, where torch does not support them.
 
-Torch supports Adam and AdamW. SGD and Adagrad are elementwise too, and an optimizer's states are cut as
-their parameters are.
+Torch supports Adam and AdamW. SGD and Adagrad are elementwise too, and an optimizer's states are
+cut as their parameters are.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a slice's gradient reaches its owner: each rank adds to it and sends it on, the owner adds last.
+"""How a slice's gradient reaches its owner: each rank adds to it and sends it on.
 
 See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 """
@@ -13,17 +13,17 @@ from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.shards.layout import Layout
 
-# Where a product of matrices has another dtype than the sum, it needs memory of its own. It is formed in
-# blocks of at most so many elements (16 MiB in float32). Twice as many raise the peak by as much;
-# far fewer make the matrix products too small for the processor.
+# Where a product of matrices has another dtype than the sum, it needs memory of its own. It is
+# formed in blocks of at most this many elements (16 MiB in float32). Twice as many raise the peak
+# by as much; far fewer make the matrix products too small for the processor.
 _MAX_PRODUCT_NUMEL = 2**22
 
 
 class SliceGrad:
     """One slice's gradient while it is on this rank.
 
-    Every contribution is scaled before it is added. The memory of an empty gradient is uninitialised
-    until something was added to it.
+    Every contribution is scaled before it is added. The memory of an empty gradient is
+    uninitialised until something was added to it.
     """
 
     def __init__(self, parts: Sequence[Tensor], *, empty: bool, scale: float) -> None:
@@ -46,8 +46,8 @@ class SliceGrad:
     def add_product(self, position: int, left: Tensor, right: Tensor, entry: int | None = None) -> None:
         """Add the product of two matrices to the gradient at ``position``.
 
-        With ``entry``, add it to that matrix along the gradient's first dim. The product is not formed as
-        a whole beside the gradient.
+        With ``entry``, add it to that matrix along the gradient's first dim. The product is not
+        formed as a whole beside the gradient.
         """
         part, empty = self._parts[position], self._empty[position]
         self._empty[position] = False
@@ -89,8 +89,9 @@ class _GradientPiece:
 class GradientRing:
     """The gradients of one module's slices, each one step behind its weights, counter-clockwise.
 
-    For each piece of each round, from rank+1's to the own one: `receive` it, add to it, then `send_on`.
-    All contributions are scaled by 1 / ring.size, so that the sum is the average over the ranks.
+    For each piece of each round, from rank+1's to the own one: `receive` it, add to it, then
+    `send_on`. All contributions are scaled by 1 / ring.size, so that the sum is the average over
+    the ranks.
     """
 
     def __init__(self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -119,7 +120,7 @@ class GradientRing:
         return self._here[1]
 
     def send_on(self) -> None:
-        """Send the received gradient to the next rank, while the next piece's sets out for this rank.
+        """Send the received gradient to the next rank, and start to receive the next piece's.
 
         The own slice's gradient stays.
         """

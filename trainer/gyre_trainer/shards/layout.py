@@ -112,10 +112,10 @@ class Layout:
 
 
 def slice_bounds(size: int, index: int, num_slices: int) -> tuple[int, int]:
-    """The half-open range of slice ``index`` of a dim of ``size``, as `torch.chunk` and DTensor cut it.
+    """The half-open range of slice ``index`` of a dim of ``size``, as DTensor cuts it.
 
-    Every slice has ceil(size / num_slices) entries, except that the last slices may be short or
-    empty.
+    As with `torch.chunk`, every slice has ceil(size / num_slices) entries, except that the last
+    slices may be short or empty.
     """
     largest = -(-size // num_slices)
     return min(index * largest, size), min((index + 1) * largest, size)

@@ -1,4 +1,4 @@
-"""The slices of the other ranks: the next slice is in flight while the caller computes with this one."""
+"""The slices of the other ranks: the next is in flight while the caller uses this one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class _Incoming:
 class RemoteSlices:
     """The other ranks' slices, one after the other. The first hop starts when this object is made.
 
-    Iterating yields (number, flat piece) for each remote slice's piece of one round, ring.size - 1 of
-    them: clockwise in the order rank-1, rank-2, ..., counter-clockwise in the order rank+1, rank+2, ....
-    A piece is valid until the next one is asked for. Only transient buffers are written to. ``own`` must
-    not change before the first piece was yielded.
+    Iterating yields (number, flat piece) for each remote slice's piece of one round, ring.size - 1
+    of them: clockwise in the order rank-1, rank-2, ..., counter-clockwise in the order rank+1,
+    rank+2, .... A piece is valid until the next one is asked for. Only transient buffers are
+    written to. ``own`` must not change before the first piece was yielded.
     """
 
     def __init__(self, ring: Ring, own: Tensor, layout: Layout, direction: Direction, round_: int) -> None:

@@ -1,4 +1,4 @@
-"""Initial weights, shard by shard: the same for every number of ranks, and no rank holds the whole model.
+"""Initial weights, shard by shard: the same for every number of ranks.
 
 A parameter is seen as a matrix (its first dim by all others) on a fixed grid of cells. Each cell
 has a stream of random numbers of its own: the Philox counter-based generator (Salmon et al.,
@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import slice_bounds
 
-# Rows and columns of a cell. Another value gives other weights for the same seed. A large cell makes a
-# rank with a narrow shard generate numbers that it throws away; a small one costs a generator per cell.
+# Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
+# makes a rank with a narrow shard generate numbers that it throws away; a small one costs a
+# generator per cell.
 _CELL = 256
 
 _Cell = npt.NDArray[np.float64]
@@ -130,7 +131,7 @@ def _allocate_meta_parameters(model: nn.Module, device: torch.device) -> None:
 
 
 def torch_inits(model: nn.Module) -> dict[str, Init]:
-    """The distributions of torch's `reset_parameters` for the layers known here, and those of `inits()`."""
+    """The distributions of `inits()`, or of torch's `reset_parameters` for known layers."""
     inits: dict[str, Init] = {}
     for path, module in model.named_modules():  # outer modules first: they may speak for inner ones
         for name, init in _inits_of(module).items():
@@ -171,14 +172,14 @@ def fill(parameter: Tensor, init: Init, *, seed: int, name: str) -> None:
 
 
 def _copy_cell(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
-    """Copy the part of a cell that lies inside ``matrix``; (top, left) is the cell's corner in it."""
+    """Copy what of a cell lies inside ``matrix``; (top, left) is the cell's corner there."""
     target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
     inside = cell[max(-top, 0) :, max(-left, 0) :]
     target.copy_(inside[: target.shape[0], : target.shape[1]])
 
 
 def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable[[int, int], _Cell]:
-    """A function from (row, column) of the grid to that cell; cells at the far edges are smaller."""
+    """A function from (row, column) to that cell; cells at the far edges are smaller."""
     key = np.frombuffer(blake2b(name.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest(), dtype=np.uint64)
 
     def cell(row: int, column: int) -> _Cell:

@@ -1,7 +1,8 @@
 """What a rank keeps of a rotated module: its own slice of every parameter, in one flat buffer.
 
-The buffer holds the slice's shard of each parameter, contiguous, one after the other. The rank's DTensor
-parameters are views of it, so the optimizer writes what the next hop sends, and nothing is packed.
+The buffer holds the slice's shard of each parameter, contiguous, one after the other. The rank's
+DTensor parameters are views of it, so the optimizer writes what the next hop sends, and nothing is
+packed.
 """
 
 import weakref
@@ -28,11 +29,12 @@ class ShardedParameters:
         layout: of the slices of all ranks.
         ring: the ring that the slices travel on.
         flat: the own slice.
-        parameters: DTensors in the order of the cuts; the local tensor of each is a view of ``flat``.
+        parameters: DTensors in the order of the cuts; the local tensor of each is a view of
+            ``flat``.
     """
 
     def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
-        """Copy this rank's slice of ``sources``. Where they are on `meta`, the slice is filled with NaN."""
+        """Copy this rank's slice of ``sources``; fill it with NaN where they are on `meta`."""
         self.layout = layout
         self.ring: Ring = ring_of(mesh)
         rank = self.ring.rank
@@ -109,7 +111,7 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def has_sole_storage(tensor: Tensor) -> bool:
-    """Whether no other tensor uses this one's storage, be it a view or a tensor that a graph saved."""
+    """Whether no other tensor uses this one's storage, not even one that a graph saved."""
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # the tensor's use, and `storage`
 

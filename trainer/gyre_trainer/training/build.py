@@ -3,8 +3,7 @@
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.rotation.rotation import RotationPolicy
-from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.rotate import RotationPolicy, materialize
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.gpt import GPT, rotate_gpt
 from gyre_trainer.training.rank_context import RankContext

@@ -1,10 +1,10 @@
 """Checkpoints of a run: complete or absent, whichever process dies while one is written.
 
     RUN/checkpoints/
-      step-00000120/          has this name once it is complete and on disk; before, .writing-step-00000120
-        checkpoint.json       step, model, and the loader's cursor: read and checked before anything is loaded
-        .metadata, *.distcp   torch.distributed.checkpoint: model and optimizer, each shard by its owner
-      latest                  the name of the newest one
+      step-00000120/        once it is complete and on disk; before, .writing-step-00000120
+        checkpoint.json     step, model, and the loader's cursor: read and checked first
+        .metadata, *.distcp model and optimizer, each shard by its owner
+      latest                the name of the newest one
 
 Model and optimizer shards are DTensors, so a checkpoint loads at any world size.
 """
@@ -48,7 +48,7 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory. Every method is collective, with equal arguments on all ranks."""
+    """The checkpoints of a run. Every method is collective, with equal arguments on all ranks."""
 
     def __init__(self, folder: Path, keep: int, model_config: GPTConfig) -> None:
         self._folder = folder

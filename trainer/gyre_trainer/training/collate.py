@@ -1,8 +1,9 @@
 """From a loader's batch to the inputs and targets of a language model.
 
-    tokens      a window of sequence_length + 1 tokens:            inputs are all but the last, targets all but the first
-    text        a document of any length, as bytes; vocabulary:    one row per document, as above
-                256 bytes and END_OF_TEXT
+    tokens   a window of sequence_length + 1 tokens: inputs are all but the last, targets all but
+             the first
+    text     a document of any length, as bytes; the vocabulary is 256 bytes and END_OF_TEXT; one
+             row per document, as above
 
 A document longer than sequence_length + 1 is cut to a window of that length. The window's place is
 a function of the step and the sample id: another one each epoch, the same on every rerun. A shorter
@@ -65,7 +66,7 @@ class Collator:
         self._vocab_size = vocab_size
 
     def collate(self, batch: Mapping[str, Tensor], step: int) -> Examples:
-        """The examples of a batch, in its order: windows on the batch's device, documents on the CPU.
+        """The examples of a batch: windows on the batch's device, documents on the CPU.
 
         Raises:
             DataRejected: the batch has no such field, a sample has another length, or a token is
@@ -119,7 +120,7 @@ class Collator:
 
 
 def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.NDArray[np.int64]:
-    """At most ``length`` tokens of a document and its END_OF_TEXT; ``key`` alone says where they begin."""
+    """At most ``length`` tokens of a document and its END_OF_TEXT, placed by ``key``."""
     tokens = np.append(document.astype(np.int64), END_OF_TEXT)
     if len(tokens) <= length:
         return tokens

@@ -86,7 +86,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig:
-    """The dtypes of travelling slices. A rank's own shards and the optimizer state are always float32.
+    """The dtypes of travelling slices; own shards and optimizer state are always float32.
 
     Attributes:
         compute_dtype: the dtype of travelling parameter shards and of activations.
@@ -255,7 +255,7 @@ def _override(table: dict[str, Any], text: str) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value. Other text is taken as a string, so that paths and names need no second quotes."""
+    """A TOML value; other text is a string, so paths and names need no second quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -1,7 +1,8 @@
 # ruff: noqa: N803, N806  # names carry shape letters
 """A small GPT, and how it is rotated.
 
-Pre-norm blocks, rotary positions, grouped key/value heads, plain or gated MLP. Dims: B batch, T time, D model, V vocabulary.
+Pre-norm blocks, rotary positions, grouped key/value heads, plain or gated MLP. Dims: B batch, T
+time, D model, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.attention import Attention, Heads, rope_table
-from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.mlp import MLP, GatedMLP
-from gyre_trainer.rotate import rotate_all
-from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
 from gyre_trainer.shards.sharded_init import Constant, Init, Normal
 
 _INIT_STD = 0.02
@@ -84,7 +83,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer without buffers: it can be built on `meta` and materialised anywhere."""
+    """A decoder-only transformer; without buffers, so it can be built on `meta`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class GPT(nn.Module):
         return (losses_BT * weights_BT).sum() / weights_BT.sum()
 
     def inits(self) -> Mapping[str, Init]:
-        """GPT-2's: normal with std 0.02, divided by sqrt(2 · num_layers) in layers that end on the residual."""
+        """GPT-2's: std 0.02, divided by sqrt(2 · num_layers) in layers that end on the residual."""
         residual = Normal(_INIT_STD / sqrt(2 * self.config.num_layers))
 
         def init(name: str) -> Init:

@@ -22,8 +22,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gyre_trainer.training import rank_failure
 from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE, RankFailure
 
-# How long a rank may take to end after SIGTERM before it is killed. Less would cut off tracebacks and
-# open files on a busy machine; more makes every failed job end later.
+# How long a rank may take to end after SIGTERM before it is killed. Less would cut off tracebacks
+# and open files on a busy machine; more makes every failed job end later.
 _GRACE_S = 5.0
 # How soon the deadline that a signal sets is noticed: `select` does not return for a signal.
 _POLL_INTERVAL_S = 0.5

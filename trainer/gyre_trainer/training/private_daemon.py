@@ -14,7 +14,7 @@ from gyre_trainer.training.config import TrainConfig
 
 @contextmanager
 def shared_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
-    """A context with the configuration, completed by the address of the daemon that this rank reads from.
+    """A context with the configuration and the address of the daemon that this rank reads from.
 
     Where neither the configuration nor the environment names a daemon, the machine's first rank
     starts a private one and tells the others its address. The daemon ends with that rank's process,

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.rotate import make_mesh
 from gyre_trainer.training.config import RunConfig
 
 

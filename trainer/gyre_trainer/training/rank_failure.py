@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 
 LAUNCHER_VARIABLE = "GYRE_TRAIN_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
-# Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB that a pipe
-# holds without a reader. A longer message would block the rank for ever if the launcher is busy.
+# Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB
+# that a pipe holds without a reader. A longer message would block the rank for ever if the launcher
+# is busy.
 _MAX_TEXT = 10_000
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of a step: linear warm-up, then half a cosine (Loshchilov & Hutter, arXiv 1608.03983)."""
+"""The learning rate of a step: linear warm-up, then half a cosine (arXiv 1608.03983)."""
 
 import math
 

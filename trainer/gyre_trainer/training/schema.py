@@ -15,13 +15,14 @@ def build(cls: type[Section], table: Mapping[str, Any], where: str) -> Section:
     """The dataclass `cls` with the values of `table`; absent keys keep their defaults.
 
     Args:
-        cls: its fields are bool, int, float, str, Literal of str, tuples of numbers, free tables, or such dataclasses.
+        cls: its fields are bool, int, float, str, Literal of str, tuples of numbers, free tables,
+            or such dataclasses.
         table: as TOML gives it; a field that is a dataclass takes a table.
         where: the dotted name of the table for errors; "" for the whole file.
 
     Raises:
-        ConfigError: a key is unknown (the nearest known one is named) or missing, a value has the wrong type, or the
-            dataclass itself refused the values.
+        ConfigError: a key is unknown (the nearest known one is named) or missing, a value has the
+            wrong type, or the dataclass itself refused the values.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -41,7 +42,7 @@ def build(cls: type[Section], table: Mapping[str, Any], where: str) -> Section:
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown key: the key that was probably meant, or all known ones."""
+    """The end of a message about an unknown key: the nearest key, or all known ones."""
     close = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean `{close[0]}`?" if close else f"; known are {', '.join(sorted(known))}"
 

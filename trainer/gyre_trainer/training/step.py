@@ -56,13 +56,13 @@ class Stepper:
         return torch.stack(sums).sum()
 
     def loss_sum(self, examples: Examples) -> Tensor:
-        """The loss of these rows, summed over their targets; 0, with gradients of 0, where they have none."""
+        """The loss summed over these rows' targets; 0, with zero gradients, if none."""
         device = next(self.model.parameters()).device
         here, num_targets = examples.to(device), examples.num_targets()
         return self.model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
 
     def _postponed_averaging(self) -> AbstractContextManager[object]:
-        """A context in which replicated gradients are not averaged yet; the last part's backward does it.
+        """A context in which replicated gradients are not averaged; the last backward does it.
 
         FSDP2 would need memory for whole gradients, so this does nothing under FSDP2.
         """

@@ -1,4 +1,4 @@
-"""`gyre-train trace`: a profiler's trace of a few steps on random tokens, with the rotation's steps named."""
+"""`gyre-train trace`: a profiler's trace of a few steps on random tokens."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.rank_context import join_job
 from gyre_trainer.training.step import Stepper
 
-# The first step allocates the optimizer's states and the transient buffers, the second learns the order
-# of modules in backward; a trace of either would not show a usual step.
+# The first step allocates the optimizer's states and the transient buffers, the second learns the
+# order of modules in backward; a trace of either would not show a usual step.
 _NUM_WARM_UP_STEPS = 2
 
 

@@ -66,7 +66,7 @@ class Training:
         self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
-        self._step_began_s = 0.0  # the step under way
+        self._step_began_s = 0.0  # of the step that runs now
 
     def begin(self, resume: Path | None, *, may_restart: bool) -> None:
         """Restore a checkpoint, if there is one to resume from, and open the run's records."""
@@ -81,7 +81,7 @@ class Training:
         self._step_began_s = time.monotonic()
 
     def take(self) -> None:
-        """Take one optimizer step on the next global batch; then record, evaluate and save as configured."""
+        """Take one step on the next global batch; then record, evaluate and save as configured."""
         wait_began_s = time.monotonic()
         batch = next(self._loader)
         waited_s = time.monotonic() - wait_began_s

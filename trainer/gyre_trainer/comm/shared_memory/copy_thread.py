@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 
 from gyre_trainer.comm.shared_memory.link import Link
 
-# How long the end of a process waits for this thread. The thread ends after the copy that it makes now,
-# which takes milliseconds; a longer wait would only delay the exit of a process that is stuck.
+# How long the end of a process waits for this thread. The thread ends after the copy that it makes
+# now, which takes milliseconds; a longer wait would only delay the exit of a process that is stuck.
 _JOIN_TIMEOUT_S = 1.0
 
 
@@ -33,7 +33,8 @@ def _copy_until(stop: threading.Event, due_copies: select.epoll, links: Mapping[
 def _end(thread: threading.Thread, stop: threading.Event, due_copies: select.epoll, link: Link) -> None:
     """Wake the thread and wait for its end. The argument keeps the link alive until then.
 
-    A forked process has no such thread; there this wakes the parent's thread once, which does no harm.
+    A forked process has no such thread; there this wakes the parent's thread once, which does no
+    harm.
     """
     stop.set()
     due_copies.modify(link.number, select.EPOLLOUT | select.EPOLLONESHOT)

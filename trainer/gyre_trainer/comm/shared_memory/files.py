@@ -60,6 +60,6 @@ class SharedMemory:
 
 
 def mapped(fd: int) -> Tensor:
-    """The bytes of another process's file, uint8. The caller may close the descriptor afterwards."""
+    """The bytes of another process's file, uint8; the caller may close ``fd`` afterwards."""
     with torch.inference_mode(mode=False):
         return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)

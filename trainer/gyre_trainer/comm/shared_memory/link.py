@@ -1,9 +1,10 @@
-"""A link between two neighbours of one host: one copy in memory that both have mapped moves a tensor.
+"""A link between neighbours of one host: a tensor moves by one copy in memory that both map.
 
-For each tensor one end offers a buffer. The other end copies into it or out of it, and then says that
-the copy is done. A thread makes the copy as soon as the offer has come (`copy_thread`), whatever the
-process computes meanwhile; a caller that waits before that thread got a processor makes the copy itself.
-The two ends exchange messages through a socket, so the end of either process ends the other's waits.
+For each tensor one end offers a buffer. The other end copies into it or out of it, and then says
+that the copy is done. A thread makes the copy as soon as the offer has come (`copy_thread`),
+whatever the process computes meanwhile; a caller that waits before that thread got a processor
+makes the copy itself. The two ends exchange messages through a socket, so the end of either process
+ends the other's waits.
 """
 
 import ctypes
@@ -27,8 +28,8 @@ from gyre_trainer.comm.shared_memory.files import SharedMemory, mapped
 
 _MESSAGE = struct.Struct("BBxxI")  # the kind, the stream, the number of a file
 
-# Tools that count or trace operators see by these what is sent. The operators do nothing: the copy itself
-# is no operator.
+# Tools that count or trace operators see by these what is sent. The operators do nothing: the copy
+# itself is no operator.
 _OPERATORS = torch.library.Library("gyre", "DEF")  # type: ignore[no-untyped-call]
 for _name in ("send", "recv"):
     _OPERATORS.define(f"{_name}(Tensor tensor) -> ()")  # type: ignore[no-untyped-call]
@@ -70,8 +71,9 @@ class Transfer:
 class Link:
     """This process's end of a link.
 
-    Both ends start the same transfers of each stream in the same order, one end with `offer` and the
-    other with `copy`. One thread starts transfers and waits; another may call `make_copies` meanwhile.
+    Both ends start the same transfers of each stream in the same order, one end with `offer` and
+    the other with `copy`. One thread starts transfers and waits; another may call `make_copies`
+    meanwhile.
 
     Attributes:
         number: the socket's file descriptor.
@@ -96,7 +98,8 @@ class Link:
         self._request_lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        # Its holder receives messages, copies and answers, so that messages and streams keep their order.
+        # Its holder receives messages, copies and answers, so that messages and streams keep their
+        # order.
         self._progress_lock = threading.Lock()
         self._failed: OSError | None = None  # raised in waits for a transfer that is not done
         self._announced: set[int] = set()  # files of this end that the other end has mapped
@@ -108,7 +111,7 @@ class Link:
         weakref.finalize(self, end.close)
 
     def offer(self, stream: int, tensor: Tensor, *, arrives: bool) -> Transfer:
-        """Start a transfer to or from ``tensor``, which begins where a file of the memory begins."""
+        """Start a transfer to or from ``tensor``, which begins where a file begins."""
         self._announce_files()
         transfer = Transfer(self, tensor, arrives=arrives)
         self._offered[stream].append(transfer)  # before the answer can come
@@ -156,7 +159,7 @@ class Link:
                 self._request_copies()
 
     def _request_copies(self) -> None:
-        """Request `make_copies`: at the next message, or at once where a copy can be made already."""
+        """Request `make_copies`: at the next message, or at once where a copy is possible."""
         with self._request_lock:  # so that the last request is the one that knew the most
             is_due = any(waiting and self._offers[stream] for stream, waiting in tuple(self._to_copy.items()))
             # A socket can always be written to, so EPOLLOUT reports it at once.
@@ -178,7 +181,7 @@ class Link:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s")
 
     def _announce_files(self) -> None:
-        """Let the other end map all files of today, also those of later offers, and unmap all others."""
+        """Let the other end map all files of now, for later offers too, and unmap others."""
         files = dict(self._memory.files)
         for number in self._announced - files.keys():
             self._send(_Kind.UNMAP, number=number)
@@ -191,8 +194,8 @@ class Link:
         if theirs.nbytes < ours.nbytes:
             raise ConnectionError(f"{theirs.nbytes} bytes were offered for {ours.nbytes}; ranks make different calls")
         into, source = (ours, theirs) if transfer.arrives else (theirs, ours)
-        # The interpreter is free during memmove. An operator of torch would start threads of its own in
-        # each thread that calls it.
+        # The interpreter is free during memmove. An operator of torch would start threads of its
+        # own in each thread that calls it.
         ctypes.memmove(into.data_ptr(), source.data_ptr(), ours.nbytes)
         self._send(_Kind.DONE, stream)
         transfer.is_done = True

@@ -1,4 +1,4 @@
-"""The transport between neighbours of one host, and how a rank finds out which neighbours these are."""
+"""The transport between neighbours of one host, and how a rank finds these neighbours."""
 
 import logging
 import os
@@ -40,17 +40,17 @@ class SharedMemoryTransport:
         self._copy_thread: CopyThread | None = None
 
     def offsets(self, device: torch.device) -> frozenset[int]:
-        """The neighbours on this host: 1 for the next rank, -1 for the one before; none off the CPU.
+        """The neighbours on this host (1: next rank, -1: rank before); none off the CPU.
 
         The first call for a CPU is collective.
         """
         return frozenset(self._links()) if device.type == "cpu" else frozenset()
 
     def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
-        """Start the legs. The side whose buffer is the pool's offers it, and its offers go out first.
+        """Start the legs. The side whose buffer is the pool's offers it; offers go first.
 
-        A rank waits for its own offers last: the neighbour may not serve them before this rank has made
-        its own copy.
+        A rank waits for its own offers last: the neighbour may not serve them before this rank has
+        made its own copy.
         """
         links = self._links()
         works: list[tuple[Work, str]] = []
@@ -150,7 +150,7 @@ def _all_gather(mine: _T, group: dist.ProcessGroup) -> list[_T]:
 
 
 def _listen(listener: socket.socket) -> bytes:
-    """The name under which processes of this host find the socket; b"" where memory cannot be shared."""
+    """The name of the socket for processes of this host; b"" where memory cannot be shared."""
     name = b"\0gyre-" + secrets.token_hex(16).encode()  # in no folder, and so gone with the process
     try:
         SharedMemory().allocate(1, torch.uint8)
@@ -162,7 +162,7 @@ def _listen(listener: socket.socket) -> bytes:
 
 
 def _connect(name: bytes, timeout: timedelta) -> socket.socket | None:
-    """A connection to the process of this user that listens under ``name``; None if it is elsewhere."""
+    """A connection to this user's process that listens under ``name``; None if elsewhere."""
     if not name:
         return None
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -187,6 +187,6 @@ def _accept(listener: socket.socket) -> socket.socket:
 
 
 def _is_same_user(end: socket.socket) -> bool:
-    """Whether the process at the other end is of the same user; other users may find the name too."""
+    """Whether the other end is of the same user; other users may find the name too."""
     _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.getuid())

@@ -1,8 +1,9 @@
 """What a run consumed and learned, one JSON line per step, appended and never rewritten.
 
-A resumed run appends a line `{"resumed_at": step}`: the steps from there on that stand above it belong to weights that were
-lost. `committed` reads the file by that rule, and so can anybody: of each step exactly one record is left, and its
-`sample_ids` is the digest of the ids that `gyre plan DATASET --step STEP` names.
+A resumed run appends a line `{"resumed_at": step}`: the steps from there on that stand above it
+belong to weights that were lost. `committed` reads the file by that rule, and so can anybody: of
+each step exactly one record is left, and its `sample_ids` is the digest of the ids that `gyre plan
+DATASET --step STEP` names.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ class StepRecord:
 
 
 def digest(sample_ids: Sequence[int]) -> str:
-    """The first 16 hexadecimal digits of SHA-256 over the ids in decimal, each followed by a newline."""
+    """The first 16 hex digits of SHA-256 over the decimal ids, each with a newline."""
     return hashlib.sha256("".join(f"{sample_id}\n" for sample_id in sample_ids).encode()).hexdigest()[:16]
 
 
@@ -75,7 +76,7 @@ class History:
 
 
 def committed(path: Path) -> list[StepRecord]:
-    """The records that led to the newest weights, by step; a last line torn by a kill is left out."""
+    """The records that led to the newest weights, by step, without a torn last line."""
     names = {field.name for field in fields(StepRecord)}
     records: list[StepRecord] = []
     for line in _whole_lines(path):

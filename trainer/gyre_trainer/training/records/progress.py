@@ -9,8 +9,8 @@ from typing import TextIO
 
 from gyre_trainer.training.records.history import StepRecord
 
-# Seconds between two lines that are not rewritten. Fewer fill a log that is read later as a whole; many
-# more let a watcher doubt that the run is alive.
+# Seconds between two lines that are not rewritten. Fewer fill a log that is read later as a whole;
+# many more let a watcher doubt that the run is alive.
 _LINE_INTERVAL_S = 5.0
 
 
@@ -49,7 +49,7 @@ class Progress:
 
 
 def describe(records: Sequence[StepRecord], num_steps: int) -> str:
-    """Step, mean loss, tokens/s, share of time waiting for data, and time left, from these records."""
+    """Step, mean loss, tokens/s, share of time waiting for data, and time left."""
     last = records[-1]
     elapsed_s = max(sum(record.elapsed_s for record in records), 1e-9)
     loss = sum(record.loss for record in records) / len(records)

@@ -1,4 +1,4 @@
-"""Everything that rank 0 writes about a run: history, TensorBoard, the progress line, and the report."""
+"""Everything that rank 0 writes about a run: history, TensorBoard, progress, report."""
 
 import sys
 from collections.abc import Sequence

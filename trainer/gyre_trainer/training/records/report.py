@@ -1,4 +1,4 @@
-"""What a finished run leaves: `report.json` and `loss.png`, both made from its committed history."""
+"""What a finished run leaves: `report.json` and `loss.png`, from its committed history."""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from gyre_trainer.training.records.history import StepRecord
 from gyre_trainer.training.records.shuffle import ShuffleCheck
 
-# The final loss is the mean of this many steps. One step's loss depends on its batch; many more would
-# count steps whose weights were worse.
+# The final loss is the mean of this many steps. One step's loss depends on its batch; many more
+# would count steps whose weights were worse.
 FINAL_STEPS = 20
 
 
@@ -99,7 +99,7 @@ def draw_loss(records: Sequence[StepRecord], resumed_at: Sequence[int], title: s
 
 
 def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Each value's mean with its neighbours under a Gaussian of a fiftieth of the whole; no lag, no pull towards the ends."""
+    """``values`` smoothed by a Gaussian of a fiftieth of their number, without lag."""
     width = max(1.0, len(values) / 50)
     offsets = np.arange(-int(3 * width), int(3 * width) + 1)
     weights = np.exp(-0.5 * (offsets / width) ** 2)

@@ -1,4 +1,4 @@
-"""Checks whether the order that arrives looks shuffled, in memory that does not grow with the run."""
+"""Checks whether the order that arrives looks shuffled, in memory that does not grow."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# A uniform shuffle exceeds this in less than one of a million runs. A smaller bound would accuse good
-# orders; a larger one would miss orders that are shuffled within a wide window.
+# A uniform shuffle exceeds this in less than one of a million runs. A smaller bound would accuse
+# good orders; a larger one would miss orders that are shuffled within a wide window.
 _MAX_Z = 5.0
 
 

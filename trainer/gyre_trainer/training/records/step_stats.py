@@ -1,4 +1,4 @@
-"""The figures of each rank's steps, gathered on all ranks: one small collective for several steps."""
+"""The figures of each rank's steps, gathered in one small collective for several steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
