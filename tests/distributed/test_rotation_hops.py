@@ -38,7 +38,7 @@ _connect_neighbours = transport.connect_neighbours
 
 
 class Said(logging.Handler):
-    """What is logged of transport."""
+    """What the transport logs."""
 
     def __init__(self) -> None:
         super().__init__()

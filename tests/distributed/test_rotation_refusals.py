@@ -316,11 +316,11 @@ def refusal(program: Callable[[], None]) -> tuple[type[Exception], str] | None:
 
 
 @pytest.mark.parametrize(("program", "error", "words"), REFUSED)
-def test_refused(ranks: StartRanks, program: Callable[[], None], error: type[Exception], failure: list[str]) -> None:
+def test_refused(ranks: StartRanks, program: Callable[[], None], error: type[Exception], words: list[str]) -> None:
     for found in ranks(2).run(refusal, program):
         assert found is not None, "nothing was refused"
         assert found[0] is error, found
-        assert all(word in found[1] for word in failure), found[1]
+        assert all(word in found[1] for word in words), found[1]
 
 
 def test_a_rank_that_is_not_on_the_mesh_is_refused(ranks: StartRanks) -> None:

@@ -147,13 +147,13 @@ def trained(policy: RotationPolicy) -> Trained:
 def test_a_slice_is_computed_for_few_tokens_at_a_time(ranks: StartRanks) -> None:
     """As evenly as can be, with the same bytes on the wire, the same bits in every run, and less in memory."""
     policies = RotationPolicy(recompute=True), SPLIT, SPLIT
-    for collective, split, again in zip(*(ranks(2).run(trained, policy) for policy in policies), strict=True):
-        assert collective[1] == [(2, 5, 6)] * 2
+    for together, split, again in zip(*(ranks(2).run(trained, policy) for policy in policies), strict=True):
+        assert together[1] == [(2, 5, 6)] * 2
         assert split[1] == [(1, 3, 6), (1, 3, 6), (1, 4, 6)] * 2
-        assert split[2] == collective[2]
-        assert split[3] < collective[3]
+        assert split[2] == together[2]
+        assert split[3] < together[3]
         for name, grad in split[0].items():
-            torch.testing.assert_close(grad, collective[0][name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(grad, together[0][name], rtol=1e-5, atol=1e-6)
             assert torch.equal(grad, again[0][name]), name
 
 

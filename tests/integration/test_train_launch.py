@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 LAUNCHER = (
-    "import sys; from gyre_trainer.training.launcher import Launch; sys.exit(Launch(sys.argv[2:], int(sys.argv[1])).run())"
+    "import sys; from gyre_trainer.training.launcher import Launcher; sys.exit(Launcher(sys.argv[2:], int(sys.argv[1])).run())"
 )
 PREAMBLE = """
 import os, sys, time

@@ -108,8 +108,8 @@ def trainer(tmp_path: Path, address: str) -> Iterator[Trainer]:
 def planned(address: str, step: int, **flags: object) -> list[int]:
     """What `gyre plan` says of a step."""
     order = {"batch-size": BATCH_SIZE, "seed": SEED, "step": step, **flags}
-    failure = [f"--{name}={value}" for name, value in order.items()]
-    command = [str(Path(sys.executable).with_name("gyre")), "plan", "bytes", "--address", address, "--json", *failure]
+    words = [f"--{name}={value}" for name, value in order.items()]
+    command = [str(Path(sys.executable).with_name("gyre")), "plan", "bytes", "--address", address, "--json", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60)
     return [int(sample_id) for sample_id in json.loads(done.stdout)["sample_ids"]]
 

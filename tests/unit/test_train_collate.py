@@ -89,8 +89,8 @@ def test_parts_put_together_are_the_whole() -> None:
         ),
     ],
 )
-def test_batches_that_do_not_fit_are_refused_in_one_sentence(data: DataConfig, batch: dict[str, Tensor], failure: str) -> None:
-    with pytest.raises(DataRejected, match=failure):
+def test_batches_that_do_not_fit_are_refused_in_one_sentence(data: DataConfig, batch: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(DataRejected, match=words):
         collate(data, batch)
 
 

@@ -90,10 +90,10 @@ def test_overrides_win_and_are_toml_values_or_plain_text(config_path: Path) -> N
         ("run.steps", ["section.key=value"]),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(config_path: Path, override: str, failure: list[str]) -> None:
+def test_what_cannot_be_meant_is_refused_by_name(config_path: Path, override: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(config_path, override)
-    for word in failure:
+    for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -33,7 +33,7 @@ TIMEOUT_S = 20.0
 class Side:
     memory: SharedMemory
     link: Link
-    carrier: CopyThread
+    copy_thread: CopyThread
 
 
 def made(end: socket.socket) -> Side:
@@ -86,9 +86,9 @@ def test_a_thread_that_ends_before_it_is_woken_is_no_error() -> None:
     plain = threading.Event
     events = iter([Noticed()])
     with patch.object(threading, "Event", lambda: next(events, None) or plain()):  # a thread has one of its own
-        carrier = CopyThread(calls, [link])
+        copy_thread = CopyThread(calls, [link])
     del link, one
-    del carrier
+    del copy_thread
     gc.collect()
     assert threads() == before
     other.close()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 @dataclass
-class RankContext:
-    """What a draw reads of a ring."""
+class FakeRing:
+    """What masks read of a ring."""
 
     rank: int = 0
     size: int = 1
@@ -24,11 +24,11 @@ def kept(
     *,
     key: int = 5,
     equal: bool = True,
-    place: RankContext | None = None,
+    ring: FakeRing | None = None,
     batch_dim: int = 0,
     first: int = 0,
 ) -> Tensor:
-    draw = DropoutMasks(key, cast("Ring", place or RankContext()), equal, batch_dim, first)
+    draw = DropoutMasks(key, cast("Ring", ring or FakeRing()), equal, batch_dim, first)
     return draw.apply(torch.ones(shape, dtype=torch.float64), p)
 
 
@@ -52,7 +52,7 @@ def test_entries_are_independent_along_every_dim() -> None:
 def test_keys_and_masks_of_one_call_differ_and_the_same_key_repeats(equal: bool) -> None:
     assert torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, equal=equal))
     assert not torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, key=6, equal=equal))
-    draw = DropoutMasks(5, cast("Ring", RankContext()), equal=equal)
+    draw = DropoutMasks(5, cast("Ring", FakeRing()), equal=equal)
     x = torch.ones(8, 64)
     assert not torch.equal(draw.apply(x, 0.5), draw.apply(x, 0.5))
 
@@ -63,13 +63,13 @@ def test_parts_of_a_batch_and_slices_have_their_part_of_the_equal_mask(batch_dim
     for rank in range(3):
         for first in (0, 4):
             part = whole.narrow(batch_dim, 2 * rank, 2)[..., first : first + 4]
-            found = kept(tuple(part.shape), 0.5, place=RankContext(rank, 3), batch_dim=batch_dim, first=first)
+            found = kept(tuple(part.shape), 0.5, ring=FakeRing(rank, 3), batch_dim=batch_dim, first=first)
             assert torch.equal(found, part)
 
 
 def test_independent_masks_differ_among_ranks_and_slices() -> None:
     one = kept((8, 64), 0.5, equal=False)
-    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, place=RankContext(1, 2)))
+    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, ring=FakeRing(1, 2)))
     assert not torch.equal(one, kept((8, 64), 0.5, equal=False, first=64))
 
 
