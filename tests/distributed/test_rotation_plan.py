@@ -98,7 +98,7 @@ def test_the_plan_says_what_became_of_every_parameter(ranks: StartRanks) -> None
         }
         embedding, frozen = found["embedding", "rotated"], found["frozen", "rotated"]
         assert (embedding["numel"], embedding["num_bytes"]) == (40, 160)
-        assert embedding["num_bytes_here"] == 16 * (4, 4, 2)[rank]
+        assert embedding["num_local_bytes"] == 16 * (4, 4, 2)[rank]
         assert (frozen["numel"], frozen["num_trainable"]) == (76, 0)
         parameters = sum(each["numel"] for key, each in found.items() if key[1] != "local")
         assert parameters == sum(parameter.numel() for parameter in Model().parameters())
