@@ -117,7 +117,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="run a training configuration to its end"))
     _add_trace(commands.add_parser("trace", help="profile a few steps on random tokens; every rotation step is named"))
-    shows = commands.add_parser("plan", help="show what each module becomes, and what a step takes of a rank")
+    shows = commands.add_parser("plan", help="show what each module becomes, and what a step costs a rank")
     _add_shows(shows)
     shows.set_defaults(show=_plan)
     shows = commands.add_parser("memory", help="draw the live bytes of one step, beside FSDP2 and DDP")
@@ -136,12 +136,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         nargs="?",
         const=LATEST,
         metavar="CHECKPOINT",
-        help="go on from a checkpoint directory, or from the run's latest",
+        help="continue from a checkpoint directory, or from the run's latest",
     )
     resumes.add_argument(
         "--resume-if-any",
         action="store_true",
-        help="go on from the run's latest checkpoint; where there is none yet, begin: for a service that restarts",
+        help="continue from the run's latest checkpoint, or start if there is none yet: for a service that restarts",
     )
     run.set_defaults(be_rank=_run, prepare=_checkpoint)
 
@@ -149,15 +149,17 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 def _add_trace(traces: argparse.ArgumentParser) -> None:
     _add_config(traces)
     _add_nproc(traces)
-    traces.add_argument("--out", type=Path, default=Path("trace"), metavar="FOLDER", help="for rank-*.json (default trace)")
-    traces.add_argument("--steps", type=_positive, default=3, help="to record (default 3)")
+    traces.add_argument(
+        "--out", type=Path, default=Path("trace"), metavar="FOLDER", help="where rank-*.json are written (default trace)"
+    )
+    traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
     traces.set_defaults(be_rank=_trace, prepare=None)
 
 
 def _add_shows(shows: argparse.ArgumentParser) -> None:
     """Options of the commands without ranks, which compute on fake tensors."""
     _add_config(shows)
-    shows.add_argument("--ranks", type=_positive, default=4, help="of the job, whatever this machine has (default 4)")
+    shows.add_argument("--ranks", type=_positive, default=4, help="ranks of the job, whatever this machine has (default 4)")
     shows.set_defaults(be_rank=None)
 
 

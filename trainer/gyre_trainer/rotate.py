@@ -150,7 +150,7 @@ class _Walk:
         for key in self._rules:
             if key not in self._used:
                 name = repr(key) if isinstance(key, str) else key.__name__
-                raise RotationError(f"the rule for {name} fits no module that is not inside of another one that rotates")
+                raise RotationError(f"the rule for {name} fits no module, or only modules inside of one that rotates")
 
     def _key(self, path: str, module: nn.Module) -> type[nn.Module] | str | None:
         paths = [key for key in self._rules if isinstance(key, str) and fnmatchcase(path, key)]

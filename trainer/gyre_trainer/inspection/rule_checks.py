@@ -32,7 +32,7 @@ def check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str
     if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(
             f"the output of {rotation.name} is not linear in {', '.join(names)}, so its slices do not add up to it; "
-            "keep residuals, norms, activations and dropout after the last layer outside of what is rotated"
+            "keep residuals, norms, activations and dropout after the last layer outside of the rotated module"
         )
 
 
@@ -57,7 +57,7 @@ def check_tokenwise(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str
         found = call.compute(index, flat, chunk)[0]
         if not all(_close(one, chunk.of(other)) for one, other in zip(found, expected, strict=True)):
             raise RotationError(
-                f"{rotation.name} mixes tokens, so that it cannot be computed again for some of them at a time; "
+                f"{rotation.name} mixes tokens, so it cannot be recomputed for some tokens at a time; "
                 "say so in its rule, MLPRule(mixes_tokens=True)"
             )
     return True

@@ -144,7 +144,7 @@ class AttentionRule(Rule):
             names = ", ".join((*self.inputs, self.output))
             raise RotationError(
                 f"{type(module).__name__} has {self.num_kv_heads} key/value heads, "
-                f"which {num_slices} ranks cannot share evenly; take a divisor of that many ranks, "
+                f"which {num_slices} ranks cannot share evenly; use a number of ranks that divides them, "
                 f"or rotate its layers {names} one by one instead"
             )
         return projections(module, self.inputs, self.output)

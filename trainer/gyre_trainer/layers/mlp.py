@@ -108,7 +108,7 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
     for name in (*inputs, output):
         linear = dict(module.named_modules()).get(name)
         if not isinstance(linear, nn.Linear):
-            raise RotationError(f"{type(module).__name__}.{name} is {type(linear).__name__}, but the rule wants a Linear there")
+            raise RotationError(f"{type(module).__name__}.{name} is {type(linear).__name__}, but the rule needs a Linear there")
         closes = name == output
         weights.append(Cut(f"{name}.weight", tuple(linear.weight.shape), 1 if closes else 0))
         if linear.bias is not None:
@@ -138,5 +138,5 @@ def use_slice_mask(module: nn.Module, name: str) -> None:
     """
     dropout = dict(module.named_modules()).get(name)
     if type(dropout) is not nn.Dropout:
-        raise RotationError(f"{type(module).__name__}.{name} is {type(dropout).__name__}, but the rule wants a Dropout there")
+        raise RotationError(f"{type(module).__name__}.{name} is {type(dropout).__name__}, but the rule needs a Dropout there")
     mix_in(dropout, SliceDropout, "Slice")

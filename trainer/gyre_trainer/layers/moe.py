@@ -118,7 +118,7 @@ class ExpertsRule(Rule):
         parameters = dict(module.named_parameters())
         missing = [name for name in self.weights if name not in parameters]
         if missing:
-            raise RotationError(f"{type(module).__name__} has no parameter {missing[0]}, which the rule wants to cut")
+            raise RotationError(f"{type(module).__name__} has no parameter {missing[0]}, which the rule cuts")
         shapes = {name: tuple(parameters[name].shape) for name in self.weights}
         sizes = {shape[0] if shape else 0 for shape in shapes.values()}
         if len(sizes) > 1:

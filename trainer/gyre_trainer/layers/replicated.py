@@ -115,7 +115,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         each for module in model.modules() if isinstance(each := getattr(module, "grad_averaging", None), GradientAveraging)
     ]
     if not averaging:
-        raise RotationError(f"{type(model).__name__} is not rotated; call rotate_all, or rotate, on the model as a whole first")
+        raise RotationError(f"{type(model).__name__} is not rotated; first call rotate_all, or rotate, on the whole model")
     before = [each.postponed for each in averaging]
     for each in averaging:
         each.postponed = True
@@ -149,7 +149,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
     """A DTensor parameter with the values of rank 0; NaN where ``source`` is on `meta`."""
     if sharded_parameters_of(source) is not None:
-        raise RotationError(f"{name} is tied to a parameter that rotates; rotate the module that it is in too, before this")
+        raise RotationError(f"{name} is tied to a parameter that rotates; first rotate the module that it is in")
     if source.is_meta:
         local = torch.full(source.shape, torch.nan, dtype=source.dtype, device=mesh.device_type)
     elif source.device.type != mesh.device_type:

@@ -166,7 +166,7 @@ class Call:
         if wrong is not None or not tensors:
             raise RotationError(
                 f"{self._rotation.name} returns {f'a tensor of {wrong}' if wrong else type(output).__name__}; "
-                "what rotates returns floating-point tensors, one or several in tuples, lists and dicts"
+                "a rotated module must return floating-point tensors, one or several in tuples, lists and dicts"
             )
         return tensors
 

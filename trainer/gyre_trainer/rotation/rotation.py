@@ -58,11 +58,11 @@ class RotationPolicy:
         for name in ("compute_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
-                raise RotationError(f"RotationPolicy({name}={dtype}): what travels is a floating-point dtype, or None")
+                raise RotationError(f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None")
         if self.recompute_tokens < 1:
-            raise RotationError(f"RotationPolicy(recompute_tokens={self.recompute_tokens}): it is 1 or more")
+            raise RotationError(f"RotationPolicy(recompute_tokens={self.recompute_tokens}): it must be 1 or more")
         if self.dropout not in get_args(_Dropout):
-            raise RotationError(f"RotationPolicy(dropout={self.dropout!r}): it is one of {', '.join(get_args(_Dropout))}")
+            raise RotationError(f"RotationPolicy(dropout={self.dropout!r}): it must be one of {', '.join(get_args(_Dropout))}")
 
 
 @dataclass(frozen=True, eq=False)

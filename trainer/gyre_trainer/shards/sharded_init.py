@@ -100,12 +100,12 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise RotationError(f"buffer {name} is on meta and nothing says what it holds; make it on a real device")
+            raise RotationError(f"buffer {name} is on meta and has no initial value; create it on a real device")
     _allocate_meta_parameters(model, torch.device(device))
     inits = model.inits() if isinstance(model, HasInits) else torch_inits(model)
     for name, parameter in model.named_parameters():
         if name not in inits:
-            raise RotationError(f"nothing says how parameter {name} begins; give the model a method inits()")
+            raise RotationError(f"parameter {name} has no initial distribution; give the model a method inits()")
         fill(parameter, inits[name], seed=seed, name=name)
     _clear_padding(model)
 

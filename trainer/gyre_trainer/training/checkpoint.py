@@ -149,7 +149,7 @@ def read_manifest(path: Path, model_config: GPTConfig) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         written = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointRejected(f"{path} is no checkpoint: it has no readable {_MANIFEST}") from None
+        raise CheckpointRejected(f"{path} is not a checkpoint: it has no readable {_MANIFEST}") from None
     if written != FORMAT:
         raise CheckpointRejected(f"checkpoint {path} has format {written}, but this version reads format {FORMAT}")
     saved, wanted = manifest["model"], asdict(model_config)

@@ -52,7 +52,7 @@ class RunRecorder:
         self._out.mkdir(parents=True, exist_ok=True)
         is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
         if first_step == 0 and is_begun and not may_restart:
-            raise ConfigError(f"{self._out} already holds a run; go on with --resume, or choose another `run.out`")
+            raise ConfigError(f"{self._out} already holds a run; continue it with --resume, or choose another `run.out`")
         self._history = History(self._history_path)
         if first_step or is_begun:
             self._history.resume_at(first_step)
