@@ -66,7 +66,7 @@ def rotate(
     Args:
         module: on `meta` (then call `materialize` afterwards), or with the same values on every
             rank.
-        mesh: of one axis, as `make_mesh` gives it.
+        mesh: a mesh of one axis, as `make_mesh` gives it.
         policy: the dtypes of travelling slices, recomputation and dropout.
         rule: how the module is cut; None for the way of its class, if it has one. A rule is checked
             at the first call.

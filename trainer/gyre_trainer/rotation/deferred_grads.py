@@ -21,7 +21,7 @@ from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.shards.gradient_ring import SliceGrad
 
 _UNBIND = (torch.unbind, Tensor.unbind)
-_Where = tuple[int, int | None]  # place and entry
+_WeightPosition = tuple[int, int | None]  # position and entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,9 @@ class _Linear(torch.autograd.Function):
     """A linear layer that records its weight's gradient and adds its input's to a sum."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _Where, deferred: DeferredGrads) -> Tensor:  # noqa: A002
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _WeightPosition, deferred: DeferredGrads
+    ) -> Tensor:  # noqa: A002
         ctx.save_for_backward(input, weight)
         ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(input))
         return F.linear(input, weight, bias)

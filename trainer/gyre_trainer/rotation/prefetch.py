@@ -18,7 +18,7 @@ class SlicesInFlight(ExitStack):
     Attributes:
         own: the number of the own piece, and the piece as it travels.
         remote: the pieces of the other ranks; the first hop has started.
-        version: of the sharded parameters when the own piece was sent.
+        version: the version of the sharded parameters when the own piece was sent.
     """
 
     def __init__(self, rotation: Rotation, direction: Direction, round_: int) -> None:

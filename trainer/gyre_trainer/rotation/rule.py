@@ -56,12 +56,12 @@ class Rule(ABC):
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        """See the attribute of the class."""
+        """Names of the parameters in which the outputs must be linear; none by default."""
         return ()
 
     @property
     def tokenwise(self) -> bool:
-        """See the attribute of the class."""
+        """Whether a token's output depends on this token alone; False by default."""
         return False
 
     @abstractmethod

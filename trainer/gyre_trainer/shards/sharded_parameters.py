@@ -26,7 +26,7 @@ class ShardedParameters:
     """The slice that this rank owns. A rotation reads it and never writes to it.
 
     Attributes:
-        layout: of the slices of all ranks.
+        layout: the layout of the slices of all ranks.
         ring: the ring that the slices travel on.
         flat: the own slice.
         parameters: DTensors in the order of the cuts; the local tensor of each is a view of

@@ -29,7 +29,7 @@ class RunConfig:
             ranks.
         log_every: steps between two writes to history, TensorBoard and progress; each takes one
             small collective.
-        seed: of the initial weights.
+        seed: the seed of the initial weights.
         timeout_s: the longest that a rank waits for another in one hop or collective before the job
             ends.
     """
@@ -63,7 +63,7 @@ class DataConfig:
         field: the tensor of a sample that holds its tokens, or its text as bytes.
         batch_size: samples in a global batch, over all ranks, for one optimizer step.
         sequence_length: targets per sample; a sample is one token longer.
-        seed: of the global shuffle.
+        seed: the seed of the global shuffle.
         tail: what happens to the last samples of an epoch that do not fill a global batch.
         prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
     """
@@ -166,7 +166,7 @@ class EvalConfig:
         dataset: as `data.dataset`.
         every: steps between two evaluations; 0 for none.
         batches: global batches of `data.batch_size` samples in one evaluation.
-        seed: of the order whose first batches are used.
+        seed: the seed of the order whose first batches are used.
     """
 
     dataset: str = ""

@@ -18,7 +18,7 @@ class GlobalStep:
         loss: the mean over all targets, in nats.
         num_targets: targets of all ranks.
         elapsed_s: on rank 0.
-        data_wait_s: of the rank that waited longest.
+        data_wait_s: the wait of the rank that waited longest.
         sample_ids: ids of the global batch, in the order of their positions, padding included.
         is_padding: whether each sample is padding, which repeats samples so that shapes stay equal.
     """
@@ -53,7 +53,7 @@ class StepStats:
         Args:
             loss_sum: a scalar on any device, summed over this rank's targets; this call does not
                 wait for it.
-            times: of this step on this rank.
+            times: the times of this step on this rank.
             num_targets: the number of targets that the sum is over.
             batch: the loader's batch, on any device, of equal size on every rank.
         """
