@@ -21,7 +21,7 @@ from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.shards.gradient_ring import SliceGrad
 
 _UNBIND = (torch.unbind, Tensor.unbind)
-_WeightPosition = tuple[int, int | None]  # position and entry
+_Position = tuple[int, int | None]  # position and entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _WeightPosition, deferred: DeferredGrads
-    ) -> Tensor:  # noqa: A002
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _Position, deferred: DeferredGrads
+    ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(input))
         return F.linear(input, weight, bias)
