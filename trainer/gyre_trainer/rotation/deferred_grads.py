@@ -115,11 +115,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, where: _Position, deferred: DeferredGrads
+        ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, where: _Position, deferred: DeferredGrads
     ) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(input))
-        return F.linear(input, weight, bias)
+        ctx.save_for_backward(source, weight)
+        ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(source))
+        return F.linear(source, weight, bias)
 
     @staticmethod
     @once_differentiable
