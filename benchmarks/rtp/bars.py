@@ -7,7 +7,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 
-from gyre_trainer.live_bytes import CATEGORIES
+from gyre_trainer.accounting.live_bytes import CATEGORIES
 from matplotlib import pyplot as plt
 
 _COLOURS = ("#1f4e8c", "#c0562f", "#7a5195", "#d9a441", "#9db8d9", "#5b7f4a")  # in the order of the categories

@@ -5,10 +5,10 @@ from enum import StrEnum
 from typing import cast
 
 import torch
-from gyre_trainer.flyweight import materialize
-from gyre_trainer.model import GPT, Block
+from gyre_trainer.accounting.baselines import data_parallel
 from gyre_trainer.rotate import RotationPolicy, rotate
-from gyre_trainer.spread import data_parallel
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.gpt import GPT, Block
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

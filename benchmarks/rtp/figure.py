@@ -17,7 +17,7 @@ def slice_name(index: int) -> str:
     return "ABC"[index % NUM_RANKS]
 
 
-def visitor(rank: int, step: int, direction: int) -> int:
+def slice_at(rank: int, step: int, direction: int) -> int:
     """The slice that a rank computes with at a step: its own first in forward, last in backward."""
     return (rank - step) % NUM_RANKS if direction == CLOCKWISE else (rank + step + 1) % NUM_RANKS
 
@@ -33,7 +33,7 @@ def text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "middl
 
 def cell(left: float, rank: int, step: int, direction: int) -> str:
     x, y = corner(left, rank, step)
-    index = visitor(rank, step, direction)
+    index = slice_at(rank, step, direction)
     border = 'stroke="#222222" stroke-width="2.5"' if index == rank else 'stroke="#888888" stroke-width="0.8"'
     box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{COLOURS[index]}" {border}/>'
     return box + text(x + WIDTH / 2, y + HEIGHT / 2 + 5, slice_name(index), size=16, weight="bold")
@@ -73,7 +73,7 @@ def marker(name: str, colour: str) -> str:
 
 
 def ahead(left: float) -> list[str]:
-    """The first hop of backward comes out of the owners' homes."""
+    """The first hop of backward leaves from the owners' own slices."""
     parts = []
     for rank in range(NUM_RANKS):
         x, y = corner(left, rank, 0)
@@ -103,7 +103,7 @@ def main() -> None:
             LEFT,
             key,
             "solid: weights.  dashed: a gradient, one step behind them.  thick border: the own slice, "
-            "read at home; only copies travel.",
+            "which is only read: copies travel.",
             size=12,
             anchor="start",
         )

@@ -16,13 +16,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import Direction, Hop, Ring
+from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import Block, GPTConfig
-from gyre_trainer.ring import Direction, Hop, Ring, Stream
-from gyre_trainer.roll_call import RollCall
 from gyre_trainer.rotate import rotate, rotate_all
+from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,8 +37,10 @@ _TOY_BLOCK = GPTConfig(64, 1, 64, 4, 4, 128, 32, norm="layer")
 class CopyHop(Hop):
     """A hop that is a copy on another stream; waiting holds up the current stream, as NCCL's does."""
 
-    def __init__(self, outgoing: Tensor, incoming: Tensor, stream: torch.cuda.Stream | None, roll_call: RollCall) -> None:
-        super().__init__((), roll_call)
+    def __init__(
+        self, outgoing: Tensor, incoming: Tensor, stream: torch.cuda.Stream | None, hang_diagnosis: HangDiagnosis
+    ) -> None:
+        super().__init__((), hang_diagnosis)
         self._arrived: torch.cuda.Event | None = None
         size = min(outgoing.numel(), incoming.numel())
         if stream is None:
@@ -59,7 +62,7 @@ def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Itera
     stream = torch.cuda.Stream() if device.type == "cuda" and hops else None  # type: ignore[no-untyped-call]
 
     def shift(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, kind: Stream) -> Hop:
-        return CopyHop(outgoing, incoming, stream, ring.roll_call) if hops else Hop((), ring.roll_call)
+        return CopyHop(outgoing, incoming, stream, ring.hang_diagnosis) if hops else Hop((), ring.hang_diagnosis)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:

@@ -12,8 +12,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.ring import Direction, Ring, Stream, ring_of
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import Direction, Ring, ring_of
+from gyre_trainer.comm.transport import Stream
 from torch import Tensor
 
 from benchmarks.rtp.ranks import run_on_ranks

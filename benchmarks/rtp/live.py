@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.accounting.live_bytes import Category, LiveBytes
+from gyre_trainer.accounting.sent_bytes import SentBytes
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers import cross_entropy
-from gyre_trainer.live_bytes import Category, LiveBytes
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.wire import WireBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -62,22 +62,22 @@ def fake_steps(cases: Sequence[tuple[Contender, Workload, int]]) -> Iterator[Ste
 
 def measured_step(contender: Contender, workload: Workload, mesh: DeviceMesh | None, num_batches: int, *, fake: bool) -> Step:
     """The first step makes the optimizer's states, the second one counts."""
-    wire = WireBytes(1 if mesh is None else mesh.size())
-    with wire if fake else nullcontext(), LiveBytes() as live:  # of real ranks, DDP's own C++ would not be seen
+    sent_bytes = SentBytes(1 if mesh is None else mesh.size())
+    with sent_bytes if fake else nullcontext(), LiveBytes() as live:  # of real ranks, DDP's own C++ would not be seen
         model = build(contender, workload, mesh, _CPU, fake=fake)
         live.label(Category.PARAMETERS, model.parameters())
         optimizer = make_optimizer(workload, model)
         batch = make_batch(workload, num_batches, _CPU)
         for _ in range(2):
             live.mark("step")
-            sent_before = wire.sent
+            sent_before = sent_bytes.total
             model(*batch).backward()
             live.label(Category.GRADIENTS, (parameter.grad for parameter in model.parameters()))
             with live.during(Category.OPTIMIZER):
                 optimizer.step()
             optimizer.zero_grad()
         peak = live.timeline().since("step").peak()
-        return Step({str(category): num_bytes for category, num_bytes in peak.items()}, wire.sent - sent_before)
+        return Step({str(category): num_bytes for category, num_bytes in peak.items()}, sent_bytes.total - sent_before)
 
 
 @contextmanager

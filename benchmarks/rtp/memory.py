@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from gyre_trainer.mesh import make_mesh
+from gyre_trainer.comm.mesh import make_mesh
 
 from benchmarks.rtp.bars import draw
 from benchmarks.rtp.contenders import Contender, How

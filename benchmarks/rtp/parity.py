@@ -7,9 +7,9 @@ import argparse
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.flyweight import materialize
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT, GPTConfig, rotate_gpt
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.gpt import GPT, GPTConfig, rotate_gpt
 from torch import Tensor
 
 from benchmarks.rtp.ranks import run_on_ranks

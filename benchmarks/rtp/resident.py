@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.mesh import make_mesh
+from gyre_trainer.comm.mesh import make_mesh
 from torch import Tensor, nn
 
 from benchmarks.rtp.contenders import Contender, build

@@ -21,9 +21,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer import neighbours
-from gyre_trainer.mesh import ROTATE_AXIS
-from gyre_trainer.ring import Direction, Hop, Ring, Stream
+from gyre_trainer.comm.mesh import ROTATE_AXIS
+from gyre_trainer.comm.ring import Direction, Hop, Ring
+from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.transport import Stream
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -101,15 +102,15 @@ def _own_mesh() -> DeviceMesh:
 
 def _hopping(hops: Hops) -> AbstractContextManager[object]:
     def stay(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
-        return Hop((), ring.roll_call)
+        return Hop((), ring.hang_diagnosis)
 
     match hops:
         case Hops.LEFT_OUT:
             return patch.object(Ring, "shift", stay)
         case Hops.WAITED_FOR:
-            return patch.object(neighbours, "Carrier", lambda calls, links: None)
+            return patch.object(transport, "CopyThread", lambda due_copies, links: None)
         case Hops.GROUP:
-            return patch.object(neighbours, "_met", lambda group, timeout: {})
+            return patch.object(transport, "connect_neighbours", lambda group, timeout: {})
         case Hops.SHARED:
             return nullcontext()
 

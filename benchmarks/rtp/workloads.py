@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from gyre_trainer.layers.attention import rope_table
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
-from gyre_trainer.model import Block, GPTConfig
+from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -121,14 +121,14 @@ def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimize
 
 def recomputed(block: Block, *, whole: bool) -> None:
     """The block keeps its input alone, and computes all else once more in backward; or the inputs of both its norms."""
-    block.forward = partial(_again if whole else _halves_again, block)  # type: ignore[method-assign]
+    block.forward = partial(_kept_inputs if whole else _checkpointed_block, block)  # type: ignore[method-assign]
 
 
-def _again(block: Block, x: Tensor, rope: Tensor) -> Tensor:
+def _kept_inputs(block: Block, x: Tensor, rope: Tensor) -> Tensor:
     return _checkpointed(partial(Block.forward, block), x, rope)
 
 
-def _halves_again(block: Block, x: Tensor, rope: Tensor) -> Tensor:
+def _checkpointed_block(block: Block, x: Tensor, rope: Tensor) -> Tensor:
     x = x + _checkpointed(lambda x: block.attention(block.attention_norm(x), rope), x)
     return x + _checkpointed(lambda x: block.mlp(block.mlp_norm(x)), x)
 

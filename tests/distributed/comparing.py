@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.mesh import make_mesh
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
-from gyre_trainer.rule import Rule
+from gyre_trainer.rotation.rule import Rule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map

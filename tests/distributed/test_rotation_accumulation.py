@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from gyre_trainer.accounting.sent_bytes import SentBytes
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import RotationError
-from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import no_sync
-from gyre_trainer.wire import WireBytes
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +26,7 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
     for step in range(2):
         alone = reference(model)
         data = [batch(NUM_PARTS * step + part, VARIANT.config.vocab_size) for part in range(NUM_PARTS)]
-        with WireBytes(make_mesh("cpu").size()) as wire:
+        with SentBytes(make_mesh("cpu").size()) as sent_bytes:
             with no_sync(model) if holds_back else nullcontext():
                 for part in data[:-1]:
                     backward(model.loss(*mine(part)))
@@ -35,7 +35,7 @@ def accumulated(holds_back: bool) -> tuple[list[float], list[int], list[bool]]:
         for part in data:
             backward(alone.loss(*part))
         distances.append(distance(gradients(model), gradients(alone)))
-        sent.append(wire.sent)
+        sent.append(sent_bytes.total)
         optimizer.step()
         optimizer.zero_grad()
     return distances, sent, own

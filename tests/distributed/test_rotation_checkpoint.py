@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.training.gpt import GPT
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint

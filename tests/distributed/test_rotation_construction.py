@@ -6,12 +6,12 @@ from hashlib import sha256
 
 import pytest
 import torch
-from gyre_trainer.flyweight import materialize
-from gyre_trainer.live_bytes import LiveBytes
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT, GPTConfig, rotate_gpt
+from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.rotate import rotate_all
-from gyre_trainer.rotation_plan import plan_of
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.gpt import GPT, GPTConfig, rotate_gpt
 from torch import nn
 
 from tests.distributed.conftest import StartRanks
@@ -86,7 +86,7 @@ def peak_of_construction() -> tuple[int, int]:
     model = on_meta("large GPT")
     with LiveBytes() as live:
         rotated(model)
-    return live.timeline().peak_bytes, plan_of(model).num_bytes_here
+    return live.timeline().peak_bytes, plan_of(model).num_local_bytes
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLPRule
-from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, Rules, rotate_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

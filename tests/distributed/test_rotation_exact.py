@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gyre_trainer.flyweight import materialize
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate
+from gyre_trainer.shards.sharded_init import materialize
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
@@ -98,7 +98,7 @@ class Oracle:
 
     def _output(self, slices: list[tuple[Tensor, Tensor]], x: Tensor, rank: int) -> Tensor:
         """Own slice first, then those of the ranks before."""
-        order = [(rank - visit) % self.num_ranks for visit in range(self.num_ranks)]
+        order = [(rank - hop) % self.num_ranks for hop in range(self.num_ranks)]
         outputs = [F.linear(F.gelu(F.linear(x, slices[index][0])), slices[index][1]) for index in order]
         total = outputs[0]
         for output in outputs[1:]:
@@ -109,15 +109,15 @@ class Oracle:
         """Turns ``grads`` of the stream after the module into those before, and moves the slices."""
         totals: list[Tensor | None] = [None] * self.num_ranks
         of_slices = [(torch.zeros_like(up), torch.zeros_like(down)) for up, down in slices]
-        for visit in range(1, self.num_ranks + 1):  # a slice meets the rank before its owner first, its owner last
+        for hop in range(1, self.num_ranks + 1):  # a slice meets the rank before its owner first, its owner last
             for rank in range(self.num_ranks):
-                index = (rank + visit) % self.num_ranks
+                index = (rank + hop) % self.num_ranks
                 (up, down), (of_up, of_down) = slices[index], of_slices[index]
                 inner = F.linear(sources[rank], up)
                 of_inner = torch.ops.aten.gelu_backward(grads[rank] @ down, inner)
                 total = totals[rank]
                 totals[rank] = of_inner @ up if total is None else total.addmm_(of_inner, up)
-                scale, beta = 1 / self.num_ranks, 0 if visit == 1 else 1
+                scale, beta = 1 / self.num_ranks, 0 if hop == 1 else 1
                 of_down.addmm_(grads[rank].t(), F.gelu(inner), alpha=scale, beta=beta)
                 of_up.addmm_(of_inner.t(), sources[rank], alpha=scale, beta=beta)
         for rank, total in enumerate(totals):

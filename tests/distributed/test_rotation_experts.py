@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from gyre_trainer.flyweight import materialize
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import RotationPolicy, rotate_all
+from gyre_trainer.shards.sharded_init import materialize
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

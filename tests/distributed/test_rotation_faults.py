@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import neighbours
+from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.shared_memory.link import Link
 from gyre_trainer.errors import RingError
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.link import Link
 from gyre_trainer.rotate import rotate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
@@ -28,7 +28,7 @@ CULPRIT = 1
 
 def told_when_one(fails_by: str, reach: str) -> tuple[str | None, str | None]:
     """What a rank is told when one does not take part in a step, and when it tries again."""
-    with patch.object(neighbours, "_met", lambda group, timeout: {}) if reach == "group" else nullcontext():
+    with patch.object(transport, "connect_neighbours", lambda group, timeout: {}) if reach == "group" else nullcontext():
         return _told_when_one(fails_by)
 
 

@@ -14,12 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import neighbours
+from gyre_trainer.comm.mesh import ROTATE_AXIS
+from gyre_trainer.comm.ring import Direction, ring_of
+from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.mesh import ROTATE_AXIS
-from gyre_trainer.ring import Direction, Stream, ring_of
 from gyre_trainer.rotate import rotate
-from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.rotation.rotation import RotationPolicy
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed import training
@@ -33,11 +34,11 @@ VARIANTS = [
     Variant(),
     Variant(UNEVEN, RotationPolicy(compute_dtype=torch.bfloat16, recompute=True), dtype=torch.float32, num_parts=2),
 ]
-_met = neighbours._met
+_connect_neighbours = transport.connect_neighbours
 
 
 class Said(logging.Handler):
-    """What is logged of neighbours."""
+    """What the transport logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +55,8 @@ def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[in
     """
     if reach == "refused" and dist.get_rank() == 1:
         with patch.object(os, "memfd_create", side_effect=PermissionError("memfd_create")):
-            return _met(group, timeout)
-    found = _met(group, timeout)
+            return _connect_neighbours(group, timeout)
+    found = _connect_neighbours(group, timeout)
     kept = {"some": {0: (1,), 1: (-1,)}.get(dist.get_rank(), ()), "none": ()}.get(reach, (1, -1))
     for offset in found.keys() - set(kept):
         found.pop(offset).close()
@@ -65,11 +66,11 @@ def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[in
 def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
     """A rank's program."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
-    said, log = Said(), logging.getLogger(neighbours.__name__)
+    said, log = Said(), logging.getLogger(transport.__name__)
     log.setLevel(logging.INFO)
     log.addHandler(said)
     with (
-        patch.object(neighbours, "_met", lambda group, timeout: reached(reach, group, timeout)),
+        patch.object(transport, "connect_neighbours", lambda group, timeout: reached(reach, group, timeout)),
         patch.object(training, "make_mesh", lambda device_type: mesh),
     ):
         outcome = train_rotated(variant, NUM_STEPS)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.layers.attention import AttentionRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard

@@ -5,8 +5,8 @@ from math import prod
 
 import pytest
 import torch
-from gyre_trainer.model import GPTConfig
-from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.training.gpt import GPTConfig
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import EVEN, NUM_STEPS, Outcome, Variant, build, distance, train_alone, train_rotated

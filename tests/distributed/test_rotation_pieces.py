@@ -6,12 +6,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gyre_trainer import rotation
-from gyre_trainer.flyweight import materialize
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.ring import ring_of
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.rotation import rotation
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.shards.sharded_init import materialize
 from torch import Tensor
 
 from tests.distributed.conftest import StartRanks
@@ -51,7 +51,7 @@ class Seen:
 
 def trained_in_pieces(variant: Variant) -> Seen:
     gc.collect()  # a ring of other models would know of larger slices
-    with patch.object(rotation, "_MIN_PIECE", 1):
+    with patch.object(rotation, "_MIN_PIECE_NUMEL", 1):
         model = rotated_gpt(variant)
         tokens, _ = batch(0, variant.config.vocab_size)
         with torch.no_grad():

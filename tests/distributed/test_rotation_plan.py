@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import rotate, rotate_all
-from gyre_trainer.rotated import own_class
-from gyre_trainer.rotation_plan import plan_of
+from gyre_trainer.rotation.rotated_module import own_class
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -98,7 +98,7 @@ def test_the_plan_says_what_became_of_every_parameter(ranks: StartRanks) -> None
         }
         embedding, frozen = found["embedding", "rotated"], found["frozen", "rotated"]
         assert (embedding["numel"], embedding["num_bytes"]) == (40, 160)
-        assert embedding["num_bytes_here"] == 16 * (4, 4, 2)[rank]
+        assert embedding["num_local_bytes"] == 16 * (4, 4, 2)[rank]
         assert (frozen["numel"], frozen["num_trainable"]) == (76, 0)
         parameters = sum(each["numel"] for key, each in found.items() if key[1] != "local")
         assert parameters == sum(parameter.numel() for parameter in Model().parameters())

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.accounting.live_bytes import LiveBytes
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.live_bytes import LiveBytes
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import Block, GPTConfig
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all
+from gyre_trainer.training.gpt import Block, GPTConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

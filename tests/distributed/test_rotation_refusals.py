@@ -7,14 +7,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.errors import MeshError, RotationError
-from gyre_trainer.flyweight import materialize
 from gyre_trainer.layers.attention import Attention, AttentionRule, Heads
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.layers.moe import Experts, ExpertsRule
-from gyre_trainer.mesh import make_mesh
 from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from gyre_trainer.shards.sharded_init import materialize
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.layers.mlp import MLP
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT
-from gyre_trainer.ring import ring_of
 from gyre_trainer.rotate import rotate
-from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.training.gpt import GPT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -83,18 +83,18 @@ def test_gradients_are_right_at_every_step_not_just_the_first(ranks: StartRanks)
         assert max(distances) <= 1e-12
 
 
-def home_before_and_after() -> bool:
+def own_slices_before_and_after() -> bool:
     """Whether any bit of this rank's slices changed while slices rotated."""
     model = rotated_gpt(VARIANT)
-    homes = [module.rotation.home.flat for module in model.modules() if isinstance(module, RotatedModule)]
-    before = [home.clone() for home in homes]
+    own_slices = [module.rotation.sharded.flat for module in model.modules() if isinstance(module, RotatedModule)]
+    before = [own_slice.clone() for own_slice in own_slices]
     backward(model.loss(*mine(batch(0, VARIANT.config.vocab_size))))
-    assert len(homes) == 2 + 2 * VARIANT.config.num_layers
-    return all(torch.equal(*pair) for pair in zip(before, homes, strict=True))
+    assert len(own_slices) == 2 + 2 * VARIANT.config.num_layers
+    return all(torch.equal(*pair) for pair in zip(before, own_slices, strict=True))
 
 
 def test_own_slices_are_never_overwritten(ranks: StartRanks) -> None:
-    assert all(ranks(NUM_RANKS).run(home_before_and_after))
+    assert all(ranks(NUM_RANKS).run(own_slices_before_and_after))
 
 
 def norms_after_training() -> tuple[dict[str, Tensor], dict[str, Tensor]]:

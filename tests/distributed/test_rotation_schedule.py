@@ -10,12 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer import neighbours
+from gyre_trainer.comm.mesh import ROTATE_AXIS, make_mesh
+from gyre_trainer.comm.ring import Direction, Hop, Ring, ring_of
+from gyre_trainer.comm.shared_memory import transport
+from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.mlp import MLP, MLPRule
-from gyre_trainer.mesh import ROTATE_AXIS, make_mesh
-from gyre_trainer.ring import Direction, Hop, Ring, Stream, ring_of
 from gyre_trainer.rotate import RotationPolicy, rotate
-from gyre_trainer.rotated import RotatedModule
+from gyre_trainer.rotation.rotated_module import RotatedModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -117,10 +118,10 @@ def test_backward_sends_the_next_module_off_before_the_own_slice_computes(ranks:
 
 
 def where_hops_begin_and_end() -> list[tuple[bool, bool]]:
-    """For each hop of weights in a forward and a backward: whether it leaves from where the last one arrived, or from home."""
+    """For each hop of weights: whether it leaves from the own slice, and whether from where the last one arrived."""
     mlp = rotate(MLP(4, 6), mesh=make_mesh("cpu"))
     assert isinstance(mlp, RotatedModule)
-    home = mlp.rotation.home.flat.data_ptr()
+    own_slice = mlp.rotation.sharded.flat.data_ptr()
     hops: list[tuple[int, int]] = []
     shift = Ring.shift
 
@@ -132,11 +133,11 @@ def where_hops_begin_and_end() -> list[tuple[bool, bool]]:
     with patch.object(Ring, "shift", noted):
         mlp(torch.ones(1, 4)).sum().backward()
     before = [0] + [incoming for _, incoming in hops]
-    return [(outgoing == home, outgoing == last) for (outgoing, _), last in zip(hops, before, strict=False)]
+    return [(outgoing == own_slice, outgoing == last) for (outgoing, _), last in zip(hops, before, strict=False)]
 
 
 def test_a_hop_sends_what_arrived_without_a_copy_in_between(ranks: StartRanks) -> None:
-    """In forward and in backward: the home itself first, then the buffer that the hop before filled."""
+    """In forward and in backward: the own slice itself first, then the buffer that the hop before filled."""
     assert ranks(3).run(where_hops_begin_and_end) == [[(True, False), (False, True)] * 2] * 3
 
 
@@ -170,7 +171,7 @@ def test_nothing_grows_and_no_buffer_is_made_after_the_first_step(ranks: StartRa
         for found in ranks(num_ranks).run(memory_after_each_step, policy):
             (num_bytes, buffers), *later = found
             assert num_bytes > 0
-            assert len(buffers) >= 2 * (num_ranks - 1)  # of weights and of gradients, two each where there are visitors
+            assert len(buffers) >= 2 * (num_ranks - 1)  # of weights and of gradients, two each where there are remote slices
             assert later == [(num_bytes, buffers)] * 3
 
 
@@ -223,7 +224,7 @@ def what_a_model_leaves() -> tuple[int, bool, int, bool]:
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
     mlp = rotate(nn.Sequential(nn.LayerNorm(4), rotate(MLP(4, 8), mesh=mesh)), mesh=mesh)
     mlp(torch.ones(2, 4)).sum().backward()
-    files, weight = neighbours._SHARED[mesh.get_group()].memory.files, weakref.ref(mlp.get_parameter("0.weight"))
+    files, weight = transport._CONNECTIONS[mesh.get_group()].memory.files, weakref.ref(mlp.get_parameter("0.weight"))
     before = len(files), weight() is not None
     del mlp
     gc.collect()

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT, rotate_gpt
-from gyre_trainer.ring import ring_of
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.rotate import RotationPolicy
+from gyre_trainer.training.gpt import GPT, rotate_gpt
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop

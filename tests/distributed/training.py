@@ -7,11 +7,11 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.flyweight import materialize
-from gyre_trainer.mesh import make_mesh
-from gyre_trainer.model import GPT, GPTConfig, rotate_gpt
-from gyre_trainer.ring import ring_of
-from gyre_trainer.rotation import RotationPolicy
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.gpt import GPT, GPTConfig, rotate_gpt
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

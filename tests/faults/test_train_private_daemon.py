@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from gyre_trainer.history import committed, resumes
+from gyre_trainer.training.records.history import committed, resumes
 
 DEADLINE_S = 100.0
 CONFIG = """

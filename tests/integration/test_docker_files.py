@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 from gyre_client import Loader
-from gyre_trainer.config import load as load_training
+from gyre_trainer.training.config import load as load_training
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

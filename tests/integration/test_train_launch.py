@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-LAUNCHER = "import sys; from gyre_trainer.launch import Launch; sys.exit(Launch(sys.argv[2:], int(sys.argv[1])).run())"
+LAUNCHER = (
+    "import sys; from gyre_trainer.training.launcher import Launcher; sys.exit(Launcher(sys.argv[2:], int(sys.argv[1])).run())"
+)
 PREAMBLE = """
 import os, sys, time
 from pathlib import Path
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-from gyre_trainer.last_words import Launcher
+from gyre_trainer.training.rank_failure import Launcher
 launcher = Launcher.of(os.environ)
 launcher.die_with()
 (folder / f"pid-{rank}").write_text(str(os.getpid()))

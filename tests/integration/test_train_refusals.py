@@ -80,7 +80,7 @@ def test_wrong_flags(config_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_resuming_what_was_never_saved(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "begin the run without --resume" in refused(capsys, str(config_path), "--resume")
-    assert "is no checkpoint" in refused(capsys, str(config_path), "--resume", str(config_path.parent))
+    assert "is not a checkpoint" in refused(capsys, str(config_path), "--resume", str(config_path.parent))
 
 
 def test_a_checkpoint_of_another_model_says_what_differs(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,4 +98,4 @@ def test_checkpoints_of_other_formats_and_torn_ones(
 ) -> None:
     path = write_checkpoint(config_path.parent / "other", manifest)
     text = refused(capsys, str(config_path), "--resume", str(path))
-    assert "format 2, but this version reads format 1" in text or "is no checkpoint" in text
+    assert "format 2, but this version reads format 1" in text or "is not a checkpoint" in text

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from gyre_trainer.history import committed, digest, resumes
+from gyre_trainer.training.records.history import committed, digest, resumes
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.conftest import Daemon, to_toml

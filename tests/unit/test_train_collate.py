@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from gyre_trainer.collate import END_OF_TEXT, Collator, Examples, window
-from gyre_trainer.config import DataConfig
 from gyre_trainer.errors import DataRejected
+from gyre_trainer.training.collate import END_OF_TEXT, Collator, Examples, window
+from gyre_trainer.training.config import DataConfig
 from torch import Tensor
 
 LENGTH = 8

@@ -4,8 +4,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from gyre_trainer.config import TrainConfig, load
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.config import TrainConfig, load
 
 MINIMAL = """
 [run]

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from gyre_trainer.config import TrainConfig
-from gyre_trainer.dry_run import dry_run, on_fake_ranks
+from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
+from gyre_trainer.accounting.live_bytes import Category
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.live_bytes import Category
-from gyre_trainer.model import GPT
-from gyre_trainer.schema import build
-from gyre_trainer.spread import Strategy
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.schema import build
 
 MODEL = {
     "vocab_size": 1024,
@@ -45,23 +45,23 @@ def num_bytes(settings: TrainConfig) -> tuple[int, int]:
 def test_a_rotated_rank_keeps_an_nth_and_sends_the_least(num_ranks: int) -> None:
     settings = config(clip_norm=0.0)
     rotated, norms = num_bytes(settings)
-    account = dry_run(settings, Strategy.GYRE, num_ranks)
-    live = account.timeline.at(-1)
+    cost = dry_run(settings, Strategy.GYRE, num_ranks)
+    live = cost.timeline.at(-1)
     assert live[Category.PARAMETERS] == rotated // num_ranks + norms
     num_tensors = len(list(GPT(settings.model).parameters()))
     assert live[Category.OPTIMIZER] == 2 * live[Category.PARAMETERS] + 4 * num_tensors
     assert live[Category.GRADIENTS] == live[Category.LOGITS] == 0
     embedding = 4 * MODEL["vocab_size"] * MODEL["dim"]  # its backward needs no weights
     share = (num_ranks - 1) / num_ranks
-    assert account.sent_bytes == share * (3 * rotated - embedding + 2 * norms)
+    assert cost.sent_bytes == share * (3 * rotated - embedding + 2 * norms)
 
 
 def test_ddp_keeps_everything_on_every_rank() -> None:
     settings = config(clip_norm=0.0)
-    account = dry_run(settings, Strategy.DDP, 8)
-    live = account.timeline.at(-1)
+    cost = dry_run(settings, Strategy.DDP, 8)
+    live = cost.timeline.at(-1)
     assert live[Category.PARAMETERS] == live[Category.GRADIENTS] == sum(num_bytes(settings))
-    assert account.sent_bytes == 2 * 7 / 8 * sum(num_bytes(settings))
+    assert cost.sent_bytes == 2 * 7 / 8 * sum(num_bytes(settings))
 
 
 @pytest.mark.parametrize("strategy", Strategy)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gyre_trainer.link import Link
-from gyre_trainer.shared import SharedMemory
+from gyre_trainer.comm.shared_memory.files import SharedMemory
+from gyre_trainer.comm.shared_memory.link import Link
 
 STREAM, OTHER = 1, 2
 TIMEOUT_S = 0.05
@@ -47,7 +47,7 @@ def test_what_is_copied_to_an_offered_buffer_arrives_in_it(sides: tuple[Side, Si
     buffer = one.memory.allocate(6, torch.float32)
     arriving = one.link.offer(STREAM, buffer[:4], arrives=True)
     leaving = other.link.copy(STREAM, torch.arange(4.0), arrives=False)
-    other.link.carry()
+    other.link.make_copies()
     assert leaving.is_done
     arriving.wait()
     assert buffer[:4].tolist() == [0, 1, 2, 3]
@@ -120,8 +120,8 @@ def test_files_close_with_their_tensors_and_the_other_end_lets_go_of_them(sides:
     small, large = one.memory.allocate(1, torch.float32), one.memory.allocate(2, torch.float32)
     one.link.offer(STREAM, small, arrives=True)
     other.link.copy(STREAM, torch.ones(1), arrives=False).wait()
-    assert len(other.link._seen) == 2  # also the one that was not offered yet
-    one.link.carry()
+    assert len(other.link._mapped) == 2  # also the one that was not offered yet
+    one.link.make_copies()
     view = small[:0]
     del small
     gc.collect()
@@ -130,7 +130,7 @@ def test_files_close_with_their_tensors_and_the_other_end_lets_go_of_them(sides:
     assert len(one.memory.files) == 1
     one.link.offer(STREAM, large, arrives=True)
     other.link.copy(STREAM, torch.ones(2), arrives=False).wait()
-    assert len(other.link._seen) == 1
+    assert len(other.link._mapped) == 1
     assert num_open() == before + 3  # the file, and one for each side's mapping
 
 
@@ -138,6 +138,6 @@ def test_an_offer_of_less_than_is_wanted_is_refused(sides: tuple[Side, Side]) ->
     one, other = sides
     one.link.offer(STREAM, one.memory.allocate(1, torch.float32), arrives=True)
     leaving = other.link.copy(STREAM, torch.ones(2), arrives=False)
-    other.link.carry()
+    other.link.make_copies()
     with pytest.raises(ConnectionError, match="4 bytes were offered for 8; ranks make different calls"):
         leaving.wait()

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_trainer.history import StepRecord
-from gyre_trainer.report import Report, draw_loss, final_loss, smooth, write_report
-from gyre_trainer.shuffle import ShuffleCheck
+from gyre_trainer.training.records.history import StepRecord
+from gyre_trainer.training.records.report import Report, draw_loss, final_loss, smoothed, write_report
+from gyre_trainer.training.records.shuffle import ShuffleCheck
 from PIL import Image
 
 RECORD = StepRecord(0, 0, 3.0, 1e-3, 64, 0.5, 0.1, "")
@@ -22,11 +22,11 @@ def test_the_final_loss_is_the_mean_of_the_last_twenty_steps_or_fewer() -> None:
 
 
 def test_smoothing_keeps_constants_and_does_not_lag() -> None:
-    assert smooth(np.full(100, 2.5)) == pytest.approx(np.full(100, 2.5))
+    assert smoothed(np.full(100, 2.5)) == pytest.approx(np.full(100, 2.5))
     line = np.arange(400.0)
-    assert smooth(line)[100:300] == pytest.approx(line[100:300])
+    assert smoothed(line)[100:300] == pytest.approx(line[100:300])
     noisy = line + np.random.default_rng(0).normal(size=400)
-    assert np.std(smooth(noisy)[50:350] - line[50:350]) < 0.4
+    assert np.std(smoothed(noisy)[50:350] - line[50:350]) < 0.4
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 300])

@@ -1,8 +1,8 @@
 import itertools
 
 import pytest
-from gyre_trainer.config import OptimizerConfig
-from gyre_trainer.schedule import learning_rate
+from gyre_trainer.training.config import OptimizerConfig
+from gyre_trainer.training.schedule import learning_rate
 
 OPTIMIZER = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=10)
 

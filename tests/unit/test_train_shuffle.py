@@ -1,13 +1,13 @@
 import numpy as np
 import numpy.typing as npt
-from gyre_trainer.shuffle import ShuffleCheck, ShuffleWatch
+from gyre_trainer.training.records.shuffle import ShuffleCheck, ShuffleMonitor
 
 BATCH = 50
 Ids = npt.NDArray[np.int64]
 
 
 def check(ids: Ids, epochs: Ids, num_samples: int) -> ShuffleCheck:
-    watch = ShuffleWatch(num_samples)
+    watch = ShuffleMonitor(num_samples)
     for start in range(0, len(ids), BATCH):
         watch.add(ids[start : start + BATCH], epochs[start : start + BATCH])
     return watch.check()

@@ -1,6 +1,6 @@
 """Ranges have names where a profiler runs, and are nothing where none does."""
 
-from gyre_trainer.spans import name_modules, slice_span, span
+from gyre_trainer.comm.spans import name_modules, slice_span, span
 from torch import nn
 from torch.profiler import profile
 

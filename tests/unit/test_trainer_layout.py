@@ -5,8 +5,7 @@ from math import prod
 
 import pytest
 import torch
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.mesh import slice_bounds
+from gyre_trainer.shards.layout import Cut, Layout, slice_bounds
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 64])
@@ -44,7 +43,7 @@ def test_the_pieces_together_are_the_slices(num_slices: int, num_rounds: int) ->
         of_slice = range(index, num_slices * num_rounds, num_slices)
         assert [pieces.piece(index, round_) for round_ in range(num_rounds)] == list(of_slice)
         flat = torch.arange(slices.numel(index))
-        assert torch.equal(torch.cat([pieces.within(flat, piece) for piece in of_slice]), flat)
+        assert torch.equal(torch.cat([pieces.piece_in(flat, piece) for piece in of_slice]), flat)
         bounds = [pieces.bounds(pieces.cuts[0], piece) for piece in of_slice]
         assert (bounds[0][0], bounds[-1][1]) == slices.bounds(slices.cuts[0], index)
         assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))

@@ -1,10 +1,10 @@
 """The command `gyre-train`.
 
-What a command needs is imported by that command: a launcher has its ranks started a second sooner.
+Each subcommand imports what it needs by itself, so a launcher starts its ranks a second sooner.
 
-Exit status: 0 when the run is complete; 2 for what the user can mend (flags, configuration, a checkpoint or a dataset that does
-not fit), told in one sentence; 128 + N after signal N; else 1, with a traceback, or with the
-name of the rank that kept the others waiting.
+Exit status: 0 when the run is complete; 2 for an error that the user can correct (flags,
+configuration, a checkpoint or a dataset that does not fit), told in one sentence; 128 + N after
+signal N; else 1, with a traceback, or with the name of the rank that kept the others waiting.
 """
 
 import argparse
@@ -17,19 +17,19 @@ from pathlib import Path
 
 from gyre_client.errors import GyreError
 
-from gyre_trainer.config import TrainConfig, load
 from gyre_trainer.errors import RingError, TrainError
-from gyre_trainer.last_words import Launcher
-from gyre_trainer.launch import Launch
+from gyre_trainer.training.config import TrainConfig, load
+from gyre_trainer.training.launcher import Launcher
+from gyre_trainer.training.rank_failure import FailurePipe
 
 LATEST = "latest"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; as a rank, started by a launcher or by torchrun, be that rank."""
-    launcher = Launcher.of(os.environ)
+    """Run one command, or one rank of a launcher or torchrun; return the exit status."""
+    launcher = FailurePipe.of(os.environ)
     if launcher:
-        launcher.die_with()
+        launcher.die_with_launcher()
     options = _parse(arguments)
     if launcher or ("RANK" in os.environ and options.be_rank):
         return _be_rank(options, launcher)
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gyre-train: error: {error}", file=sys.stderr)
         return 2
     command = [sys.executable, "-m", "gyre_trainer", *(sys.argv[1:] if arguments is None else arguments)]
-    return Launch(command, options.nproc).run()
+    return Launcher(command, options.nproc).run()
 
 
-def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
-    """Do a rank's part; after a failure the process ends at once, for a rank that lingers keeps the others waiting."""
+def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
+    """Run as a rank. A failure ends the process at once, so that no rank waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         options.be_rank(load(options.config, options.set), options)
@@ -58,7 +58,7 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
         status = 2 if told and not isinstance(error, RingError) else 1
         text = str(error) if told else traceback.format_exc()
         if launcher:
-            launcher.tell(status, text)
+            launcher.send(status, text)
         else:
             print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)
         sys.stdout.flush()
@@ -68,37 +68,37 @@ def _be_rank(options: argparse.Namespace, launcher: Launcher | None) -> int:
 
 
 def _run(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.train import train  # noqa: PLC0415  (only ranks train)
+    from gyre_trainer.training.train import train  # noqa: PLC0415  (only ranks train)
 
-    train(config, _checkpoint(config, options), begins_again=options.resume_if_any)
+    train(config, _checkpoint(config, options), may_restart=options.resume_if_any)
 
 
 def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.trace import trace  # noqa: PLC0415  (only ranks are traced)
+    from gyre_trainer.training.trace import trace  # noqa: PLC0415  (only ranks are traced)
 
     trace(config, options.out, options.steps)
 
 
 def _plan(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer import plan  # noqa: PLC0415  (FSDP2 and fake tensors take a second to import)
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415  (FSDP2 and fake tensors take a second to import)
 
-    print(plan.text(config, options.ranks))
+    print(plan_tables.text(config, options.ranks))
 
 
 def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer import plan  # noqa: PLC0415  (as above)
-    from gyre_trainer.memory import draw  # noqa: PLC0415  (matplotlib)
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415  (as above)
+    from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415  (matplotlib)
 
-    taken = plan.accounts(config, options.ranks)
-    print(plan.peaks(taken))
-    draw(taken, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
+    costs = plan_tables.step_costs(config, options.ranks)
+    print(plan_tables.peaks(costs))
+    draw(costs, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
 
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
-    """The checkpoint directory to go on from."""
+    """The checkpoint directory to resume from; None to begin."""
     if not (options.resume or options.resume_if_any):
         return None
-    from gyre_trainer import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint, for who resumes)
+    from gyre_trainer.training import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint)
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:
@@ -117,7 +117,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="run a training configuration to its end"))
     _add_trace(commands.add_parser("trace", help="profile a few steps on random tokens; every rotation step is named"))
-    shows = commands.add_parser("plan", help="show what each module becomes, and what a step takes of a rank")
+    shows = commands.add_parser("plan", help="show what each module becomes, and what a step costs a rank")
     _add_shows(shows)
     shows.set_defaults(show=_plan)
     shows = commands.add_parser("memory", help="draw the live bytes of one step, beside FSDP2 and DDP")
@@ -136,12 +136,12 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         nargs="?",
         const=LATEST,
         metavar="CHECKPOINT",
-        help="go on from a checkpoint directory, or from the run's latest",
+        help="continue from a checkpoint directory, or from the run's latest",
     )
     resumes.add_argument(
         "--resume-if-any",
         action="store_true",
-        help="go on from the run's latest checkpoint; where there is none yet, begin: for a service that restarts",
+        help="continue from the run's latest checkpoint, or start if there is none yet: for a service that restarts",
     )
     run.set_defaults(be_rank=_run, prepare=_checkpoint)
 
@@ -149,15 +149,17 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 def _add_trace(traces: argparse.ArgumentParser) -> None:
     _add_config(traces)
     _add_nproc(traces)
-    traces.add_argument("--out", type=Path, default=Path("trace"), metavar="FOLDER", help="for rank-*.json (default trace)")
-    traces.add_argument("--steps", type=_positive, default=3, help="to record (default 3)")
+    traces.add_argument(
+        "--out", type=Path, default=Path("trace"), metavar="FOLDER", help="where rank-*.json are written (default trace)"
+    )
+    traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
     traces.set_defaults(be_rank=_trace, prepare=None)
 
 
 def _add_shows(shows: argparse.ArgumentParser) -> None:
-    """Commands that need no ranks: fake tensors on a fake group tell."""
+    """Options of the commands without ranks, which compute on fake tensors."""
     _add_config(shows)
-    shows.add_argument("--ranks", type=_positive, default=4, help="of the job, whatever this machine has (default 4)")
+    shows.add_argument("--ranks", type=_positive, default=4, help="ranks of the job, whatever this machine has (default 4)")
     shows.set_defaults(be_rank=None)
 
 

@@ -1,13 +1,13 @@
-"""What the trainer refuses on purpose.
+"""The errors that the trainer raises on purpose.
 
 TrainError
-├── ConfigError (ValueError)   a file, a flag, or a combination that cannot be trained with; `gyre-train` exits with 2
-├── CheckpointRejected         a checkpoint that is absent, torn, or of another model
-├── CheckpointFailed           a checkpoint that could not be written; the one before stays the latest
+├── ConfigError (ValueError)   a file, flag, or combination that cannot be trained with; status 2
+├── CheckpointRejected         a checkpoint that is missing, incomplete, or of another model
+├── CheckpointFailed           a checkpoint that could not be written; the last one stays
 ├── DataRejected               batches that are not what the configuration says
-├── Diverged                   the loss is no number any more
+├── Diverged                   the loss is infinite or not a number
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on
-├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was used in a way that breaks it
+├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was misused
 └── RingError (RuntimeError)   a rank died, or kept the others waiting for longer than the timeout
 
 A message is one sentence that names what it is about and what to do.
@@ -15,7 +15,7 @@ A message is one sentence that names what it is about and what to do.
 
 
 class TrainError(Exception):
-    """Base of the tree."""
+    """The base of the tree."""
 
 
 class ConfigError(TrainError, ValueError):
@@ -27,7 +27,7 @@ class CheckpointRejected(TrainError):
 
 
 class CheckpointFailed(TrainError):
-    """The checkpoint is not there; the message says why."""
+    """The checkpoint was not written; the message says why."""
 
 
 class DataRejected(TrainError):
@@ -35,7 +35,7 @@ class DataRejected(TrainError):
 
 
 class Diverged(TrainError):
-    """The loss is infinite or no number; nothing was saved since."""
+    """The loss is infinite or not a number; nothing was saved since."""
 
 
 class MeshError(TrainError, ValueError):

@@ -1,4 +1,8 @@
-"""`rotate`, `rotate_all` and `no_sync`: the functions that a user of Rotated Tensor Parallelism calls."""
+"""Rotated Tensor Parallelism for a user's script: the public names are imported from here.
+
+Modules and rules of known kinds are in the modules of `gyre_trainer.layers`; the base class of a rule
+for a new kind is `gyre_trainer.rotation.rule.Rule`.
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -8,22 +12,36 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from gyre_trainer.agreement import require_agreement
+from gyre_trainer.comm.mesh import make_mesh, require_ring
+from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
-from gyre_trainer.fused import take_dtensors
-from gyre_trainer.known import turn_known
-from gyre_trainer.layers.dropout import share_masks
+from gyre_trainer.inspection.agreement import require_equal_models
+from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
+from gyre_trainer.inspection.rule_checks import check_linearity, check_tokenwise
+from gyre_trainer.layers.cross_entropy import linear_cross_entropy
+from gyre_trainer.layers.dropout import use_equal_masks
+from gyre_trainer.layers.known_modules import rotate_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
-from gyre_trainer.mesh import require_ring
-from gyre_trainer.proof import prove, prove_by_token
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rotation import RotationPolicy
-from gyre_trainer.rotation_plan import Plan, plan_of
-from gyre_trainer.rule import Rule
-from gyre_trainer.wrap import Where, wrap
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rotation import RotationPolicy
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.wrap import RotationTarget, wrap
+from gyre_trainer.shards.fused_optimizers import support_dtensors
+from gyre_trainer.shards.sharded_init import materialize
 
-__all__ = ["RotationPolicy", "no_sync", "rotate", "rotate_all"]
+__all__ = [
+    "RotationPlan",
+    "RotationPolicy",
+    "linear_cross_entropy",
+    "make_mesh",
+    "materialize",
+    "name_modules",
+    "no_sync",
+    "plan_of",
+    "rotate",
+    "rotate_all",
+]
 
 _DEFAULT_POLICY = RotationPolicy()
 
@@ -33,83 +51,88 @@ Rules = Mapping[type[nn.Module] | str, Rule | None]
 def rotate(
     module: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rule: Rule | None = None
 ) -> nn.Module:
-    """Spread a module's parameters over the ranks of ``mesh``: each keeps a slice and sees the others pass.
+    """Spread a module's parameters over the ranks of ``mesh``: each rank keeps 1/N of them.
 
-    Apply it bottom-up: to each MLP, attention, embedding and large linear layer, which then rotate, and at last to the model,
-    whose remaining parameters (norms, small biases) are kept whole on every rank. `rotate_all` does so by itself. It changes
-    the module in place and returns it. Its parameters are DTensors from then on: give them to the optimizer afterwards.
+    Apply it bottom-up: to each MLP, attention, embedding and large linear layer, and at last to the
+    model, whose remaining parameters (norms, small biases) are kept whole on every rank.
+    `rotate_all` does all of this. It changes the module in place and returns it. The module's
+    parameters are DTensors from then on: give them to the optimizer afterwards.
 
-    Each rank calls the module with its own part of the batch, and `loss.backward()` leaves gradients that are averaged over
-    the ranks, as data parallelism does: where every rank's loss is the mean over its part and all parts are equally large,
-    these are the gradients of the mean over the whole batch. All ranks must make the same calls in the same order.
+    Each rank calls the module with its own part of the batch, and `loss.backward()` leaves
+    gradients that are averaged over the ranks, as data parallelism does: where every rank's loss is
+    the mean over its part and all parts are equally large, these are the gradients of the mean over
+    the whole batch. All ranks must make the same calls in the same order.
 
     Args:
-        module: on `meta` (then `gyre_trainer.flyweight.materialize` follows), or with the same values on every rank.
-        mesh: of one axis, as `gyre_trainer.mesh.make_mesh` gives it.
-        policy: dtypes of what travels.
-        rule: how the module is cut; None for the way of its class, if it has one. It is put to the proof at the first call.
+        module: on `meta` (then call `materialize` afterwards), or with the same values on every
+            rank.
+        mesh: a mesh of one axis, as `make_mesh` gives it.
+        policy: the dtypes of travelling slices, recomputation and dropout.
+        rule: how the module is cut; None for the way of its class, if it has one. A rule is checked
+            at the first call.
 
     Raises:
         MeshError: the mesh is not a ring with this rank on it.
-        RotationError: the module was rotated before, or cannot be cut like this, or differs among ranks; names module and
-            parameter.
+        RotationError: the module was rotated before, or cannot be cut like this, or differs among
+            ranks; the message names module and parameter.
     """
     require_ring(mesh)
     _require_new(module)
-    take_dtensors()
-    where = Where(mesh, policy)
+    support_dtensors()
+    target = RotationTarget(mesh, policy)
     if rule is not None:
-        wrap(module, rule, where)
-    elif not turn_known(module, where):
-        _keep_whole(module, where)
+        wrap(module, rule, target)
+    elif not rotate_known(module, target):
+        _keep_whole(module, target)
     if rule is not None and rule.linear_in:
-        _prove_at_first_call(module, recompute=policy.recompute and rule.by_token)
+        _check_rule_at_first_call(module, recompute=policy.recompute and rule.tokenwise)
     return module
 
 
 def rotate_all(
     model: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rules: Rules | None = None
-) -> Plan:
-    """Rotate a whole model: `rotate` for every module inside that can be, and what no rule knows stays whole on every rank.
+) -> RotationPlan:
+    """Rotate every module in ``model`` that can be; all others stay whole on every rank.
 
     Modules that were rotated before are left as they are.
 
     Args:
         model: as for `rotate`.
-        mesh: likewise.
-        policy: likewise.
-        rules: for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp" (in which * stands for anything,
-            dots too); a path goes before a class, and the first that fits before others. None keeps a module whole.
+        mesh: as for `rotate`.
+        policy: as for `rotate`.
+        rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp"
+            (in which * stands for any text, dots included). A path is preferred to a class, and an
+            earlier key to a later one. None keeps a module whole.
 
     Returns:
-        What became of every parameter. `gyre_trainer.rotation_plan.plan_of(model)` gives it again.
+        What became of every parameter. `plan_of(model)` gives it again.
 
     Raises:
-        MeshError: see `rotate`.
-        RotationError: likewise; or a rule fits no module.
+        MeshError: as for `rotate`.
+        RotationError: as for `rotate`; or a rule fits no module.
     """
     require_ring(mesh)
     _require_new(model)
-    take_dtensors()
-    where = Where(mesh, policy)
-    walk = _Walk(rules or {}, where)
+    support_dtensors()
+    target = RotationTarget(mesh, policy)
+    walk = _Walk(rules or {}, target)
     walk.visit("", model)
     walk.require_all_used()
     if not isinstance(model, RotatedModule):
-        _keep_whole(model, where)
+        _keep_whole(model, target)
     return plan_of(model)
 
 
 class _Walk:
-    """Down a model, to the topmost modules that rotate."""
+    """A walk down a model to the topmost modules that rotate."""
 
-    def __init__(self, rules: Rules, where: Where) -> None:
+    def __init__(self, rules: Rules, target: RotationTarget) -> None:
         self._rules = rules
-        self._where = where
+        self._target = target
         self._used: set[type[nn.Module] | str] = set()
 
     def visit(self, path: str, module: nn.Module) -> None:
-        """Rotate the module, or what is inside it."""
+        """Rotate the module, or the modules inside it."""
         if isinstance(module, RotatedModule):
             return
         key = self._key(path, module)
@@ -117,17 +140,17 @@ class _Walk:
             self._used.add(key)
             rule = self._rules[key]
             if rule is not None:
-                rotate(module, mesh=self._where.mesh, policy=self._where.policy, rule=rule)
-        elif not turn_known(module, self._where):
+                rotate(module, mesh=self._target.mesh, policy=self._target.policy, rule=rule)
+        elif not rotate_known(module, self._target):
             for name, child in module.named_children():
                 self.visit(f"{path}.{name}".removeprefix("."), child)
 
     def require_all_used(self) -> None:
-        """Refuse rules that were of no use."""
+        """Refuse rules that fit no module."""
         for key in self._rules:
             if key not in self._used:
                 name = repr(key) if isinstance(key, str) else key.__name__
-                raise RotationError(f"the rule for {name} fits no module that is not inside of another one that rotates")
+                raise RotationError(f"the rule for {name} fits no module, or only modules inside of one that rotates")
 
     def _key(self, path: str, module: nn.Module) -> type[nn.Module] | str | None:
         paths = [key for key in self._rules if isinstance(key, str) and fnmatchcase(path, key)]
@@ -136,35 +159,35 @@ class _Walk:
 
 
 def _require_new(module: nn.Module) -> None:
-    """Refuse what is rotated already, and what has no shape yet."""
-    if isinstance(module, RotatedModule) or hasattr(module, "replicas"):
+    """Refuse a module that is rotated already, or has parameters without a shape."""
+    if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
         raise RotationError(f"{type(module).__name__} is rotated already")
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise RotationError(f"{type(module).__name__}.{name} has no shape yet; call the model once before it is rotated")
 
 
-def _keep_whole(module: nn.Module, where: Where) -> None:
-    """All that does not rotate inside of the module stays on every rank."""
-    require_agreement(module, where.mesh)
-    replicate(module, where.mesh)
-    if where.policy.recompute:
+def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
+    """Keep every parameter in the module that does not rotate whole on every rank."""
+    require_equal_models(module, target.mesh)
+    replicate(module, target.mesh)
+    if target.policy.recompute:
         recompute_norms(module)
-    if where.policy.dropout == "equal":
-        share_masks(module, where.mesh)
+    if target.policy.dropout == "equal":
+        use_equal_masks(module, target.mesh)
 
 
-def _prove_at_first_call(module: nn.Module, *, recompute: bool) -> None:
-    """Where the user says how a module is cut, its first calls show whether that is true, before anything is trained."""
+def _check_rule_at_first_call(module: nn.Module, *, recompute: bool) -> None:
+    """Check a user's rule at the module's first calls, before anything is trained."""
 
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()
         assert isinstance(rotated, RotatedModule)
-        prove(rotated.rotation, args, kwargs)
+        check_linearity(rotated.rotation, args, kwargs)
 
     def until_split(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(rotated, RotatedModule)
-        if prove_by_token(rotated.rotation, args, kwargs):
+        if check_tokenwise(rotated.rotation, args, kwargs):
             split_hook.remove()
 
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)

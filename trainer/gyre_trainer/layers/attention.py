@@ -1,9 +1,10 @@
 # ruff: noqa: N803, N806  # names carry shape letters
 """Self-attention by groups of heads: a slice attends with its own heads, and the outputs add up.
 
-Where the ranks cannot share the key/value heads evenly, but can share the queries', keys and values are computed first, by
-layers that rotate on their own, and a slice attends to those of its queries. Where they can share neither, all four layers
-rotate one by one, and each rank attends with all heads.
+Where the ranks cannot share the key/value heads evenly but can share the query heads, layers that
+rotate by themselves compute keys and values first, and a slice attends to those that its query
+heads use. Where the ranks can share neither, all four layers rotate one by one, and each rank
+attends with all heads.
 
 Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one head.
 """
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import projections, refuse_dropout
-from gyre_trainer.layout import Cut
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rule import Part, Rule
-from gyre_trainer.wrap import Inside, Where, wrap
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
+from gyre_trainer.shards.layout import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Heads:
     """How a model's width is divided among heads.
 
     Attributes:
-        num_heads: of the queries.
-        num_kv_heads: of keys and values; each serves num_heads / num_kv_heads queries' heads.
+        num_heads: query heads.
+        num_kv_heads: key/value heads; each serves num_heads / num_kv_heads query heads.
     """
 
     num_heads: int
@@ -39,17 +40,23 @@ class Heads:
 
 
 def rope_table(num_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """The rotary position embedding (arXiv 2104.09864), shape (T, C), float32: cosines in the first half, then sines.
+    """Rotary position embeddings (arXiv 2104.09864): cosines in the first half, then sines.
 
-    Made once for all layers and slices, which keep it for backward.
+    The table is made once for all layers and slices, whose graphs keep it for backward.
+
+    Returns:
+        A float32 tensor of shape (T, C).
     """
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _turned(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
-    """Each pair of channels (i, i + C/2) turned by its position's angle, in the table's precision or better."""
+def _apply_rope(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
+    """``x_BHTC`` with each pair of channels (i, i + C/2) rotated by its position's angle.
+
+    The computation is in the table's precision or better.
+    """
     cos, sin = rope_TC.chunk(2, dim=-1)
     one, other = x_BHTC.chunk(2, dim=-1)
     return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1).type_as(x_BHTC)
@@ -58,7 +65,8 @@ def _turned(x_BHTC: Tensor, rope_TC: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Self-attention with rotary positions and grouped key/value heads.
 
-    The number of heads is read from the weights, so the same forward runs with all heads or with a slice of them.
+    The forward reads the number of heads from the weights, so it runs with all heads or with a
+    slice.
     """
 
     def __init__(self, dim: int, heads: Heads, *, bias: bool = False, causal: bool = True) -> None:
@@ -73,20 +81,20 @@ class Attention(nn.Module):
         self.o = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Tensor:
-        """Each position attends to itself and those before, or to all where it is not causal.
+        """The output: each position attends to itself and those before; to all if not causal.
 
         Args:
             x_BTD: the input.
-            rope_TC: that of `rope_table` for T positions; None for no rotary positions.
-            padding_BT: true where nobody may attend to; None for nowhere.
+            rope_TC: the table of `rope_table` for T positions; None for no rotary positions.
+            padding_BT: true at positions that no other may attend to; None for none.
         """
         return self.attend(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
 
     def attend(self, x_BTD: Tensor, keys: Tensor, values: Tensor, rope_TC: Tensor | None, padding_BT: Tensor | None) -> Tensor:
-        """The output for the outputs of k and v."""
+        """The output, given the outputs of the layers k and v."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (self.q(x_BTD), keys, values))
         if rope_TC is not None:
-            q, k = _turned(q, rope_TC), _turned(k, rope_TC)
+            q, k = _apply_rope(q, rope_TC), _apply_rope(k, rope_TC)
         mask = None if padding_BT is None else self._mask(padding_BT)
         causal, grouped = self.causal and mask is None, q.shape[1] != k.shape[1]
         y_BHTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
@@ -94,7 +102,10 @@ class Attention(nn.Module):
         return output
 
     def _mask(self, padding_BT: Tensor) -> Tensor:
-        """Who attends to whom, as (B, 1, T, T) or what broadcasts to it. Padding before a text's begin attends to itself."""
+        """Which position attends to which, as (B, 1, T, T) or a shape that broadcasts to it.
+
+        Padding before the beginning of a text attends to itself.
+        """
         allowed = ~padding_BT[:, None, None, :]
         if not self.causal:
             return allowed
@@ -105,13 +116,14 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionRule(Rule):
-    """For a module that projects to queries, keys and values, attends head by head, and projects back.
+    """For a module that projects to queries, keys and values, attends, and projects back.
 
-    A slice holds the same key/value heads, and the queries' heads that they serve, of all four layers. The forward must read
-    the number of heads from the weights (`view(..., -1, head_dim)`) and be linear in the last layer's weights.
+    A slice holds some key/value heads, and the query heads that they serve, of all four layers. The
+    forward must read the number of heads from the weights (`view(..., -1, head_dim)`) and be linear
+    in the last layer's weights.
 
     Attributes:
-        num_kv_heads: of the whole module; a multiple of the ring's size.
+        num_kv_heads: key/value heads of the whole module; a multiple of the ring's size.
         inputs: names of the linear layers from the input to the heads.
         output: name of the linear layer from the heads to the output.
     """
@@ -122,17 +134,17 @@ class AttentionRule(Rule):
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        """The last layer's."""
+        """Weight and bias of the last layer."""
         return f"{self.output}.weight", f"{self.output}.bias"
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Rows of q, k and v, columns of o, a segment of its bias."""
+        """Rows of the input layers, columns of the output layer, and a segment of its bias."""
         refuse_dropout(module)
         if self.num_kv_heads % num_slices:
             names = ", ".join((*self.inputs, self.output))
             raise RotationError(
                 f"{type(module).__name__} has {self.num_kv_heads} key/value heads, "
-                f"which {num_slices} ranks cannot share evenly; take a divisor of that many ranks, "
+                f"which {num_slices} ranks cannot share evenly; use a number of ranks that divides them, "
                 f"or rotate its layers {names} one by one instead"
             )
         return projections(module, self.inputs, self.output)
@@ -140,30 +152,30 @@ class AttentionRule(Rule):
 
 @dataclass(frozen=True)
 class QueryHeadsRule(Rule):
-    """For `Attention.attend`: a slice holds query heads of q and o, and is given keys and values of all heads.
+    """For `Attention.attend`: a slice holds query heads of q and o, and gets all keys and values.
 
     Attributes:
-        heads: of the whole module; the ring's size divides the queries'.
-        head_dim: channels of one.
+        heads: the heads of the whole module; the ring's size divides the query heads.
+        head_dim: channels of one head.
     """
 
     heads: Heads
     head_dim: int
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Rows of q, columns of o, a segment of its bias."""
+        """Rows of q, columns of o, and a segment of o's bias."""
         return projections(module, ("q",), "o")
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The slice's part of the output: its queries attend to the keys and values that serve them."""
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The slice's contribution: its query heads attend to their keys and values."""
         x_BTD, keys, values, *rest = args
-        start, stop = (bound // self.head_dim for bound in part.bounds["q.weight"])
+        start, stop = (bound // self.head_dim for bound in current.bounds["q.weight"])
         keys, values = (self._serving(y.to(x_BTD.dtype), start, stop) for y in (keys, values))
         output: Tensor = forward(x_BTD, keys, values, *rest)
         return output
 
     def _serving(self, keys: Tensor, start: int, stop: int) -> Tensor:
-        """The heads of keys, or of values, that serve a range of the queries'."""
+        """The heads of keys or values that serve query heads ``start`` to ``stop``."""
         group = self.heads.num_heads // self.heads.num_kv_heads
         serving = [head // group for head in range(start, stop)]
         if serving[0] == serving[-1]:
@@ -173,25 +185,25 @@ class QueryHeadsRule(Rule):
 
 
 class RotatedQueries(RotatedModule):
-    """Mixed in before `Attention`: keys and values first, then once round the ring."""
+    """Mixed in before `Attention`: keys and values first, then one pass round the ring."""
 
     k: nn.Module
     v: nn.Module
 
     def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Any:
-        """As without rotation, on this rank's part of the batch."""
-        return self.around(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
+        """The module's output for this rank's part of the batch, as without rotation."""
+        return self.ring_forward(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
 
 
-def turn_attention(module: Attention, where: Where) -> None:
-    """Let it rotate: by key/value heads, else by the queries', else layer by layer, as the number of ranks allows."""
+def rotate_attention(module: Attention, target: RotationTarget) -> None:
+    """Rotate by key/value heads, else by query heads, else layer by layer, as the ring allows."""
     heads = module.heads
-    if heads.num_kv_heads % where.num_slices == 0:
-        wrap(module, AttentionRule(heads.num_kv_heads), where)
+    if heads.num_kv_heads % target.num_slices == 0:
+        wrap(module, AttentionRule(heads.num_kv_heads), target)
         return
-    by_queries = heads.num_heads % where.num_slices == 0
+    by_queries = heads.num_heads % target.num_slices == 0
     for layer in (module.k, module.v) if by_queries else (module.q, module.k, module.v, module.o):
-        wrap(layer, LinearRule(), where)
+        wrap(layer, LinearRule(), target)
     if by_queries:
         rule = QueryHeadsRule(heads, module.head_dim)
-        wrap(module, rule, where, Inside(module.attend, ("q", "o"), RotatedQueries))
+        wrap(module, rule, target, PartialRotation(module.attend, ("q", "o"), RotatedQueries))

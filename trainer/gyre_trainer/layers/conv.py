@@ -1,4 +1,4 @@
-"""Convolutions by output channels: slices of the output lie side by side."""
+"""Convolutions by output channels: the slices' outputs lie side by side."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre_trainer.joined import Beside, Join
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.shards.layout import Cut, Layout
 
 _FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 @dataclass(frozen=True)
 class ConvRule(Rule):
-    """For `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`, with groups or without. Output channels need not be cut between groups.
+    """For `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d`. A cut may fall inside of a group.
 
     Attributes:
-        conv: whose stride, padding and dilation are used.
+        conv: the module whose stride, padding and dilation are used.
     """
 
     conv: nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -30,16 +30,16 @@ class ConvRule(Rule):
         """Weight and bias, along the output channels."""
         return rows(module)
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
         """Side by side, along the channels."""
-        return Beside(self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+        return ConcatenatedOutputs(self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype)
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The slice's output channels."""
         (x,) = (*args, *kwargs.values())
-        start, stop = part.bounds["weight"]
-        weight, bias = part.weights["weight"], part.weights.get("bias")
-        if start == stop:  # no convolution has zero output channels; one of zeros shows the output's shape
+        start, stop = current.bounds["weight"]
+        weight, bias = current.weights["weight"], current.weights.get("bias")
+        if start == stop:  # torch has no convolution without output channels; one of zeros has the shape
             nothing = self._convolved(self._inputs(x, 0, 1), weight.new_zeros(1, *weight.shape[1:]), None, 1)
             return nothing.narrow(self._channels, 0, 0)
         if self.conv.groups == 1:
@@ -53,18 +53,18 @@ class ConvRule(Rule):
 
     @property
     def _channels(self) -> int:
-        """The dim of the channels, with a batch in front or without."""
+        """The dim of the channels, with or without a batch in front."""
         return -1 - len(self.conv.kernel_size)
 
     def _inputs(self, x: Tensor, group: int, num_groups: int) -> Tensor:
-        """The input channels of some groups."""
+        """The input channels of ``num_groups`` groups, from ``group`` on."""
         size = self.conv.in_channels // self.conv.groups
         return x.narrow(self._channels, group * size, num_groups * size)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Output channels that one convolution gives: the first, how many; their first group, how many groups.
+        """First output channel, number of channels, first group, number of groups.
 
-        They are as many whole groups as there are, or a part of one.
+        One convolution computes as many whole groups as there are, or a part of one group.
         """
         size = self.conv.out_channels // self.conv.groups
         while start < stop:

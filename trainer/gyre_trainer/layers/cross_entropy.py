@@ -1,9 +1,11 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""A linear head fused with cross-entropy, by slices of the vocabulary: the logits of all tokens and classes never exist.
+"""A linear head fused with cross-entropy, by slices of the vocabulary.
 
-What cross-entropy needs of the logits are three numbers per token: the log of the sum of their exponentials, the target's, and
-(for label smoothing) their sum. Each slice gives those of its own classes, they join exactly, and the loss is made of them. In
-backward a slice computes its logits once more. Within a slice, tokens are taken in chunks, so that even its logits are bounded.
+The logits of all tokens and classes never exist. Cross-entropy needs three numbers of each token's
+logits: the log of the sum of their exponentials, the target's logit, and (for label smoothing)
+their sum. Each slice gives those of its own classes; they are reduced exactly, and the loss is
+computed from them. In backward a slice computes its logits again. Within a slice, tokens are taken
+in chunks, which bounds even the slice's logits.
 
 Dims: T tokens, D features, V classes of the slice, S statistics.
 """
@@ -17,16 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gyre_trainer.home import local_of
-from gyre_trainer.joined import Join, Sum
-from gyre_trainer.late import Late
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rule import Part, Rule
-from gyre_trainer.turn import run
+from gyre_trainer.rotation.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.output_reduction import OutputReduction, RunningSum
+from gyre_trainer.rotation.ring_pass import run
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.shards.layout import Cut, Layout
+from gyre_trainer.shards.sharded_parameters import local_of
 
-_MAX_LOGITS = 2**23  # alive at once: 32 MiB of float32; more is no faster
+# Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster; much
+# less makes the matrix products small.
+_MAX_LOGITS = 2**23
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -44,17 +48,20 @@ def linear_cross_entropy(
     """`F.cross_entropy(linear(x), targets, ...)`, in float32 or better, without the logits.
 
     Args:
-        linear: from features to classes; rotated or not. A layer that is tied to an embedding may be given too.
+        linear: from features to classes; rotated or not. It may be tied to an embedding.
         x: [..., D].
-        targets: [...] classes, or `ignore_index` where no loss is taken.
+        targets: [...] integers: classes, or `ignore_index` for tokens without a loss.
         ignore_index: see ``targets``.
-        label_smoothing: in [0, 1]; that part of the target's probability is spread evenly over all classes.
-        z_loss: adds this times the square of the log of the sum of the exponentials (arXiv 2204.02311).
-        reduction: of the tokens' losses. "mean" is that of the tokens that are not ignored, and NaN where all are; "none" gives
-            each its own, 0 where it is ignored.
+        label_smoothing: in [0, 1]; this share of the target's probability is spread evenly over all
+            classes.
+        z_loss: the factor of the square of the log-sum-exp that is added to each loss (arXiv
+            2204.02311).
+        reduction: "mean" over the tokens that are not ignored (NaN where all are), "sum", or
+            "none": each token's own loss, 0 where it is ignored.
 
     Raises:
-        RuntimeError: a target is neither a class nor `ignore_index` (on CUDA, when the device notices).
+        RuntimeError: a target is neither a class nor `ignore_index` (on CUDA, when the device
+            notices).
     """
     flat = targets.flatten()
     counted = flat != ignore_index
@@ -66,7 +73,7 @@ def linear_cross_entropy(
 
 
 def _losses(statistics_ST: Tensor, num_classes: int, label_smoothing: float, z_loss: float) -> Tensor:
-    """Each token's."""
+    """The loss of each token."""
     log_sum_exp, target, *rest = statistics_ST.unbind()
     losses = log_sum_exp - (1 - label_smoothing) * target
     if label_smoothing:
@@ -86,37 +93,37 @@ def _statistics(linear: nn.Linear, x_TD: Tensor, targets_T: Tensor, counted_T: T
 
 @dataclass(frozen=True)
 class StatisticsRule(Rule):
-    """For `nn.Linear`: not its outputs, but their statistics over all classes.
+    """For `nn.Linear`: it returns the statistics of its outputs over all classes, not the outputs.
 
     Attributes:
         num_classes: output features of the whole layer.
-        with_sum: give their sum too.
+        with_sum: whether the statistics contain the sum of the logits.
     """
 
     num_classes: int
     with_sum: bool
 
-    recompute_pays: ClassVar[bool] = False  # it computes its logits again anyway
+    recompute_pays: ClassVar[bool] = False  # backward computes the logits again anyway
     divisible: ClassVar[bool] = True
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Weight and bias, along the classes."""
         return rows(module)
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Statistics [S, T] of the slice's own classes."""
         x_TD, targets_T, counted_T = args
-        classes = _Classes(*part.bounds["weight"], self.num_classes)
-        weight_VD, bias_V = part.weights["weight"], part.weights.get("bias")
-        return _of_slice(x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, part.late)
+        classes = _Classes(*current.bounds["weight"], self.num_classes)
+        weight_VD, bias_V = current.weights["weight"], current.weights.get("bias")
+        return _of_slice(x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, current.deferred)
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
-        """Logs of sums of exponentials join into one; the others add up."""
-        return _JoinedStatistics()
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+        """Log-sum-exps are reduced to one; the other statistics add up."""
+        return _StatisticsReduction()
 
 
-class _JoinedStatistics:
-    """Statistics [S, T] over more and more classes."""
+class _StatisticsReduction:
+    """Reduces statistics [S, T] over the classes of all slices."""
 
     def __init__(self) -> None:
         self._log_sum_exps: dict[int, Tensor] = {}
@@ -124,7 +131,7 @@ class _JoinedStatistics:
         self._log_sum_exp = torch.empty(0)
 
     def add(self, index: int, output: Tensor) -> None:
-        """See `Join`."""
+        """Add the statistics of slice ``index``."""
         self._log_sum_exps[index] = output[0]
         if self._total is None:
             self._total = output.clone()
@@ -133,17 +140,17 @@ class _JoinedStatistics:
             self._total[1:] += output[1:]
 
     def result(self) -> Tensor:
-        """See `Join`."""
+        """The statistics over all classes."""
         total, self._total = self._total, None
         assert total is not None
         self._log_sum_exp = total[0].clone()
         return total
 
-    def share(self, index: int, grad: Tensor) -> Tensor:
-        """The slice's part of the probability, and all of what adds up."""
-        part = grad.clone()
-        part[0] *= (self._log_sum_exps[index] - self._log_sum_exp).exp()
-        return part
+    def grad_of_slice(self, index: int, grad: Tensor) -> Tensor:
+        """The slice's share of the log-sum-exp's gradient, and all of the others."""
+        current = grad.clone()
+        current[0] *= (self._log_sum_exps[index] - self._log_sum_exp).exp()
+        return current
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +170,23 @@ def _of_slice(
     counted_T: Tensor,
     classes: _Classes,
     with_sum: bool,
-    late: Late | None = None,
+    deferred: DeferredGrads | None = None,
 ) -> Tensor:
-    """Statistics [S, T] of one slice: log of the sum of the exponentials of its logits, the target's logit or 0, their sum."""
+    """Statistics [S, T] of a slice: its log-sum-exp, the target's logit or 0, the sum."""
     if classes.start == classes.stop:
         nothing = torch.zeros(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
         nothing[0] = -torch.inf
         return nothing
     elsewhere = ~counted_T
-    if classes.start > 0:  # targets that no slice has are left to the first and the last one, for torch to refuse
+    # Targets outside of all slices are left to the first and the last slice, where torch refuses
+    # them.
+    if classes.start > 0:
         elsewhere = elsewhere | (targets_T < classes.start)
     if classes.stop < classes.total:
         elsewhere = elsewhere | (targets_T >= classes.stop)
     places_T = torch.where(elsewhere, 0, targets_T - classes.start)
     inputs = x_TD, weight_VD, bias_V, places_T, elsewhere
-    statistics: Tensor = _Statistics.apply(*inputs, with_sum, late or Late({}))  # type: ignore[no-untyped-call]
+    statistics: Tensor = _Statistics.apply(*inputs, with_sum, deferred or DeferredGrads({}))  # type: ignore[no-untyped-call]
     return statistics
 
 
@@ -186,7 +195,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _chunks(num_tokens: int, num_classes: int) -> list[slice]:
-    """Ranges of tokens whose logits fit together."""
+    """Ranges of tokens whose logits are at most `_MAX_LOGITS` elements."""
     size = max(1, _MAX_LOGITS // num_classes)
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
@@ -196,9 +205,9 @@ def _logits(x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
 
 
 class _Statistics(torch.autograd.Function):
-    """Statistics of x_TD @ weight_VD.T + bias_V; it keeps none of the logits, and computes them again in backward.
+    """Statistics of x_TD @ weight_VD.T + bias_V, without keeping the logits.
 
-    A slice's gradients go straight to where the ring adds them up, chunk by chunk.
+    Backward adds the slice's gradients to the ring's buffer, chunk by chunk.
     """
 
     @staticmethod
@@ -210,7 +219,7 @@ class _Statistics(torch.autograd.Function):
         places_T: Tensor,
         elsewhere_T: Tensor,
         with_sum: bool,
-        late: Late,
+        deferred: DeferredGrads,
     ) -> Tensor:
         statistics = torch.empty(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
         for chunk in _chunks(len(x_TD), len(weight_VD)):
@@ -219,10 +228,10 @@ class _Statistics(torch.autograd.Function):
             if with_sum:
                 statistics[2, chunk] = logits_TV.sum(1)
             statistics[0, chunk] = torch.logsumexp(logits_TV, 1)
-            del logits_TV  # before the next ones come
+            del logits_TV  # the next ones must not exist beside them
         statistics[1].masked_fill_(elsewhere_T, 0)
         ctx.save_for_backward(x_TD, weight_VD, bias_V, places_T, elsewhere_T, statistics[0].clone())
-        ctx.late, ctx.sum, ctx.place = late, late.sums.get(id(x_TD)), late.places.get(id(weight_VD))
+        ctx.deferred, ctx.sum, ctx.position = deferred, deferred.sums.get(id(x_TD)), deferred.positions.get(id(weight_VD))
         return statistics
 
     @staticmethod
@@ -231,7 +240,7 @@ class _Statistics(torch.autograd.Function):
         x_TD, weight_VD, bias_V, places_T, elsewhere_T, log_sum_exp_T = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x_TD = _room(x_TD, ctx.sum) if needs_x else None
-        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight and ctx.place is None else None
+        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight and ctx.position is None else None
         grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
         grad_target_T = grad_ST[1].masked_fill(elsewhere_T, 0)
 
@@ -248,7 +257,7 @@ class _Statistics(torch.autograd.Function):
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grads_TV.T, x_TD[chunk])
             elif needs_weight:
-                ctx.late.add_product(ctx.place, grads_TV.T, x_TD[chunk])
+                ctx.deferred.add_product(ctx.position, grads_TV.T, x_TD[chunk])
             if grad_bias_V is not None:
                 grad_bias_V.add_(grads_TV.sum(0))
 
@@ -257,8 +266,8 @@ class _Statistics(torch.autograd.Function):
         return grad_x_TD if ctx.sum is None else None, grad_weight_VD, grad_bias_V, None, None, None, None
 
 
-def _room(x_TD: Tensor, total: Sum | None) -> Tensor:
-    return torch.zeros_like(x_TD) if total is None else total.room(x_TD)
+def _room(x_TD: Tensor, total: RunningSum | None) -> Tensor:
+    return torch.zeros_like(x_TD) if total is None else total.writable(x_TD)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Dropout modules around and inside of what rotates; `gyre_trainer.draw` makes their masks."""
+"""Dropout modules inside and outside of rotated modules; `dropout_masks` makes their masks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,38 +7,41 @@ from contextvars import ContextVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.draw import Draw, fresh_key
+from gyre_trainer.comm.ring import Ring, ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.ring import Ring, ring_of
-from gyre_trainer.rotated import RotatedModule, mix_in
+from gyre_trainer.rotation.dropout_masks import DropoutMasks, new_key
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 
-_DRAW: ContextVar[Draw | None] = ContextVar("draw", default=None)
+_MASKS: ContextVar[DropoutMasks | None] = ContextVar("draw", default=None)
 
 
 @contextmanager
-def drawing(draw: Draw | None) -> Iterator[None]:
-    """Inside, `SliceDropout` draws from there; from nowhere it drops nothing."""
-    token = _DRAW.set(draw)
+def slice_masks(masks: DropoutMasks | None) -> Iterator[None]:
+    """A context in which `SliceDropout` uses ``masks``; with None it drops nothing."""
+    token = _MASKS.set(masks)
     try:
         yield
     finally:
-        _DRAW.reset(token)
+        _MASKS.reset(token)
 
 
 class SliceDropout:
-    """Mixed in before the class of dropout that acts on what a rotation slices."""
+    """Mixed in before the class of a dropout module that acts on what a rotation slices."""
 
     p: float
     training: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """As dropout, on one slice."""
-        draw = _DRAW.get()
-        return draw.drop(x, self.p) if draw is not None and self.training and self.p else x
+        """``x`` after dropout, for one slice."""
+        masks = _MASKS.get()
+        return masks.apply(x, self.p) if masks is not None and self.training and self.p else x
 
 
 class EqualDropout:
-    """Mixed in before the class of dropout outside of what rotates: its masks are the same at every number of ranks."""
+    """Mixed in before the class of a dropout module outside of rotated modules.
+
+    Its masks are equal at every number of ranks.
+    """
 
     p: float
     training: bool
@@ -46,30 +49,30 @@ class EqualDropout:
     batch_dim: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """As dropout."""
+        """``x`` after dropout."""
         if not self.training or not self.p:
             return x
-        return Draw(fresh_key(), self.ring, equal=True, batch_dim=self.batch_dim).drop(x, self.p)
+        return DropoutMasks(new_key(), self.ring, equal=True, batch_dim=self.batch_dim).apply(x, self.p)
 
 
-def share_mask(dropout: nn.Module, mesh: DeviceMesh, batch_dim: int = 0) -> None:
-    """From now on the dropout's masks are the same at every number of ranks."""
+def use_equal_mask(dropout: nn.Module, mesh: DeviceMesh, batch_dim: int = 0) -> None:
+    """Make the dropout's masks equal at every number of ranks."""
     mix_in(dropout, EqualDropout, "Equal")
     dropout.ring = ring_of(mesh)  # type: ignore[assignment]
     dropout.batch_dim = batch_dim  # type: ignore[assignment]
 
 
-def share_masks(model: nn.Module, mesh: DeviceMesh) -> None:
-    """`share_mask` for all dropout in a model that does not rotate; what is dropped has the batch in front.
+def use_equal_masks(model: nn.Module, mesh: DeviceMesh) -> None:
+    """`use_equal_mask` for all dropout in a model that does not rotate; dim 0 is the batch.
 
     Raises:
-        RotationError: a module draws masks in another way; names it.
+        RotationError: a module draws masks in another way; the message names it.
     """
     for name, module in model.named_modules():
         if isinstance(module, SliceDropout | EqualDropout | RotatedModule):
             continue
         if type(module) is nn.Dropout:
-            share_mask(module, mesh)
+            use_equal_mask(module, mesh)
         elif isinstance(module, nn.modules.dropout._DropoutNd) or _rate_inside(module):
             raise RotationError(
                 f"{name} is {type(module).__name__} with dropout, whose masks would differ with the number of ranks; "

@@ -1,4 +1,4 @@
-"""An embedding by rows of its vocabulary: each slice looks up the tokens that it has, and gives zero for the others."""
+"""An embedding by rows of its vocabulary: a slice gives its own tokens' rows, zero for others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layout import Cut
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.shards.layout import Cut
 
 
 @dataclass(frozen=True)
 class EmbeddingRule(Rule):
-    """For `nn.Embedding`. Where its gradient goes depends on the tokens alone, so its weights travel only in forward.
+    """For `nn.Embedding`. Its gradient needs no weights, so these travel only in forward.
 
     Attributes:
         num_embeddings: the vocabulary's size.
-        padding_idx: the token whose row takes no gradient, if there is one.
+        padding_idx: the token whose row takes no gradient; None for no such token.
     """
 
     num_embeddings: int
@@ -37,15 +37,19 @@ class EmbeddingRule(Rule):
                 raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
         return [Cut("weight", tuple(module.weight.shape), 0)]
 
-    def run(self, forward: Callable[..., Tensor], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """The rows of the tokens in this slice's half-open range of the vocabulary, zero elsewhere."""
+    def run(
+        self, forward: Callable[..., Tensor], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """The rows of the tokens in the slice's range of the vocabulary, zero for others."""
         (tokens,) = (*args, *kwargs.values())
-        weight = part.weights["weight"]
-        start, stop = part.bounds["weight"]
+        weight = current.weights["weight"]
+        start, stop = current.bounds["weight"]
         if start == stop:
             return weight.new_zeros(*tokens.shape, weight.shape[1])
         outside = torch.zeros_like(tokens, dtype=torch.bool)
-        if start > 0:  # ids that no slice has are left to the first and the last one, for torch to refuse
+        # Tokens outside of all slices are left to the first and the last slice, where torch refuses
+        # them.
+        if start > 0:
             outside |= tokens < start
         if stop < self.num_embeddings:
             outside |= tokens >= stop

@@ -1,4 +1,4 @@
-"""A linear layer by its output features: slices of the output lie side by side."""
+"""A linear layer by its output features: the slices' outputs lie side by side."""
 
 from typing import ClassVar
 
@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.joined import Beside, Join
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rule import Rule
+from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.shards.layout import Cut, Layout
 
 
 class LinearRule(Rule):
@@ -20,16 +20,16 @@ class LinearRule(Rule):
         """Weight and bias, along their first dim."""
         return rows(module)
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
-        """Side by side."""
-        return Beside(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+        """Side by side, along the features."""
+        return ConcatenatedOutputs(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
 
 
 def rows(module: nn.Module) -> list[Cut]:
-    """The cuts of a weight, and of the bias where there is one, along the dim of the outputs.
+    """The cuts of a weight, and of the bias where there is one, along the output features.
 
     Raises:
-        RotationError: there is no weight.
+        RotationError: the module has no parameter `weight`.
     """
     parameters = {name: getattr(module, name, None) for name in ("weight", "bias")}
     if not isinstance(parameters["weight"], nn.Parameter):

@@ -7,12 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre_trainer.draw import DRAW
 from gyre_trainer.errors import RotationError
-from gyre_trainer.layers.dropout import SliceDropout, drawing
-from gyre_trainer.layout import Cut
-from gyre_trainer.rotated import mix_in
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.layers.dropout import SliceDropout, slice_masks
+from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT
+from gyre_trainer.rotation.rotated_module import mix_in
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.shards.layout import Cut
 
 
 class MLP(nn.Module):
@@ -46,18 +46,20 @@ class GatedMLP(nn.Module):
 
 @dataclass(frozen=True)
 class MLPRule(Rule):
-    """For a module that applies ``ups`` to its input, something elementwise to their outputs, and ``down`` to the result.
+    """For a module that applies ``ups`` to its input, an elementwise function, then ``down``.
 
-    A slice holds the same range of the hidden width of all of them. The forward must be linear in ``down``'s weights: no
-    residual, no dropout after it. Under recomputation a slice of many tokens is computed some tokens at a time.
+    A slice holds the same range of the hidden width of all these layers. The forward must be linear
+    in the weights of ``down``: no residual, and no dropout after it. Under recomputation a slice of
+    many tokens is computed for some tokens at a time.
 
     Attributes:
-        ups: names of the linear layers from the input to the hidden width (up, and gate where there is one).
+        ups: names of the linear layers from the input to the hidden width (up, and gate where there
+            is one).
         down: name of the linear layer from the hidden width to the output.
         dropouts: names of the dropout modules that act on the hidden width; others are refused.
-        batch_dim: of the input.
-        mixes_tokens: an output depends on more than the input in its place, as after a shift in time; then all are computed
-            again together.
+        batch_dim: the dim of the batch in the input.
+        mixes_tokens: whether an output depends on other tokens than its own, as after a shift in
+            time. Then all tokens are recomputed together.
     """
 
     ups: tuple[str, ...] = ("up",)
@@ -67,37 +69,37 @@ class MLPRule(Rule):
     mixes_tokens: bool = False
 
     @property
-    def draws(self) -> bool:
-        """If there is dropout."""
+    def uses_dropout(self) -> bool:
+        """Whether there is a dropout module."""
         return bool(self.dropouts)
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        """The last layer's."""
+        """Weight and bias of the last layer."""
         return f"{self.down}.weight", f"{self.down}.bias"
 
     @property
-    def by_token(self) -> bool:
-        """But for dropout, whose masks are drawn for all tokens together."""
+    def tokenwise(self) -> bool:
+        """False with dropout too, whose masks are drawn for all tokens together."""
         return not self.dropouts and not self.mixes_tokens
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Rows of the ups, columns of the down, a segment of its bias."""
+        """Rows of the ups, columns of the down, and a segment of its bias."""
         refuse_dropout(module, self.dropouts)
         for name in self.dropouts:
-            drop_by_slices(module, name)
+            use_slice_mask(module, name)
         return projections(module, self.ups, self.down)
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A slice's part of the output; dropout draws for its part of the hidden width."""
-        draw, own = kwargs.get(DRAW), {name: value for name, value in kwargs.items() if name != DRAW}
-        first, _ = part.bounds[f"{self.ups[0]}.weight"]
-        with drawing(draw and draw.of_slice(first, self.batch_dim)):
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The slice's contribution; dropout uses masks for its range of the width."""
+        masks, own = kwargs.get(MASKS_ARGUMENT), {name: value for name, value in kwargs.items() if name != MASKS_ARGUMENT}
+        first, _ = current.bounds[f"{self.ups[0]}.weight"]
+        with slice_masks(masks and masks.for_slice(first, self.batch_dim)):
             return forward(*args, **own)
 
 
 def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list[Cut]:
-    """The cuts of linear layers that open a width together, and of the one that closes it.
+    """The cuts of linear layers into a common width, and of the layer ``output`` out of it.
 
     Raises:
         RotationError: one of them is missing or not linear.
@@ -106,7 +108,7 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
     for name in (*inputs, output):
         linear = dict(module.named_modules()).get(name)
         if not isinstance(linear, nn.Linear):
-            raise RotationError(f"{type(module).__name__}.{name} is {type(linear).__name__}, but the rule wants a Linear there")
+            raise RotationError(f"{type(module).__name__}.{name} is {type(linear).__name__}, but the rule needs a Linear there")
         closes = name == output
         weights.append(Cut(f"{name}.weight", tuple(linear.weight.shape), 1 if closes else 0))
         if linear.bias is not None:
@@ -115,7 +117,7 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
 
 
 def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
-    """Refuse dropout in a module where nobody said that it acts on what is sliced: each slice would draw its own mask.
+    """Refuse dropout that is not ``allowed``: each slice would draw its own mask.
 
     Raises:
         RotationError: names the dropout.
@@ -128,13 +130,13 @@ def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
             )
 
 
-def drop_by_slices(module: nn.Module, name: str) -> None:
-    """The dropout of this name draws its mask slice by slice.
+def use_slice_mask(module: nn.Module, name: str) -> None:
+    """Let the dropout of this name draw its mask slice by slice.
 
     Raises:
         RotationError: it is no `nn.Dropout`.
     """
     dropout = dict(module.named_modules()).get(name)
     if type(dropout) is not nn.Dropout:
-        raise RotationError(f"{type(module).__name__}.{name} is {type(dropout).__name__}, but the rule wants a Dropout there")
+        raise RotationError(f"{type(module).__name__}.{name} is {type(dropout).__name__}, but the rule needs a Dropout there")
     mix_in(dropout, SliceDropout, "Slice")

@@ -1,10 +1,11 @@
 # ruff: noqa: N806  # names carry shape letters
-"""A mixture of experts by groups of experts: they travel, and each rank serves its own tokens.
+"""A mixture of experts by groups of experts: experts travel, and each rank keeps its own tokens.
 
-No token is sent anywhere, so none is dropped for want of room, and no rank waits for an expert that more tokens chose. The
-price is that all experts visit every rank, chosen or not.
+No token is sent, so none is dropped for lack of capacity, and no rank waits for an expert that more
+tokens chose. The price is that all experts travel to every rank, chosen or not.
 
-Dims: T tokens, D model, H hidden, E experts, K choices of a token, R rows: one for each choice of an expert that is here.
+Dims: T tokens, D model, H hidden, E experts, K choices of a token, R rows: one for each choice of
+an expert that is here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.flyweight import Uniform
 from gyre_trainer.layers.mlp import refuse_dropout
-from gyre_trainer.layout import Cut
-from gyre_trainer.rule import Part, Rule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.shards.layout import Cut
+from gyre_trainer.shards.sharded_init import Uniform
 
 
 class Experts(nn.Module):
-    """Gated MLPs, of which each token chooses some; their weights lie one behind the other, along the first dim.
+    """Gated MLPs, of which each token chooses some; their weights are stacked along the first dim.
 
-    The number of experts is read from the weights, so the same forward runs with all of them or with a slice.
+    The forward reads the number of experts from the weights, so it runs with all experts or a
+    slice.
     """
 
     def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
@@ -36,11 +38,11 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def inits(self) -> dict[str, Uniform]:
-        """Each expert begins as linear layers do."""
+        """Each expert is initialised as a linear layer is."""
         return {name: Uniform(weight.shape[-1] ** -0.5) for name, weight in self.named_parameters()}
 
     def reset_parameters(self) -> None:
-        """Likewise, off the meta device."""
+        """Initialise the parameters in place, with torch's generator."""
         for name, init in self.inits().items():
             nn.init.uniform_(self.get_parameter(name), -init.bound, init.bound)
 
@@ -48,9 +50,9 @@ class Experts(nn.Module):
         """The weighted sum of the outputs of each token's experts.
 
         Args:
-            x: of shape (..., D).
-            chosen: numbers of experts, (..., K). Those outside [0, E) add nothing.
-            weights: of the chosen, (..., K).
+            x: (..., D).
+            chosen: numbers of experts, (..., K). Numbers outside [0, E) add nothing.
+            weights: the weights of the chosen experts, (..., K).
         """
         x_TD, chosen_TK, weights_TK = x.flatten(0, -2), chosen.flatten(0, -2), weights.flatten(0, -2)
         num_experts = self.down.shape[0]
@@ -67,7 +69,11 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router, and the experts that it sends each token to: those that a softmax prefers, weighted by it, 1 in sum."""
+    """A router and its experts.
+
+    Each token goes to the experts with its largest softmax scores, weighted by these scores over
+    their sum.
+    """
 
     def __init__(self, dim: int, hidden_dim: int, *, num_experts: int, num_chosen: int) -> None:
         super().__init__()
@@ -85,16 +91,17 @@ class MoE(nn.Module):
 
 @dataclass(frozen=True)
 class ExpertsRule(Rule):
-    """For a module that gets tokens and the numbers of the experts that each chose, and adds up what these make of it.
+    """For a module that adds up the outputs of the experts that each token chose.
 
-    A slice holds the same range of experts of all ``weights``. The forward finds the number of experts in them, adds nothing
-    for a choice of that very number, which stands for those that are elsewhere, and is linear in the last of the weights.
-    Where it takes them apart with `unbind()`, an expert's gradient is formed in the buffer that passes; indexed, those of all
+    A slice holds the same range of experts of all ``weights``. The forward must read the number of
+    experts from them, add nothing for a choice of that very number, which stands for experts
+    elsewhere, and be linear in the last of the weights. Where it unbinds them with `unbind()`, an
+    expert's gradient is formed in the ring's buffer; where it indexes them, the gradients of all
     the slice's experts exist beside it.
 
     Attributes:
-        weights: names of the parameters, with one expert after the other along their first dim.
-        chosen: the argument that has the experts' numbers, by its place or its name.
+        weights: names of the parameters, each with the experts along its first dim.
+        chosen: the argument with the experts' numbers, by its position or its name.
     """
 
     weights: tuple[str, ...] = ("gate", "up", "down")
@@ -102,7 +109,7 @@ class ExpertsRule(Rule):
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        """The last layer's."""
+        """The last of the weights."""
         return self.weights[-1:]
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
@@ -111,16 +118,16 @@ class ExpertsRule(Rule):
         parameters = dict(module.named_parameters())
         missing = [name for name in self.weights if name not in parameters]
         if missing:
-            raise RotationError(f"{type(module).__name__} has no parameter {missing[0]}, which the rule wants to cut")
+            raise RotationError(f"{type(module).__name__} has no parameter {missing[0]}, which the rule cuts")
         shapes = {name: tuple(parameters[name].shape) for name in self.weights}
         sizes = {shape[0] if shape else 0 for shape in shapes.values()}
         if len(sizes) > 1:
             raise RotationError(f"{type(module).__name__} has different numbers of experts in {shapes}")
         return [Cut(name, shape, 0) for name, shape in shapes.items()]
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the slice's experts make of the tokens that chose them."""
-        start, stop = part.bounds[self.weights[0]]
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The outputs of the slice's experts for the tokens that chose them."""
+        start, stop = current.bounds[self.weights[0]]
         own, named = list(args), dict(kwargs)
         try:
             chosen = named[self.chosen] if isinstance(self.chosen, str) else own[self.chosen]

@@ -1,8 +1,9 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""`nn.MultiheadAttention`, layer by layer: its projections rotate by output features, and each rank attends with all heads.
+"""`nn.MultiheadAttention`, layer by layer: its projections rotate by output features.
 
-Its packed projection holds all queries' rows before all keys' and all values', so that equal slices of it are no groups of
-heads. Where activations matter, take a module with a projection for each, and `AttentionRule`.
+Each rank attends with all heads. The packed projection holds the rows of all queries before those
+of all keys and all values, so its equal slices are no groups of heads. Where activations matter,
+use a module with separate projections, and `AttentionRule`.
 
 Dims: B batch, T targets, S sources, E features, H heads, C channels of one head.
 """
@@ -15,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gyre_trainer.draw import Draw, fresh_key
 from gyre_trainer.errors import RotationError
-from gyre_trainer.home import local_of
-from gyre_trainer.joined import Beside, Join
 from gyre_trainer.layers.linear import LinearRule
-from gyre_trainer.layout import Cut, Layout
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.rule import Part, Rule
-from gyre_trainer.turn import run
-from gyre_trainer.wrap import Inside, Where, wrap
+from gyre_trainer.rotation.dropout_masks import DropoutMasks, new_key
+from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
+from gyre_trainer.rotation.ring_pass import run
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rule import ModuleSlice, Rule
+from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
+from gyre_trainer.shards.layout import Cut, Layout
+from gyre_trainer.shards.sharded_parameters import local_of
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -34,47 +35,51 @@ class InputProjectionsRule(Rule):
     """For the projections to queries, keys and values: one packed weight, or three.
 
     Attributes:
-        dim: features of each of them.
-        packed: whether it is one.
+        dim: output features of each projection.
+        packed: whether there is one packed weight.
     """
 
     dim: int
     packed: bool
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
-        """Weights, and a packed one's bias, along the output features."""
+        """Weights, and a packed weight's bias, along the output features."""
         names = ("in_proj_weight", "in_proj_bias") if self.packed else _SEPARATE
         parameters = {name: getattr(module, name) for name in names}
         return [Cut(name, tuple(p.shape), 0) for name, p in parameters.items() if p is not None]
 
-    def run(self, forward: Callable[..., Any], part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    def run(
+        self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
         """The slice's features of queries, keys and values."""
         if not self.packed:
-            weights = [part.weights[name] for name in _SEPARATE]
+            weights = [current.weights[name] for name in _SEPARATE]
             return [F.linear(x.to(weight.dtype), weight) for x, weight in zip(args, weights, strict=True)]
-        weight, bias = part.weights["in_proj_weight"], part.weights.get("in_proj_bias")
-        packed = part.bounds["in_proj_weight"]
+        weight, bias = current.weights["in_proj_weight"], current.weights.get("in_proj_bias")
+        packed = current.bounds["in_proj_weight"]
         outputs = []
-        for place, x in enumerate(args):
-            start, stop = (bound + place * self.dim - packed[0] for bound in self._bounds(place, packed))
+        for position, x in enumerate(args):
+            start, stop = (bound + position * self.dim - packed[0] for bound in self._bounds(position, packed))
             own_bias = None if bias is None else bias[start:stop]
             outputs.append(F.linear(x.to(weight.dtype), weight[start:stop], own_bias))
         return outputs
 
-    def join(self, place: int, layout: Layout, dtype: torch.dtype) -> Join:
-        """Side by side."""
-        cut = layout.cuts[0 if self.packed else place]
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+        """Side by side, along the features."""
+        cut = layout.cuts[0 if self.packed else position]
         bounds = layout.all_bounds(cut)
-        return Beside(-1, [self._bounds(place, each) for each in bounds] if self.packed else bounds, cut.name, dtype)
+        return ConcatenatedOutputs(
+            -1, [self._bounds(position, each) for each in bounds] if self.packed else bounds, cut.name, dtype
+        )
 
-    def _bounds(self, place: int, packed: tuple[int, int]) -> tuple[int, int]:
-        """The part of a range of the packed features that belongs to the queries (place 0), keys (1) or values (2)."""
-        start, stop = (min(max(bound - place * self.dim, 0), self.dim) for bound in packed)
+    def _bounds(self, position: int, packed: tuple[int, int]) -> tuple[int, int]:
+        """The part of a packed range that belongs to queries (0), keys (1) or values (2)."""
+        start, stop = (min(max(bound - position * self.dim, 0), self.dim) for bound in packed)
         return start, stop
 
 
 class RotatedMultiheadAttention(RotatedModule):
-    """Mixed in before `nn.MultiheadAttention`: the same arguments, the same results."""
+    """Mixed in before `nn.MultiheadAttention`: the same arguments and the same results."""
 
     def forward(
         self,
@@ -87,7 +92,7 @@ class RotatedMultiheadAttention(RotatedModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As without rotation, on this rank's part of the batch."""
+        """The module's output for this rank's part of the batch, as without rotation."""
         assert isinstance(self, nn.MultiheadAttention)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
@@ -117,7 +122,7 @@ def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
 
 
 def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tensor, k_BHSC: Tensor) -> Tensor | None:
-    """What is added to the scores [B, H, T, S], or to any that it broadcasts to; None for nothing."""
+    """The mask to add to the scores, of a shape that broadcasts to [B, H, T, S], or None."""
     dtype = q_BHTC.dtype
     padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", dtype)
     attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
@@ -133,7 +138,7 @@ def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tenso
 def _attended(
     module: nn.MultiheadAttention, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, *, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """What the heads found, and where they looked if that is needed."""
+    """The heads' outputs, and the attention weights if they are needed."""
     assert isinstance(module, RotatedModule)
     p = module.dropout if module.training else 0.0
     equal = module.rotation.policy.dropout == "equal"
@@ -142,14 +147,14 @@ def _attended(
     scores = q_BHTC @ k_BHSC.transpose(-2, -1) * q_BHTC.shape[-1] ** -0.5
     weights = (scores if mask is None else scores + mask).softmax(-1)
     if p and equal:
-        weights = Draw(fresh_key(), module.rotation.home.ring, equal=True).drop(weights, p)
+        weights = DropoutMasks(new_key(), module.rotation.sharded.ring, equal=True).apply(weights, p)
     elif p:
         weights = F.dropout(weights, p)
     return weights @ v_BHSC, weights if need_weights else None
 
 
-def turn_multihead(module: nn.MultiheadAttention, where: Where) -> None:
-    """Let it rotate.
+def rotate_multihead(module: nn.MultiheadAttention, target: RotationTarget) -> None:
+    """Rotate it.
 
     Raises:
         RotationError: it has an option that is not supported.
@@ -159,5 +164,5 @@ def turn_multihead(module: nn.MultiheadAttention, where: Where) -> None:
             raise RotationError(f"{type(module).__name__}: attention with {option} cannot be rotated")
     rule = InputProjectionsRule(module.embed_dim, module._qkv_same_embed_dim)
     reads = ("in_proj_weight", "in_proj_bias") if rule.packed else _SEPARATE
-    wrap(module, rule, where, Inside(module.forward, reads, RotatedMultiheadAttention))
-    wrap(module.out_proj, LinearRule(), where)
+    wrap(module, rule, target, PartialRotation(module.forward, reads, RotatedMultiheadAttention))
+    wrap(module.out_proj, LinearRule(), target)

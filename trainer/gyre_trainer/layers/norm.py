@@ -1,4 +1,4 @@
-"""Norms under recomputation: they keep their input alone, and what rotates after them keeps nothing."""
+"""Norms under recomputation: they keep only their input, and modules after them nothing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,26 +6,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gyre_trainer.home import local_of
-from gyre_trainer.recomputed import recomputed
-from gyre_trainer.rotated import RotatedModule, mix_in, own_class
-from gyre_trainer.rule import swapped
+from gyre_trainer.rotation.recomputation import recomputed
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.shards.sharded_parameters import local_of
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _FORWARDS = [norm.forward for norm in _NORMS]
 
 
 class RecomputedNorm:
-    """Mixed in before a norm's class, or that of another module of vectors: backward computes its output once more.
+    """Mixed in before the class of a norm, or of another module with vectors as parameters.
 
-    That has the same bits, for torch's norms by what they are. Any other module is put to the proof at its first call; where
-    it draws random numbers, gives other bits when it is called again, or gives anything but a new tensor, its output is kept.
+    Backward computes its output again. For torch's norms the second result has the same bits. Any
+    other module is tried at its first call; where it draws random numbers, gives other bits when it
+    is called again, or returns anything but a new tensor, its output is kept.
     """
 
     _repeats: bool | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As without recomputation."""
+        """The module's output, as without recomputation."""
         assert isinstance(self, nn.Module)
         weights = [local_of(parameter) for parameter in self._parameters.values() if parameter is not None]
         if kwargs or len(args) != 1 or not _is_recorded([*args, *weights]) or not self._repeated(args[0], weights):
@@ -47,7 +48,7 @@ class RecomputedNorm:
 
     @torch.no_grad()
     def _proved(self, x: Tensor, weights: list[Tensor]) -> bool:
-        """Whether two calls do the same, and nothing else."""
+        """Whether two calls give the same bits and draw no random numbers."""
         devices = [] if x.device.type == "cpu" else [x.device]
         with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda"):
             before = _random_states(devices)
@@ -64,28 +65,31 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
 
 
 def _is_recorded(tensors: list[Any]) -> bool:
-    """Whether a backward may follow through all of these."""
+    """Whether all of these are tensors through which a backward may follow."""
     are_tensors = all(isinstance(tensor, Tensor) for tensor in tensors)
     return torch.is_grad_enabled() and are_tensors and any(tensor.requires_grad for tensor in tensors)
 
 
 def recompute_norms(model: nn.Module) -> None:
-    """From now on norms in a rotated model, those inside of what rotates excepted, keep their inputs alone for backward."""
-    inside = {id(module) for module in _passengers(model)}
+    """Let norms in a rotated model keep their inputs alone for backward.
+
+    Norms inside of rotated modules are left as they are.
+    """
+    inside = {id(module) for module in _modules_inside_rotations(model)}
     for module in model.modules():
         if id(module) not in inside and not isinstance(module, RecomputedNorm | RotatedModule) and _keeps_its_input(module):
             mix_in(module, RecomputedNorm, "Recomputed")
 
 
-def _passengers(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that run slice by slice, and whose parameters every rank has whole."""
+def _modules_inside_rotations(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that run slice by slice and whose parameters are replicated."""
     for module in model.modules():
         if isinstance(module, RotatedModule):
-            yield from (module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.passengers)
+            yield from (module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.replicated)
 
 
 def _keeps_its_input(module: nn.Module) -> bool:
-    """Whether a module is a norm, or has like one vectors and nothing else inside, whose gradients need its input."""
+    """Whether a module is a norm, or has only vectors as parameters as a norm has."""
     vectors = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
     others = [*module.children(), *module.buffers(), *(parameter for parameter in module.parameters() if parameter.ndim > 1)]
     return not others and (bool(vectors) or isinstance(module, _NORMS))

@@ -1,4 +1,7 @@
-"""Parameters that every rank has whole: norms and other small ones. Their gradients meet in one all-reduce per backward."""
+"""Parameters that every rank has whole: norms and other small ones.
+
+Their gradients are averaged in one all-reduce per backward.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,24 +16,25 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from gyre_trainer.comm.ring import ring_of
 from gyre_trainer.errors import RotationError
-from gyre_trainer.home import as_parameter, home_of, local_of
-from gyre_trainer.ring import ring_of
-from gyre_trainer.rotated import RotatedModule, mix_in
-from gyre_trainer.rule import swapped
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
+from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.shards.sharded_parameters import as_parameter, local_of, sharded_parameters_of
 
 
 class ReplicatedModule:
-    """Mixed in before a module's class: its forward sees this rank's plain tensors in the place of its DTensors.
+    """Mixed in before a module's class: its forward reads plain local tensors instead of DTensors.
 
     Attributes:
-        reads_inside: whether it reads the parameters of modules inside, instead of calling these.
+        reads_inside: whether the forward reads the parameters of modules inside instead of calling
+            these.
     """
 
     reads_inside: ClassVar[bool] = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As without rotation."""
+        """The module's output, as without rotation."""
         assert isinstance(self, nn.Module)
         own = {name: local_of(p) for name, p in self.named_parameters(recurse=self.reads_inside)}
         with swapped(self, own):
@@ -38,27 +42,27 @@ class ReplicatedModule:
 
 
 class ReplicatedAttention(ReplicatedModule):
-    """The same before `nn.MultiheadAttention`, which reads the weight of its last layer."""
+    """Mixed in before `nn.MultiheadAttention`, which reads the weight of its last layer."""
 
     reads_inside: ClassVar[bool] = True
 
 
-class Averaging:
-    """Gradients that are averaged over the ranks once a backward has made them all.
+class GradientAveraging:
+    """Gradients that are averaged over the ranks when a backward has computed all of them.
 
     Attributes:
-        held_back: backward leaves this rank's own gradients for now; `no_sync` sets it.
+        postponed: whether backward leaves this rank's own gradients for now; `no_sync` sets it.
     """
 
     def __init__(self) -> None:
-        self.held_back = False
+        self.postponed = False
 
 
-class Replicas(Averaging):
+class ReplicatedGradients(GradientAveraging):
     """Averages the gradients of replicated parameters over the ranks when a backward ends.
 
-    What is averaged is the accumulated gradient. Where its older part is averaged already, that is equal on all ranks and its
-    mean is itself; where it was held back, it is averaged now.
+    The accumulated gradient is averaged. Its older part is either averaged already, and then equal
+    on all ranks and its own mean, or was postponed and is averaged now.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -67,14 +71,14 @@ class Replicas(Averaging):
         self._group = mesh.get_group()
         self._ring = ring_of(mesh)
         self._due = False
-        touched = partial(_touched, ref(self))  # a hook that held this would keep both alive for ever
+        touched = partial(_touched, ref(self))  # a hook with a strong reference would keep both alive
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
 
     def touched(self) -> None:
-        """A gradient has come; the backward that it came in will average all of them at its end."""
-        if not self._due and not self.held_back:
+        """Note that a gradient was computed; the end of this backward averages all gradients."""
+        if not self._due and not self.postponed:
             self._due = True
             Variable._execution_engine.queue_callback(self._average)
 
@@ -82,48 +86,52 @@ class Replicas(Averaging):
         self._due = False
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
-        with self._ring.roll_call.together("averaging gradients of replicated parameters"):
+        with self._ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
             dist.all_reduce(flat, group=self._group)
         flat /= dist.get_world_size(self._group)
         for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
 
 
-def _touched(replicas: "ref[Replicas]", parameter: Tensor) -> None:
-    there = replicas()
+def _touched(grad_averaging: "ref[ReplicatedGradients]", parameter: Tensor) -> None:
+    there = grad_averaging()
     if there is not None:
         there.touched()
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside do not average the gradients of replicated parameters; the next one outside averages their sum.
+    """A context whose backwards do not average gradients; the next one outside averages their sum.
 
-    For gradient accumulation, as DDP's `no_sync`: put all backwards but the last one into it, and step after the last. It
-    saves one all-reduce per backward. Gradients of rotated parameters travel in every backward all the same: a rank has no
-    room for those of others' slices. All ranks must do alike.
+    For gradient accumulation, as DDP's `no_sync`: put all backwards but the last into it, and step
+    after the last. It saves one all-reduce per backward. Gradients of rotated parameters travel in
+    every backward all the same: a rank has no memory for those of other slices. All ranks must do
+    alike.
 
     Raises:
         RotationError: the model was not rotated, or holds no module that was.
     """
-    averaging = [each for module in model.modules() if isinstance(each := getattr(module, "replicas", None), Averaging)]
+    averaging = [
+        each for module in model.modules() if isinstance(each := getattr(module, "grad_averaging", None), GradientAveraging)
+    ]
     if not averaging:
-        raise RotationError(f"{type(model).__name__} is not rotated; call rotate_all, or rotate, on the model as a whole first")
-    before = [each.held_back for each in averaging]
+        raise RotationError(f"{type(model).__name__} is not rotated; first call rotate_all, or rotate, on the whole model")
+    before = [each.postponed for each in averaging]
     for each in averaging:
-        each.held_back = True
+        each.postponed = True
     try:
         yield
     finally:
-        for each, held_back in zip(averaging, before, strict=True):
-            each.held_back = held_back
+        for each, postponed in zip(averaging, before, strict=True):
+            each.postponed = postponed
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep all parameters of the module that do not rotate whole on every rank.
 
     Raises:
-        RotationError: one is tied to a parameter that rotates, or on another device; names it.
+        RotationError: one is tied to a parameter that rotates, or is on another device; the message
+            names it.
     """
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for path, child in list(module.named_modules()):
@@ -135,13 +143,13 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         if loose and not isinstance(child, RotatedModule):
             attends = isinstance(child, nn.MultiheadAttention)
             mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
-    module.replicas = Replicas(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
+    module.grad_averaging = ReplicatedGradients(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
 
 
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
-    """A DTensor parameter with the values of rank 0; NaN until it is materialised where ``source`` is on `meta`."""
-    if home_of(source) is not None:
-        raise RotationError(f"{name} is tied to a parameter that rotates; rotate the module that it is in too, before this")
+    """A DTensor parameter with the values of rank 0; NaN where ``source`` is on `meta`."""
+    if sharded_parameters_of(source) is not None:
+        raise RotationError(f"{name} is tied to a parameter that rotates; first rotate the module that it is in")
     if source.is_meta:
         local = torch.full(source.shape, torch.nan, dtype=source.dtype, device=mesh.device_type)
     elif source.device.type != mesh.device_type:

@@ -1,16 +1,16 @@
-"""`nn.TransformerEncoderLayer` and the decoder's: their attentions rotate, and their feed-forward by hidden slices."""
+"""Torch's transformer layers: their attentions rotate, and their feed-forward by hidden slices."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from gyre_trainer.layers.dropout import share_mask
-from gyre_trainer.layers.mlp import MLPRule, drop_by_slices, projections
-from gyre_trainer.layers.multihead import turn_multihead
-from gyre_trainer.layout import Cut
-from gyre_trainer.rotated import RotatedModule
-from gyre_trainer.wrap import Inside, Where, wrap
+from gyre_trainer.layers.dropout import use_equal_mask
+from gyre_trainer.layers.mlp import MLPRule, projections, use_slice_mask
+from gyre_trainer.layers.multihead import rotate_multihead
+from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
+from gyre_trainer.shards.layout import Cut
 
 _Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
@@ -25,43 +25,43 @@ class FeedForwardRule(MLPRule):
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """As `MLPRule`; the layer's other dropouts are outside of the feed-forward."""
-        drop_by_slices(module, "dropout")
+        use_slice_mask(module, "dropout")
         return projections(module, self.ups, self.down)
 
 
 class RotatedFeedForward(RotatedModule):
-    """Mixed in before the layer's class: its feed-forward goes round the ring, all else is as it was."""
+    """Mixed in before the layer's class: its feed-forward rotates, everything else is as it was."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As without rotation, on this rank's part of the batch."""
+        """The layer's output for this rank's part of the batch, as without rotation."""
         return super(RotatedModule, self).forward(*args, **kwargs)  # type: ignore[misc]  # that of the layer's class
 
     def _ff_block(self, x: Tensor) -> Tensor:
         last: nn.Module = self.dropout2 if isinstance(self, nn.TransformerEncoderLayer) else self.dropout3  # type: ignore[attr-defined]
-        output: Tensor = last(self.around(x))
+        output: Tensor = last(self.ring_forward(x))
         return output
 
 
-def turn_transformer_layer(layer: _Layer, where: Where) -> None:
-    """Let its attentions and its feed-forward rotate; its norms are left as they are.
+def rotate_transformer_layer(layer: _Layer, target: RotationTarget) -> None:
+    """Rotate its attentions and its feed-forward; its norms are left as they are.
 
     Raises:
         RotationError: it has an option that is not supported.
     """
     batch_dim = 0 if layer.self_attn.batch_first else 1
-    turn_multihead(layer.self_attn, where)
+    rotate_multihead(layer.self_attn, target)
     if isinstance(layer, nn.TransformerDecoderLayer):
-        turn_multihead(layer.multihead_attn, where)
+        rotate_multihead(layer.multihead_attn, target)
     else:
-        layer.activation_relu_or_gelu = 0  # torch's fused inference would read the parameters themselves
+        layer.activation_relu_or_gelu = 0  # torch's fused inference would read the whole parameters
 
     def feed_forward(x: Tensor) -> Tensor:
         output: Tensor = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
         return output
 
     reads = ("linear1", "linear2", "dropout", "activation")
-    wrap(layer, FeedForwardRule(batch_dim=batch_dim), where, Inside(feed_forward, reads, RotatedFeedForward))
-    if where.policy.dropout == "equal":
+    wrap(layer, FeedForwardRule(batch_dim=batch_dim), target, PartialRotation(feed_forward, reads, RotatedFeedForward))
+    if target.policy.dropout == "equal":
         for name in ("dropout1", "dropout2", "dropout3"):
             if hasattr(layer, name):
-                share_mask(getattr(layer, name), where.mesh, batch_dim)
+                use_equal_mask(getattr(layer, name), target.mesh, batch_dim)

@@ -1,0 +1,104 @@
+"""What a dry run says of a step is what real ranks measure, to the byte."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.accounting.baselines import Strategy, distribute
+from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.step_cost import StepCost, measure_step
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.schema import build
+from torch import Tensor, nn
+
+from tests.distributed.conftest import StartRanks
+
+CPU = torch.device("cpu")
+PLAIN = {"vocab_size": 512, "num_layers": 2, "dim": 64, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 192, "max_seq_len": 32}
+UNEVEN = PLAIN | {"vocab_size": 500, "dim": 48, "num_heads": 6, "num_kv_heads": 3, "hidden_dim": 100, "bias": True}
+CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
+    (2, "plain"): {"model": PLAIN},
+    (2, "wide vocabulary, recomputation, no clipping"): {
+        "model": PLAIN | {"vocab_size": 8192},
+        "memory": {"recompute": True},
+        "optimizer": {"clip_norm": 0.0},
+    },
+    (3, "tied, uneven, bfloat16, in two parts"): {
+        "model": UNEVEN | {"tie_embeddings": True, "gated_mlp": False, "norm": "layer"},
+        "precision": {"compute_dtype": "bfloat16"},
+        "optimizer": {"accumulation_steps": 2},
+    },
+}
+
+
+def config(sections: dict[str, Any]) -> TrainConfig:
+    required = {"run": {"out": "nowhere", "steps": 9}, "data": {"dataset": "none", "batch_size": 12, "sequence_length": 32}}
+    return build(TrainConfig, required | sections, "")
+
+
+def rows(settings: TrainConfig) -> Tensor:
+    shape = settings.data.batch_size // dist.get_world_size(), settings.data.sequence_length
+    return torch.randint(settings.model.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def measured(settings: TrainConfig) -> dict[Strategy, StepCost]:
+    """A rank's program: each strategy's account, with real tensors and real messages."""
+    step_costs = {}
+    for strategy in Strategy:
+        model = distribute(settings, strategy, make_mesh("cpu"), CPU)
+        if strategy is Strategy.GYRE:
+            materialize(model, seed=0)
+        here = rows(settings)
+        step_costs[strategy] = measure_step(model, settings, Examples(here, here, None))
+    return step_costs
+
+
+@pytest.mark.parametrize(("num_ranks", "variant"), CONFIGS)
+def test_a_dry_run_takes_what_a_real_step_takes(num_ranks: int, variant: str, ranks: StartRanks) -> None:
+    settings = config(CONFIGS[num_ranks, variant])
+    real = ranks(num_ranks).run(measured, settings)[0]
+    for strategy in Strategy:
+        dry = dry_run(settings, strategy, num_ranks)
+        assert dry.timeline.peak() == real[strategy].timeline.peak(), strategy
+        assert dry.sent_bytes == real[strategy].sent_bytes, strategy
+        assert dry.timeline.at(-1) == real[strategy].timeline.at(-1), strategy
+
+
+class Loss(nn.Module):
+    """A GPT's loss as a forward, for that is what DDP wraps."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Tensor:
+        return GPT.loss(self.model, *args)
+
+
+def under_ddp(settings: TrainConfig) -> tuple[list[StepCost], list[dict[str, Tensor]]]:
+    """A rank's program: account and weights afterwards of our stand-in, then of torch's DDP."""
+    step_costs, weights = [], []
+    for stands_in in (True, False):
+        torch.manual_seed(3)
+        model = distribute(settings, Strategy.DDP, make_mesh("cpu"), CPU) if stands_in else GPT(settings.model)
+        if not stands_in:
+            model.__dict__["loss"] = nn.parallel.DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
+        here = rows(settings)
+        step_costs.append(measure_step(model, settings, Examples(here, here, None)))
+        weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+    return step_costs, weights
+
+
+def test_ddp_is_what_stands_in_for_it(ranks: StartRanks) -> None:
+    settings = config(CONFIGS[2, "plain"])
+    for step_costs, (ours, torchs) in ranks(2).run(under_ddp, settings):
+        assert ours.keys() == torchs.keys()
+        assert all(torch.allclose(ours[name], torchs[name], rtol=1e-4, atol=1e-6) for name in ours)
+        stand_in, real = step_costs
+        assert stand_in.sent_bytes == real.sent_bytes
+        assert stand_in.timeline.peak_bytes == pytest.approx(real.timeline.peak_bytes, rel=0.01)

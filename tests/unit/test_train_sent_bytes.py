@@ -1,0 +1,56 @@
+"""Bytes that a rank sends, by the algorithms that send the least."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.accounting.sent_bytes import SentBytes
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+NUM_RANKS = 4
+NUM_BYTES = 480  # of a whole buffer
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def buffer(parts: int = 1) -> torch.Tensor:
+    return torch.zeros(NUM_BYTES // parts, dtype=torch.uint8)
+
+
+def test_a_send_is_what_it_sends_and_a_receive_nothing() -> None:
+    with SentBytes(NUM_RANKS) as sent_bytes:
+        dist.send(buffer(), 1)
+        dist.recv(buffer(2), 3)
+        dist.barrier()
+    assert sent_bytes.total == NUM_BYTES
+
+
+def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None:
+    sent = []
+    with SentBytes(NUM_RANKS) as sent_bytes:
+        for collective in (
+            lambda: dist.all_gather_single(buffer(), buffer(NUM_RANKS)),
+            lambda: dist.all_gather([buffer(NUM_RANKS) for _ in range(NUM_RANKS)], buffer(NUM_RANKS)),
+            lambda: dist.reduce_scatter_single(buffer(NUM_RANKS), buffer()),
+            lambda: dist.all_reduce(buffer()),
+            lambda: dist.broadcast(buffer(), 0),
+        ):
+            before = sent_bytes.total
+            collective()  # type: ignore[no-untyped-call]
+            sent.append(sent_bytes.total - before)
+    share = NUM_BYTES * 3 // 4
+    assert sent == [share, share, share, 2 * share, share]
+
+
+def test_what_is_not_accounted_for_gives_no_figure() -> None:
+    with (
+        SentBytes(NUM_RANKS),
+        pytest.raises(NotImplementedError, match="c10d::alltoall_base_ sends an unknown number of bytes"),
+    ):
+        dist.all_to_all_single(buffer(), buffer())

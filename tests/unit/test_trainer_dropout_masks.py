@@ -1,0 +1,77 @@
+"""Dropout's masks in one process: as many entries as asked, no pattern, the same for the same key."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+import torch
+from gyre_trainer.comm.ring import Ring
+from gyre_trainer.rotation.dropout_masks import DropoutMasks
+from torch import Tensor
+
+
+@dataclass
+class FakeRing:
+    """What masks read of a ring."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def kept(
+    shape: tuple[int, ...],
+    p: float,
+    *,
+    key: int = 5,
+    equal: bool = True,
+    ring: FakeRing | None = None,
+    batch_dim: int = 0,
+    first: int = 0,
+) -> Tensor:
+    draw = DropoutMasks(key, cast("Ring", ring or FakeRing()), equal, batch_dim, first)
+    return draw.apply(torch.ones(shape, dtype=torch.float64), p)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_entries_stay_as_asked_and_the_mean_stays(equal: bool, p: float) -> None:
+    values = kept((40, 50, 60), p, equal=equal)
+    assert set(values.flatten().tolist()) == {0.0, 1 / (1 - p)}
+    assert values.mean().item() == pytest.approx(1, abs=5 * (p / (1 - p) / values.numel()) ** 0.5)
+
+
+def test_entries_are_independent_along_every_dim() -> None:
+    signs = kept((64, 64, 64), 0.5) - 1
+    for dim in range(3):
+        for distance in (1, 2, 3, 8, 16):
+            correlation = (signs * signs.roll(distance, dim)).mean().item()
+            assert abs(correlation) < 5 / signs.numel() ** 0.5
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_keys_and_masks_of_one_call_differ_and_the_same_key_repeats(equal: bool) -> None:
+    assert torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, equal=equal))
+    assert not torch.equal(kept((8, 64), 0.5, equal=equal), kept((8, 64), 0.5, key=6, equal=equal))
+    draw = DropoutMasks(5, cast("Ring", FakeRing()), equal=equal)
+    x = torch.ones(8, 64)
+    assert not torch.equal(draw.apply(x, 0.5), draw.apply(x, 0.5))
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_parts_of_a_batch_and_slices_have_their_part_of_the_equal_mask(batch_dim: int) -> None:
+    whole = kept((6, 6, 10), 0.5, batch_dim=batch_dim)
+    for rank in range(3):
+        for first in (0, 4):
+            part = whole.narrow(batch_dim, 2 * rank, 2)[..., first : first + 4]
+            found = kept(tuple(part.shape), 0.5, ring=FakeRing(rank, 3), batch_dim=batch_dim, first=first)
+            assert torch.equal(found, part)
+
+
+def test_independent_masks_differ_among_ranks_and_slices() -> None:
+    one = kept((8, 64), 0.5, equal=False)
+    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, ring=FakeRing(1, 2)))
+    assert not torch.equal(one, kept((8, 64), 0.5, equal=False, first=64))
+
+
+def test_everything_may_be_dropped() -> None:
+    assert kept((3, 4), 1.0).eq(0).all()

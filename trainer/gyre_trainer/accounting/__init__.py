@@ -1,0 +1,6 @@
+"""What one training step costs a rank: live bytes by category, and bytes sent.
+
+In: a configuration and a number of ranks. Out: tables and figures, for rotation beside FSDP2 and
+DDP, from a step on fake tensors. The baselines live here because `gyre-train plan` compares with
+them. Only `gyre_trainer.cli` imports this package.
+"""

@@ -1,0 +1,154 @@
+# ruff: noqa: N803, N806  # names carry shape letters
+"""What rotation is compared with: the same model under FSDP2 and under data parallelism."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+from gyre_trainer.layers.replicated import GradientAveraging
+from gyre_trainer.rotate import linear_cross_entropy
+from gyre_trainer.shards.sharded_parameters import same_storage
+from gyre_trainer.training.build import rotated
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT, Block, GPTConfig
+
+# DDP's default. Larger buckets raise its peak, smaller ones its number of all-reduces; the
+# comparison is fair only with the default.
+_BUCKET_BYTES = 25 << 20
+
+
+class Strategy(StrEnum):
+    """How parameters are distributed over the ranks."""
+
+    GYRE = "Gyre"
+    FSDP2_SUB_BLOCK = "FSDP2 per sub-block"
+    FSDP2_LAYER = "FSDP2 per layer"
+    DDP = "DDP"
+
+
+def distribute(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device) -> GPT:
+    """The configured model as one of the mesh's ranks holds it; a rotated one has no values yet."""
+    if strategy is Strategy.GYRE:
+        return rotated(config, mesh)
+    with device:
+        model = GPT(config.model) if strategy is Strategy.DDP else FullySharded(config.model)
+    if config.memory.recompute:
+        _recompute(model)
+    if strategy is Strategy.DDP:
+        return data_parallel(model, mesh)
+    return fully_sharded(model, config, mesh, per_layer=strategy is Strategy.FSDP2_LAYER)
+
+
+def _recompute(model: GPT) -> None:
+    """Keep only the inputs of norms, as rotation does, by means of torch's checkpoints."""
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.forward = partial(_checkpointed_block, block)  # type: ignore[method-assign]
+
+
+def _checkpointed_block(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    x_BTD = x_BTD + again(lambda x: block.attention(block.attention_norm(x), rope_TC), x_BTD)
+    output: Tensor = x_BTD + again(lambda x: block.mlp(block.mlp_norm(x)), x_BTD)
+    return output
+
+
+class FullySharded(GPT):
+    """A GPT whose head and loss are one module, so that FSDP2 gathers the head around it.
+
+    The logits never exist as a whole.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.tail = _HeadAndLoss(self.head)
+        del self.head
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+        """As the loss of a GPT, for targets of equal weight."""
+        assert weights_BT is None
+        loss: Tensor = self.tail(self._features(tokens_BT), targets_BT)
+        return loss
+
+
+class _HeadAndLoss(nn.Module):
+    """The head and the loss."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy, with the logits in chunks."""
+        return linear_cross_entropy(self.head, x_BTD, targets_BT)
+
+
+def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool) -> GPT:
+    """FSDP2 over whole blocks, or over each attention and each MLP.
+
+    Embedding and head are sharded by themselves unless they are tied.
+    """
+    dtype = getattr(torch, config.precision.compute_dtype)
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype))
+    shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for part in [block] if per_layer else [block.attention, block.mlp]:
+            shard(part)
+    if not config.model.tie_embeddings:
+        shard(model.embedding)
+        shard(model.tail)
+    shard(model)
+    register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
+    """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors."""
+    averaging = GradientAveraging()
+    bucket: list[nn.Parameter] = []
+    for parameter in reversed(list(model.parameters())):
+        bucket.append(parameter)
+        if sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
+            _Bucket(bucket, mesh, averaging)
+            bucket = []
+    if bucket:
+        _Bucket(bucket, mesh, averaging)
+    model.grad_averaging = averaging  # type: ignore[assignment]  # where `no_sync` finds it
+    return model
+
+
+class _Bucket:
+    """Gradients of replicated parameters in one flat buffer, averaged when all of them are there.
+
+    The hooks of the parameters hold it, so it lives as long as they do.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: GradientAveraging) -> None:
+        self._group = mesh.get_group()
+        self._averaging = averaging
+        self._num_parameters = len(parameters)
+        self._num_here = 0
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        for parameter, view in zip(parameters, torch.split(self._flat, sizes), strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(self._take, view.view_as(parameter)))  # type: ignore[no-untyped-call]
+
+    def _take(self, view: Tensor, parameter: Tensor) -> None:
+        if parameter.grad is not None and not same_storage(parameter.grad, view):
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self._num_here += 1
+        if self._num_here == self._num_parameters:
+            self._num_here = 0
+            if self._averaging.postponed:
+                return
+            self._flat /= dist.get_world_size(self._group)
+            dist.all_reduce(self._flat, group=self._group)

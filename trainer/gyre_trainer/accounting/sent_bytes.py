@@ -1,0 +1,66 @@
+"""Bytes that this rank sends, counted where operators are dispatched."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from gyre_trainer.accounting.live_bytes import COMMUNICATION_NAMESPACES
+
+# For each operator: the argument that is sent, and how often a rank of N sends its bytes.
+# Collectives count as their ring algorithms, which send the least.
+_SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
+    "c10d::send": (0, lambda n: 1),
+    "gyre::send": (0, lambda n: 1),
+    "c10d::allreduce_": (0, lambda n: 2 * (n - 1) / n),
+    "c10d::_allgather_base_": (0, lambda n: (n - 1) / n),
+    "c10d::allgather_": (1, lambda n: n - 1),
+    "c10d::_reduce_scatter_base_": (1, lambda n: (n - 1) / n),
+    "c10d::broadcast_": (0, lambda n: (n - 1) / n),
+    "_c10d_functional::all_reduce": (0, lambda n: 2 * (n - 1) / n),
+    "_c10d_functional::all_reduce_": (0, lambda n: 2 * (n - 1) / n),
+    "_c10d_functional::all_gather_into_tensor": (0, lambda n: n - 1),
+    "_c10d_functional::reduce_scatter_tensor": (0, lambda n: (n - 1) / n),
+}
+_SILENT = frozenset(
+    {"c10d::recv_", "gyre::recv", "c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+)
+
+
+class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that counts the bytes that operators send.
+
+    Attributes:
+        total: bytes sent until now.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        self._num_ranks = num_ranks
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and count what it sends.
+
+        Raises:
+            NotImplementedError: the operator communicates in an unknown way. No figure is better
+                than a wrong one.
+        """
+        if any(is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))):
+            return NotImplemented
+        if func.namespace in COMMUNICATION_NAMESPACES and func.namespace != "fsdp":
+            self.total += self._bytes(func.name().partition(".")[0], args)
+        return func(*args, **kwargs or {})
+
+    def _bytes(self, name: str, args: Sequence[Any]) -> int:
+        if name in _SILENT:
+            return 0
+        if name not in _SENT:
+            raise NotImplementedError(f"{name} sends an unknown number of bytes")
+        argument, times = _SENT[name]
+        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[argument]) if isinstance(leaf, Tensor))
+        return round(nbytes * times(self._num_ranks))

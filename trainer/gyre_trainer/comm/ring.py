@@ -1,0 +1,138 @@
+"""The ring of ranks: hops between neighbours, and the buffers that hops fill.
+
+A hop sends one buffer to one neighbour while another buffer arrives from the other neighbour.
+Neighbours of one host share memory on a CPU; all others send and receive in the process group.
+Every wait ends at the group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait
+holds up the current stream, not the process: NCCL moves the buffers on a stream of its own, in the
+order of the hops.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gyre_trainer.comm.buffer_pool import BufferPool
+from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
+from gyre_trainer.comm.shared_memory.transport import SharedMemoryTransport
+from gyre_trainer.comm.spans import span
+from gyre_trainer.comm.transport import Leg, ProcessGroupTransport, Stream, Transport, Work
+from gyre_trainer.errors import RingError
+
+
+class Direction(IntEnum):
+    """Where a buffer goes: the receiver's rank minus the sender's."""
+
+    CLOCKWISE = 1
+    COUNTER_CLOCKWISE = -1
+
+
+class Hop:
+    """One buffer on its way to a neighbour, and another on its way to this rank."""
+
+    def __init__(self, works: Sequence[tuple[Work, str]], diagnosis: HangDiagnosis) -> None:
+        self._works = works
+        self._diagnosis = diagnosis
+        self._is_under_way = True
+        self._failed: RingError | None = None
+
+    def wait(self) -> None:
+        """Return when both buffers have arrived.
+
+        Raises:
+            RingError: a neighbour is gone or too late; the message names the rank at fault.
+        """
+        if self._failed is not None:
+            raise self._failed
+        if not self._is_under_way:
+            return
+        with self._diagnosis.waiting(" and ".join(what for _, what in self._works) or "nothing"):
+            for work, what in self._works:
+                try:
+                    with span(what):
+                        work.wait()
+                except (RuntimeError, OSError) as error:
+                    self._failed = self._diagnosis.error(what, error)
+                    raise self._failed from error
+        self._is_under_way = False
+        self._works = ()
+
+
+class Ring:
+    """This rank among its neighbours.
+
+    Attributes:
+        rank: this rank's number on the ring, in [0, size).
+        size: the number of ranks on the ring.
+        pool: the transient buffers of all modules that rotate on this ring.
+        bytes_sent: bytes that this rank has sent in hops since the ring was made.
+        hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.bytes_sent = 0
+        self.hang_diagnosis = HangDiagnosis(group)
+        shared_memory = SharedMemoryTransport(group, self.hang_diagnosis)
+        self.pool = BufferPool(shared_memory.allocate)
+        self._transports: tuple[Transport, ...] = (shared_memory, ProcessGroupTransport(group, self.hang_diagnosis))
+        self._group = group
+
+    def shift(self, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
+        """Start to send ``outgoing`` one rank on, and to receive ``incoming`` from the other side.
+
+        Both tensors are contiguous and belong to the hop until it was waited for. Empty tensors are
+        not sent. Weights must arrive at the beginning of a buffer of the pool, and gradients must
+        leave from there: these are the sides that shared memory can offer to a neighbour.
+
+        Raises:
+            RingError: the hop could not be started.
+        """
+        self.bytes_sent += outgoing.numel() * outgoing.element_size()
+        legs = [
+            self._leg(incoming, -direction, stream, arrives=True),
+            self._leg(outgoing, direction, stream, arrives=False),
+        ]
+        legs = [leg for leg in legs if leg.tensor.numel()]
+        works: list[tuple[Work, str]] = []
+        for transport in self._transports:
+            reached = transport.offsets(outgoing.device)
+            if carried := [leg for leg in legs if leg.offset in reached]:
+                works += transport.start(carried, stream)
+            legs = [leg for leg in legs if leg.offset not in reached]
+        return Hop(works, self.hang_diagnosis)
+
+    def _leg(self, tensor: Tensor, offset: int, stream: Stream, *, arrives: bool) -> Leg:
+        verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
+        what = f"{verb} {stream.name.lower()} {preposition} rank {self._global(offset)}"
+        return Leg(tensor, offset, arrives, f"rank {self._global(0)}: {what}")
+
+    def _global(self, offset: int) -> int:
+        return dist.get_global_rank(self._group, (self.rank + offset) % self.size)
+
+
+_RINGS: WeakValueDictionary[dist.ProcessGroup, Ring] = WeakValueDictionary()
+
+
+def ring_of(mesh: DeviceMesh) -> Ring:
+    """The one ring on a mesh of one axis. It lives as long as a caller holds it."""
+    group = mesh.get_group()
+    ring = _RINGS.get(group)
+    if ring is None:
+        ring = _RINGS[group] = Ring(group)
+    return ring
+
+
+def collective(what: str) -> AbstractContextManager[object]:
+    """A context for a collective of all ranks of the default group.
+
+    Where the collective fails, `RingError` names the rank at fault. Without a ring on the default
+    group the context does nothing.
+    """
+    ring = _RINGS.get(dist.distributed_c10d._get_default_group())
+    return ring.hang_diagnosis.collective(what) if ring is not None else nullcontext()

@@ -1,0 +1,32 @@
+"""Ranges in a profiler's trace for what a rotation does; without a profiler, one check each."""
+
+from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
+
+_NOTHING = nullcontext()
+_PATHS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def name_modules(model: nn.Module) -> None:
+    """From now on, ranges name a module by its path in ``model``, not only by its class."""
+    for path, module in model.named_modules():
+        _PATHS[module] = path
+
+
+def slice_span(module: nn.Module, phase: str, index: int, hop: int) -> AbstractContextManager[object]:
+    """The range in which a rotated module computes with slice ``index``.
+
+    The slice has made ``hop`` hops to reach this rank; 0 is the own slice.
+    """
+    if not _profiler_enabled():
+        return _NOTHING
+    return record_function(f"{_PATHS.get(module, type(module).__name__)} {phase}: slice {index}, hop {hop}")
+
+
+def span(what: str) -> AbstractContextManager[object]:
+    """A range of that name."""
+    return record_function(what) if _profiler_enabled() else _NOTHING

@@ -1,0 +1,101 @@
+"""How a hop's tensors get from rank to rank: one interface, and its form over the process group.
+
+`gyre_trainer.comm.ring` asks its transports in order, and the first that reaches a neighbour
+carries the hop's leg to that neighbour. `gyre_trainer.comm.shared_memory` has the other transport.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
+
+
+class Stream(IntEnum):
+    """What a buffer holds. The value is its tag, so that two streams never mix."""
+
+    WEIGHTS = 1
+    GRADIENTS = 2
+
+
+class Work(Protocol):
+    """A transfer that was started: a work of the process group, or a `Transfer` of a link."""
+
+    def wait(self) -> object:
+        """Return when the tensor has arrived, or raise RuntimeError or OSError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One half of a hop: a tensor that this rank sends to a neighbour or receives from one.
+
+    Attributes:
+        tensor: contiguous and not empty.
+        offset: the neighbour's rank minus this rank, modulo the ring's size: 1 or -1.
+        arrives: whether the tensor is received.
+        description: for messages, such as "rank 0: sending weights to rank 1".
+    """
+
+    tensor: Tensor
+    offset: int
+    arrives: bool
+    description: str
+
+
+class Transport(Protocol):
+    """A way to carry legs to some of the neighbours."""
+
+    def offsets(self, device: torch.device) -> frozenset[int]:
+        """The neighbours that this transport reaches with tensors on ``device``."""
+        ...
+
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+        """Start the legs of one hop; all of their neighbours are within reach.
+
+        Returns:
+            The works with their descriptions, in the order in which they are to be waited for.
+
+        Raises:
+            RingError: a leg could not be started.
+        """
+        ...
+
+
+class ProcessGroupTransport:
+    """Sends and receives in a process group, which reaches every neighbour on every device."""
+
+    def __init__(self, group: dist.ProcessGroup, diagnosis: HangDiagnosis) -> None:
+        self._group = group
+        self._diagnosis = diagnosis
+
+    def offsets(self, device: torch.device) -> frozenset[int]:
+        """Both neighbours."""
+        return frozenset((1, -1))
+
+    def start(self, legs: Sequence[Leg], stream: Stream) -> list[tuple[Work, str]]:
+        """Start the legs as one batch of point-to-point operations."""
+        try:
+            # Sends come first. Gloo writes at once what the other side already waits for, and holds
+            # a lock meanwhile on which its own thread spins if the two share a core. That thread
+            # itself writes later what nobody waits for yet.
+            works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
+        except RuntimeError as error:
+            raise self._diagnosis.error(_described(legs), error) from error
+        # NCCL returns one work for the whole batch, gloo one for each operation.
+        descriptions = [leg.description for leg in legs] if len(works) == len(legs) else [_described(legs)]
+        return list(zip(reversed(works), descriptions, strict=True))
+
+    def _operation(self, leg: Leg, stream: Stream) -> dist.P2POp:
+        peer = (dist.get_rank(self._group) + leg.offset) % dist.get_world_size(self._group)
+        operation = dist.irecv if leg.arrives else dist.isend
+        return dist.P2POp(operation, leg.tensor, group=self._group, tag=stream, group_peer=peer)
+
+
+def _described(legs: Sequence[Leg]) -> str:
+    return " and ".join(leg.description for leg in legs)

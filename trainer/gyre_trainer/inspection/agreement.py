@@ -1,0 +1,67 @@
+"""Finds out before training whether the ranks' models differ."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
+
+
+def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Return if every rank on the mesh has the same parameters, cut alike, under the same policies.
+
+    Compared are names, shapes, dtypes, kinds of device, `requires_grad`, cuts, and the policies of
+    rotated modules. Collective.
+
+    Raises:
+        RotationError: on every rank, with the first difference between rank 0 and another rank.
+    """
+    here = _parameters(model), _policies(model)
+    digest = int.from_bytes(blake2b("\n".join(chain(*here)).encode(), digest_size=7).digest(), "little")
+    extremes = torch.tensor([digest, -digest], device=mesh.device_type)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group())
+    if isinstance(extremes, FakeTensor) or extremes.sum().item() == 0:  # a dry run has no other ranks
+        return
+    all_here = [here] * mesh.size()
+    dist.all_gather_object(all_here, here, group=mesh.get_group())
+    differences = (_difference(descriptions) for descriptions in zip(*all_here, strict=True))
+    raise RotationError(f"ranks have different models: {next(filter(None, differences))}")
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    """A line that describes each parameter."""
+    lines = []
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            cut = f", cut {parameter.placements[0]}" if isinstance(parameter, DTensor) else ""
+            state = "trains" if parameter.requires_grad else "is frozen"
+            where = f"{path}.{name}".removeprefix(".")
+            what = f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}, {state}{cut}"
+            lines.append(f"{where} of {own_class(module).__name__} is {what}")
+    return lines
+
+
+def _policies(model: nn.Module) -> list[str]:
+    """A line that describes the policy of each rotated module."""
+    rotated = [(path, module) for path, module in model.named_modules() if isinstance(module, RotatedModule)]
+    return [f"{path or type(module).__name__} rotates with {module.rotation.policy}" for path, module in rotated]
+
+
+def _difference(descriptions: Sequence[list[str]]) -> str:
+    """The first difference between rank 0 and another rank; "" where there is none."""
+    first = descriptions[0]
+    for rank, other in enumerate(descriptions):
+        longest = max(len(first), len(other))
+        pairs = zip(*(each + ["there is no more parameter"] * (longest - len(each)) for each in (first, other)), strict=True)
+        for one, another in pairs:
+            if one != another:
+                return f"on rank 0 {one}, but on rank {rank} {another}"
+    return ""

@@ -1,0 +1,113 @@
+"""What became of a model's parameters: the rule that cuts each, and this rank's bytes of it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from gyre_trainer.inspection.table import table
+from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
+from gyre_trainer.shards.sharded_parameters import local_of
+
+How = Literal["rotated", "replicated", "local"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEntry:
+    """Parameters of one module that were treated alike; tied ones appear at their first module.
+
+    Attributes:
+        path: the module's path in the model; empty for the model itself.
+        module_class: the name of its class.
+        how: "rotated": cut over the ranks; "replicated": whole on every rank; "local": a buffer, of
+            which each rank has its own, as under data parallelism.
+        rule: the name of the rule that cuts them; empty where none does.
+        names: names of the parameters or buffers, inside the module.
+        numel: elements of all of them, whole.
+        num_bytes: bytes of all of them, whole.
+        num_local_bytes: bytes that this rank has of them.
+        num_trainable: elements, whole, of those that take a gradient.
+    """
+
+    path: str
+    module_class: str
+    how: How
+    rule: str
+    names: tuple[str, ...]
+    numel: int
+    num_bytes: int
+    num_local_bytes: int
+    num_trainable: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotationPlan:
+    """What became of every parameter and buffer of a model, in the order of its modules.
+
+    Attributes:
+        entries: one or more for each module that has parameters or buffers of its own.
+    """
+
+    entries: tuple[PlanEntry, ...]
+
+    def num_bytes(self, how: How) -> int:
+        """Bytes of all whole parameters that were treated as ``how`` says."""
+        return sum(entry.num_bytes for entry in self.entries if entry.how == how)
+
+    @property
+    def num_local_bytes(self) -> int:
+        """Bytes of all parameters and buffers on this rank."""
+        return sum(entry.num_local_bytes for entry in self.entries)
+
+    def __str__(self) -> str:
+        """A table with one row for each entry."""
+        rows = [("module", "class", "rule", "parameters", "bytes", "bytes here")]
+        for each in self.entries:
+            rule = each.rule or {"replicated": "whole on every rank", "local": "buffers, each rank's own"}[each.how]
+            row = each.path or "(model)", each.module_class, rule, f"{each.numel:,}", f"{each.num_bytes:,}"
+            rows.append((*row, f"{each.num_local_bytes:,}"))
+        return table(rows, num_texts=3)
+
+
+def plan_of(model: nn.Module) -> RotationPlan:
+    """The plan of a rotated model, however it was rotated."""
+    seen: set[int] = set()
+    return RotationPlan(tuple(entry for path, module in model.named_modules() for entry in _entries(path, module, seen)))
+
+
+def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry]:
+    """The entries of a module: what its rotation cuts, then its own parameters and buffers."""
+    if isinstance(module, RotatedModule):
+        rotation = module.rotation
+        cut = {cut.name: module.get_parameter(cut.name) for cut in rotation.layout.cuts}
+        yield from _entry(path, module, cut, "rotated", type(rotation.rule).__name__, seen)
+    own = {name: p for name, p in module._parameters.items() if p is not None and not _is_sharded(p)}
+    yield from _entry(path, module, own, "replicated", "", seen)
+    buffers = {name: b for name, b in module._buffers.items() if b is not None}
+    yield from _entry(path, module, buffers, "local", "", seen)
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)
+
+
+def _entry(
+    path: str, module: nn.Module, tensors: Mapping[str, Tensor], how: How, rule: str, seen: set[int]
+) -> Iterator[PlanEntry]:
+    """An entry for those of ``tensors`` that were not seen before, if there are any."""
+    new = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
+    seen.update(map(id, new.values()))
+    if new:
+        yield PlanEntry(
+            path,
+            own_class(module).__name__,
+            how,
+            rule,
+            tuple(new),
+            numel=sum(tensor.numel() for tensor in new.values()),
+            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in new.values()),
+            num_local_bytes=sum(local_of(tensor).numel() * tensor.element_size() for tensor in new.values()),
+            num_trainable=sum(tensor.numel() for tensor in new.values() if tensor.requires_grad),
+        )

@@ -1,0 +1,58 @@
+"""The kinds of modules whose way to rotate is known."""
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from gyre_trainer.layers.attention import Attention, rotate_attention
+from gyre_trainer.layers.conv import ConvRule
+from gyre_trainer.layers.embedding import EmbeddingRule
+from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
+from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
+from gyre_trainer.layers.multihead import rotate_multihead
+from gyre_trainer.layers.transformer import rotate_transformer_layer
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.rotation.wrap import RotationTarget, wrap
+
+_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TORCHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_OURS = (Attention, MLP, GatedMLP, Experts, MoE)
+
+
+def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
+    """Rotate the module in the way of its kind; False, and nothing done, if none is known.
+
+    A subclass with another forward is not of its parent's kind, and neither is a layer whose weight
+    is computed from others.
+    """
+    kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
+    if kind is None or type(module).forward is not kind.forward or is_parametrized(module):
+        return False
+    match module:
+        case Attention():
+            rotate_attention(module, target)
+        case nn.MultiheadAttention():
+            rotate_multihead(module, target)
+        case nn.TransformerEncoderLayer() | nn.TransformerDecoderLayer():
+            rotate_transformer_layer(module, target)
+        case MoE():
+            wrap(module.experts, ExpertsRule(), target)  # the router stays whole
+        case _:
+            wrap(module, _rule_of(module), target)
+    return True
+
+
+def _rule_of(module: nn.Module) -> Rule:
+    match module:
+        case nn.Embedding():
+            return EmbeddingRule(module.num_embeddings, module.padding_idx)
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            return ConvRule(module)
+        case GatedMLP():
+            return MLPRule(ups=("gate", "up"))
+        case MLP():
+            return MLPRule()
+        case Experts():
+            return ExpertsRule()
+        case _:
+            return LinearRule()

@@ -1,0 +1,187 @@
+"""A rotated module's arguments, and what one slice computes from them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.deferred_grads import DeferredGrads, DeferWeightGrads
+from gyre_trainer.rotation.output_reduction import RunningSum
+from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
+from gyre_trainer.rotation.rotation import Rotation
+from gyre_trainer.rotation.rule import ModuleSlice, swapped
+from gyre_trainer.rotation.token_chunk import TokenChunk
+from gyre_trainer.shards.sharded_parameters import local_of
+
+
+class _Missing:
+    """Marks the position of a tensor in a flattened structure."""
+
+
+class Call:
+    """One call of a rotated module.
+
+    Attributes:
+        tensors: the inputs of the call in the graph around it: the sharded parameters' local
+            shards, then the replicated parameters, then the tensors among the arguments.
+        recorded: whether a backward may follow.
+        recomputed: whether backward computes the slices again. Then an input is kept only where
+            nothing can compute it again.
+        trainable: for each shard, whether it takes a gradient in this call.
+        inputs: the replicated parameters and the arguments, detached from the graph around the
+            call.
+        sums: the sums of the inputs' gradients, which all slices add to.
+        outer_dtype: the dtype of the outputs.
+    """
+
+    def __init__(self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._rotation = rotation
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        sharded_leaves = [
+            rotation.sharded.local(rotation.module.get_parameter(cut.name), cut.name) for cut in rotation.layout.cuts
+        ]
+        replicated = [local_of(rotation.module.get_parameter(name)) for name in rotation.replicated]
+        arguments = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.tensors = [*sharded_leaves, *replicated, *arguments]
+        self.recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+        self.recomputed = self.recorded and rotation.policy.recompute and rotation.rule.recompute_pays
+        self._leaves = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        self._autocast = autocast_of_now(rotation.sharded.flat.device)
+        self._recomputations: list[Recomputation | None] = []
+        self._kept_inputs: list[Recomputation | Tensor] = []
+        self.inputs: list[Tensor] = []
+        self._output: tuple[list[Any], Any] | None = None
+        self._is_split = False
+
+    def detach_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Detach the inputs from the graph around the call."""
+        num_cuts, first = len(self._rotation.layout.cuts), len(self._rotation.replicated)
+        self.tensors.clear()
+        self.trainable = [self.recorded and tensor.requires_grad for tensor in tensors[:num_cuts]]
+        self.sums = [RunningSum(tensor.dtype) for tensor in tensors[num_cuts:]]
+        self._take_grads = [self.recorded and tensor.requires_grad for tensor in tensors[num_cuts:]]
+        inputs = [tensor.detach() for tensor in tensors[num_cuts:]]
+        self.outer_dtype = self._rotation.sharded.flat.dtype
+        if len(inputs) > first and inputs[first].is_floating_point():
+            self.outer_dtype = inputs[first].dtype
+        self._set_inputs(inputs)
+
+    def _set_inputs(self, inputs: list[Tensor]) -> None:
+        """Cast the replicated parameters and the first argument to the dtype to compute in."""
+        for position, tensor in enumerate(inputs[: len(self._rotation.replicated) + 1]):
+            if tensor.is_floating_point():
+                inputs[position] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
+        self.inputs = [tensor.requires_grad_(takes) for tensor, takes in zip(inputs, self._take_grads, strict=True)]
+        self.deferred = DeferredGrads({})
+
+    def find_recomputations(self) -> None:
+        """Find out how backward can get each argument without keeping it.
+
+        This must happen before the graph around the call takes ``tensors`` in.
+        """
+        num_others = len(self._rotation.layout.cuts) + len(self._rotation.replicated)
+        arguments = [recomputable(tensor) for tensor in self.tensors[num_others:]]
+        self.tensors[num_others:] = [tensor for tensor, _ in arguments]
+        self._recomputations = [*[None] * len(self._rotation.replicated), *(recomputation for _, recomputation in arguments)]
+
+    def release_inputs(self, outputs: Sequence[Tensor]) -> None:
+        """Release the inputs that can be computed again, until `restore_inputs`."""
+        self._is_split = self.can_be_split(outputs)
+        self._kept_inputs = [
+            recomputation or tensor for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
+        ]
+        self.inputs.clear()
+        del self.deferred
+
+    def restore_inputs(self) -> None:
+        """Make all inputs available again."""
+        cache: dict[Any, Tensor] = {}
+        self._set_inputs([each.compute_again(cache) if isinstance(each, Recomputation) else each for each in self._kept_inputs])
+        self._kept_inputs.clear()
+
+    def can_be_split(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether backward takes some tokens at a time.
+
+        It does where one argument has many tokens, and each output has a row for each of them.
+        """
+        rule, limit = self._rotation.rule, self._rotation.policy.recompute_tokens
+        arguments = self.inputs[len(self._rotation.replicated) :]
+        if not rule.tokenwise or len(arguments) != 1 or arguments[0].ndim < 2 or not arguments[0].is_contiguous():
+            return False
+        tokens = arguments[0].shape[:-1]
+        return tokens.numel() > limit and all(output.shape[:-1] == tokens for output in outputs)
+
+    def all_tokens(self) -> TokenChunk:
+        """The inputs for all tokens."""
+        return TokenChunk(self.inputs, self.sums)
+
+    def chunks(self) -> Iterator[TokenChunk]:
+        """The chunks for which backward computes a slice, one after the other."""
+        return self.split() if self._is_split else iter((self.all_tokens(),))
+
+    def split(self) -> Iterator[TokenChunk]:
+        """The inputs for some tokens at a time, at most `recompute_tokens` of the policy."""
+        return self.all_tokens().split(len(self._rotation.replicated), self._rotation.policy.recompute_tokens)
+
+    def compute(self, index: int, flat: Tensor, chunk: TokenChunk) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a piece, and the leaves of their graph for its trainable shards.
+
+        Args:
+            index: the number of the piece.
+            flat: the piece's weights.
+            chunk: the inputs.
+
+        Raises:
+            RotationError: the module returns something else than floating-point tensors.
+        """
+        rotation, pieces = self._rotation, self._rotation.pieces
+        weights, bounds, trained = {}, {}, []
+        for cut, view, trainable in zip(pieces.cuts, pieces.views(flat, index), self.trainable, strict=True):
+            leaf = view.detach().requires_grad_(trainable)
+            if trainable:
+                trained.append(leaf)
+            start, stop = bounds[cut.name] = pieces.bounds(cut, index)
+            weights[cut.name] = F.pad(leaf, (start, cut.shape[0] - stop)) if cut.padded else leaf
+        inputs = dict(zip(rotation.replicated, chunk.inputs, strict=False))
+        arrived = iter(chunk.inputs[len(rotation.replicated) :])
+        leaves = [next(arrived) if leaf is _Missing else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        self.deferred.sums = {id(tensor): total for tensor, total in zip(chunk.inputs, chunk.sums, strict=True)}
+        self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
+        with swapped(rotation.module, {**weights, **inputs}), DeferWeightGrads(self.deferred), self._autocast():
+            output = rotation.rule.run(rotation.forward, ModuleSlice(weights, bounds, self.deferred), args, kwargs)
+        return self._tensors_of(output), trained
+
+    def _tensors_of(self, output: Any) -> list[Tensor]:
+        """The tensors of an output. The first slice's output gives the form and everything else."""
+        leaves, spec = tree_flatten(output)
+        if self._output is None:
+            self._output = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
+        if wrong is not None or not tensors:
+            raise RotationError(
+                f"{self._rotation.name} returns {f'a tensor of {wrong}' if wrong else type(output).__name__}; "
+                "a rotated module must return floating-point tensors, one or several in tuples, lists and dicts"
+            )
+        return tensors
+
+    def rebuild_output(self, tensors: Sequence[Tensor]) -> Any:
+        """The module's output, in the form of a slice's output, with ``tensors`` as its tensors."""
+        assert self._output is not None
+        leaves, spec = self._output
+        missing = iter(tensors)
+        return tree_unflatten([next(missing) if leaf is _Missing else leaf for leaf in leaves], spec)
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients of the inputs. Afterwards the call keeps nothing."""
+        grads = [total.total for total in self.sums]
+        self.inputs.clear()
+        self.sums.clear()
+        self._leaves.clear()
+        del self.deferred
+        return grads

@@ -1,0 +1,143 @@
+"""Weight gradients of linear layers, computed last in a slice's backward.
+
+A slice's gradient is still in flight to this rank while the slice's backward begins. So a linear
+layer only records the two matrices whose product is its weight's gradient. The product is formed
+when the gradient's buffer has arrived, straight into it: no weight's gradient exists beside the
+buffer, and the hop is hidden behind the rest of the slice's backward. An operator that forms its
+weight's gradient in parts adds each part to the buffer at once, and so waits for the hop earlier.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from gyre_trainer.rotation.output_reduction import RunningSum
+from gyre_trainer.shards.gradient_ring import SliceGrad
+
+_UNBIND = (torch.unbind, Tensor.unbind)
+_Position = tuple[int, int | None]  # position and entry
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGradProduct:
+    """The gradient of a weight as the product of two matrices.
+
+    Attributes:
+        position: the weight's index among the shards that take a gradient.
+        entry: which of the matrices along that shard's first dim the weight is; None where it is
+            the whole shard.
+    """
+
+    position: int
+    left: Tensor
+    right: Tensor
+    entry: int | None = None
+
+
+@dataclass(slots=True)
+class DeferredGrads:
+    """What the slices' graphs of one call share beside autograd.
+
+    Attributes:
+        sums: sums of the gradients of the call's inputs, by the inputs' ids. They are complete when
+            all slices are through.
+        positions: the weights of the slice whose graph is recorded, by their ids: their index among
+            the shards that take a gradient.
+        entries: position, entry and matrix of weights that were unbound, by ids. These are the
+            matrices' own while the matrices live here.
+        products: recorded by linear layers of the slice whose backward runs; `take_products`
+            empties it.
+        slice_grad: waits for the gradient of the slice whose backward runs, and returns it.
+    """
+
+    sums: Mapping[int, RunningSum]
+    positions: Mapping[int, int] = field(default_factory=dict)
+    entries: dict[int, tuple[int, int, Tensor]] = field(default_factory=dict)
+    products: list[WeightGradProduct] = field(default_factory=list)
+    slice_grad: Callable[[], SliceGrad] | None = None
+
+    def add_product(self, position: int, left: Tensor, right: Tensor) -> None:
+        """Add the product of two matrices to the gradient of the weight at ``position`` at once."""
+        assert self.slice_grad is not None
+        self.slice_grad().add_product(position, left, right)
+
+    def take_products(self) -> list[WeightGradProduct]:
+        """The products that were recorded since the last call."""
+        products = self.products[:]
+        self.products.clear()
+        return products
+
+
+class DeferWeightGrads(TorchFunctionMode):
+    """A context: linear layers on the weights in ``deferred.positions`` record gradients.
+
+    The same holds for the matrices that `unbind` takes out of such a weight. Any other use of a
+    weight gives its gradient as usual.
+    """
+
+    def __init__(self, deferred: DeferredGrads) -> None:
+        super().__init__()
+        self._deferred = deferred
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _UNBIND and id(args[0]) in self._deferred.positions:
+            self._note_entries(self._deferred.positions[id(args[0])], result)
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._deferred.entries.clear()
+
+    def _note_entries(self, position: int, tensors: Sequence[Tensor]) -> None:
+        if tensors and tensors[0].ndim == 2:
+            self._deferred.entries.update({id(tensor): (position, entry, tensor) for entry, tensor in enumerate(tensors)})
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002  # torch's name
+        position, entry = self._deferred.positions.get(id(weight)), None
+        if position is None and id(weight) in self._deferred.entries:
+            position, entry, _ = self._deferred.entries[id(weight)]
+        if position is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        return _Linear.apply(input, weight, bias, (position, entry), self._deferred)  # type: ignore[no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer that records its weight's gradient and adds its input's to a sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, where: _Position, deferred: DeferredGrads
+    ) -> Tensor:
+        ctx.save_for_backward(source, weight)
+        ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(source))
+        return F.linear(source, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        source, weight = ctx.saved_tensors
+        grad = _rows(grad_output)
+        position, entry = ctx.where
+        ctx.deferred.products.append(WeightGradProduct(position, grad.t(), _rows(source), entry))
+        grad_source = grad_bias = None
+        if ctx.needs_input_grad[0] and ctx.sum is None:
+            grad_source = (grad @ weight).view(source.shape)
+        elif ctx.needs_input_grad[0]:
+            ctx.sum.add_product(grad, weight, source.shape)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_source, None, grad_bias, None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix of its last dim; `reshape` cannot do this where that dim is empty."""
+    return tensor.unsqueeze(0) if tensor.ndim == 1 else tensor.flatten(0, -2)

@@ -1,0 +1,106 @@
+"""Hops of backward that start ahead of time, while the module before them still computes."""
+
+from contextlib import ExitStack, closing
+from weakref import WeakKeyDictionary, ref
+
+from torch.autograd import Variable
+
+from gyre_trainer.comm.ring import Direction, Ring
+from gyre_trainer.rotation.rotation import Rotation
+from gyre_trainer.shards.remote_slices import RemoteSlices
+
+
+class SlicesInFlight(ExitStack):
+    """The slices of a rotation, or their pieces of one round, in flight.
+
+    Leaving the context waits for the hops in flight and puts the buffers back.
+
+    Attributes:
+        own: the number of the own piece, and the piece as it travels.
+        remote: the pieces of the other ranks; the first hop has started.
+        version: the version of the sharded parameters when the own piece was sent.
+    """
+
+    def __init__(self, rotation: Rotation, direction: Direction, round_: int) -> None:
+        super().__init__()
+        ring, pieces = rotation.sharded.ring, rotation.pieces
+        flat = self.enter_context(rotation.own_piece(round_))
+        self.own = pieces.piece(ring.rank, round_), flat
+        self.remote = self.enter_context(closing(RemoteSlices(ring, flat, pieces, direction, round_)))
+        self.version = rotation.sharded.version
+
+
+class Prefetch:
+    """Starts the first hop of the next round or rotation while the one before it still computes.
+
+    Which rotation comes next in backward was learned from the last backward. All ranks learn the
+    same, since all make the same calls in the same order. Where the expectation was wrong, the hop
+    is made again.
+    """
+
+    def __init__(self) -> None:
+        self._next_rotation: WeakKeyDictionary[Rotation, ref[Rotation]] = WeakKeyDictionary()
+        self._last: Rotation | None = None
+        self._ready: tuple[Rotation, int, SlicesInFlight] | None = None
+
+    def backward_begins(self, rotation: Rotation) -> None:
+        """Note that the backward of ``rotation`` begins."""
+        if self._last is not None:
+            self._next_rotation[self._last] = ref(rotation)
+        self._last = rotation
+        Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def slices(self, rotation: Rotation, round_: int) -> SlicesInFlight:
+        """The slices that were started ahead of time, or new ones."""
+        if self._ready is not None:
+            expected_rotation, expected_round, slices = self._ready
+            self._ready = None
+            if expected_rotation is rotation and expected_round == round_ and slices.version == rotation.sharded.version:
+                return slices
+            slices.close()
+        return SlicesInFlight(rotation, Direction.COUNTER_CLOCKWISE, round_)
+
+    def start_next(self, rotation: Rotation, round_: int) -> None:
+        """Start what follows a round of ``rotation``; call it after the remote slices."""
+        if round_ + 1 < rotation.pieces.num_rounds:
+            next_rotation: Rotation | None = rotation
+        else:
+            known = self._next_rotation.get(rotation)
+            next_rotation, round_ = known() if known is not None else None, -1
+        if next_rotation is None:
+            _reserve_buffers(rotation)
+        elif next_rotation.rule.backward_reads_weights:
+            self._cancel()
+            self._ready = next_rotation, round_ + 1, SlicesInFlight(next_rotation, Direction.COUNTER_CLOCKWISE, round_ + 1)
+
+    def _cancel(self) -> None:
+        if self._ready is not None:
+            self._ready[2].close()
+            self._ready = None
+
+    def _backward_ended(self) -> None:
+        """Cancel what was started: the next step has other weights."""
+        self._cancel()
+        self._last = None
+
+
+def _reserve_buffers(rotation: Rotation) -> None:
+    """Let the pool allocate what `start_next` will take.
+
+    The first backward does not start anything ahead of time; without this the second would
+    allocate.
+    """
+    sharded, dtype = rotation.sharded, rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+    if sharded.ring.size > 1:
+        num_buffers = 1 if dtype == sharded.flat.dtype else 2  # for the remote and the own slice
+        buffers = [sharded.ring.pool.take(rotation.pieces.numel(0), dtype, sharded.flat.device) for _ in range(num_buffers)]
+        for buffer in buffers:
+            sharded.ring.pool.put(buffer)
+
+
+_PREFETCHES: WeakKeyDictionary[Ring, Prefetch] = WeakKeyDictionary()
+
+
+def prefetch_of(ring: Ring) -> Prefetch:
+    """The one prefetch of all rotations on a ring."""
+    return _PREFETCHES.setdefault(ring, Prefetch())

@@ -1,0 +1,238 @@
+"""One call of a rotated module: one pass round the ring in forward, another in backward.
+
+[Note: The backward ring]
+
+With N ranks, forward sends the slices clockwise. Rank r computes with its own slice while slice r-1
+is in flight to it, then with slice r-1 while slice r-2 is in flight, and so on: N-1 hops, each
+hidden behind a computation. A rank only sends copies; its own slice is never written to. So an
+evaluation between forward and backward, a second forward, or an exception cannot spoil it.
+
+Backward sends the slices counter-clockwise: rank r computes with slice r+1, r+2, ..., and with its
+own slice last, which needs no hop. The gradient of a slice follows one step behind its weights
+(`gyre_trainer.shards.gradient_ring`). Slice s starts on rank s-1, which is the first to compute
+with it, and its gradient moves with it to s-2, s-3, ..., so each rank adds its contribution, and
+after N-1 hops the gradient reaches rank s, which adds the last one. Weights take N-1 hops in
+forward and N-1 in backward, gradients N-1: 3 (N-1)/N of the parameters' bytes, the minimum.
+
+Two things hide the hops of backward. The gradient's buffer arrives while the slice's backward
+computes, and weight gradients are formed last, straight into it (`deferred_grads`). And the first
+hop of the next module starts while this module computes with its own slice (`prefetch`). What
+autograd would save of a remote slice is replaced by its place in the slice and found again when the
+slice comes a second time (`saved_tensors`), so a module needs no backward written for it and no
+remote slice outlives its use.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gyre_trainer.comm.ring import Direction
+from gyre_trainer.comm.spans import slice_span
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.call import Call
+from gyre_trainer.rotation.output_reduction import OutputReduction
+from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
+from gyre_trainer.rotation.rotation import Rotation
+from gyre_trainer.rotation.saved_tensors import SavedTensors
+from gyre_trainer.rotation.token_chunk import TokenChunk
+from gyre_trainer.shards.gradient_ring import GradientRing
+from gyre_trainer.shards.layout import Layout
+
+_Grads = Sequence[Tensor | None]
+
+
+def run(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The module's output; backward leaves averaged gradients on the sharded parameters."""
+    call = Call(rotation, args, kwargs)
+    if call.recomputed:
+        call.find_recomputations()
+    return call.rebuild_output(_Rotate.apply(RingPass(rotation, call), *call.tensors))  # type: ignore[no-untyped-call]
+
+
+class _Rotate(torch.autograd.Function):
+    """A ring pass as a node of the graph; its inputs are those of `Call.tensors`."""
+
+    @staticmethod
+    def forward(ctx: Any, ring_pass: "RingPass", *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ring_pass = ring_pass
+        ctx.set_materialize_grads(False)
+        return ring_pass.forward(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.ring_pass.backward(grad_outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """One slice's computation, ready for its backward.
+
+    Attributes:
+        outputs: the edge and dtype of each output; the edge is None where the output needs no
+            gradient.
+        weights: the leaves that stand for the slice's trainable shards.
+        saved: the graph's saved tensors; None where backward follows while the slice is still here.
+    """
+
+    outputs: list[tuple[GradientEdge | None, torch.dtype]]
+    weights: list[Tensor]
+    saved: SavedTensors | None
+
+
+class RingPass:
+    """One call of a rotated module: one pass round the ring in forward, another in backward.
+
+    See [Note: The backward ring].
+    """
+
+    def __init__(self, rotation: Rotation, call: Call) -> None:
+        self._rotation = rotation
+        self._layout = rotation.pieces
+        self._ring = rotation.sharded.ring
+        self._call = call
+        self._spent = False
+        self._keeps_graphs = call.recorded and not call.recomputed
+        self._graphs: dict[int, _Graph] = {}
+        self._reductions: list[OutputReduction] = []
+        self._version = rotation.sharded.version
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The reduced outputs of the slices."""
+        self._call.detach_inputs(tensors)
+        for round_ in range(self._layout.num_rounds):
+            with SlicesInFlight(self._rotation, Direction.CLOCKWISE, round_) as slices:
+                for hop, (index, flat) in enumerate(chain([slices.own], slices.remote)):
+                    with slice_span(self._rotation.module, "forward", index, hop):
+                        self._reduce(index, self._run(index, flat))
+        outputs = tuple(reduction.result() for reduction in self._reductions)
+        if self._call.recomputed:
+            self._call.release_inputs(outputs)
+        return outputs
+
+    def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
+        """The gradients of `Call.tensors`: averaged for shards, this rank's own for all others.
+
+        Raises:
+            RotationError: the parameters changed since forward, or this backward ran before.
+            RingError: a hop failed.
+        """
+        self._require_fresh()
+        sharded, call = self._rotation.sharded, self._call
+        if call.recomputed:
+            call.restore_inputs()
+        layout = self._layout.only(call.trainable)
+        dtype = self._rotation.policy.grad_dtype or sharded.flat.dtype
+        gradient_ring = GradientRing(self._ring, layout, dtype, sharded.flat.device)
+        for step, (index, flat) in enumerate(self._backward_slices(), 1):
+            call.deferred.slice_grad = partial(gradient_ring.receive, index)
+            with slice_span(self._rotation.module, "backward", index, step % self._ring.size):
+                for chunk in call.chunks():
+                    grads = self._differentiate(index, flat, grad_outputs, chunk)
+                    if layout.cuts:
+                        self._add(index, grads, gradient_ring)
+                    del grads  # the next ones must not exist beside them
+            if layout.cuts:
+                gradient_ring.send_on()
+        own = iter(self._own_gradients(layout, gradient_ring) if layout.cuts else ())
+        self._reductions.clear()
+        return [next(own) if trainable else None for trainable in call.trainable] + call.finish()
+
+    def _own_gradients(self, layout: Layout, gradient_ring: GradientRing) -> list[Tensor]:
+        flat = gradient_ring.finish().to(self._rotation.sharded.flat.dtype)
+        return layout.in_rounds(1).views(flat, self._ring.rank)
+
+    def _require_fresh(self) -> None:
+        if self._rotation.sharded.version != self._version:
+            raise RotationError(f"parameters of {self._rotation.name} changed between forward and backward")
+        if self._spent:
+            raise RotationError(f"backward through {self._rotation.name} ran before; it can run once after each forward")
+        self._spent = True
+
+    def _run(self, index: int, flat: Tensor) -> list[Tensor]:
+        """One slice's outputs, detached. Their graph is kept where backward needs it."""
+        if not self._keeps_graphs:
+            return [output.detach() for output in self._call.compute(index, flat, self._call.all_tokens())[0]]
+        saved = SavedTensors(flat)
+        with torch.enable_grad(), saved.recording():
+            outputs, weights = self._call.compute(index, flat, self._call.all_tokens())
+        saved.flat = None
+        self._graphs[index] = _Graph([_edge(output) for output in outputs], weights, saved)
+        return [output.detach() for output in outputs]
+
+    def _reduce(self, index: int, outputs: Sequence[Tensor]) -> None:
+        if not self._reductions:
+            rule, dtype = self._rotation.rule, self._call.outer_dtype
+            self._reductions = [rule.output_reduction(position, self._layout, dtype) for position in range(len(outputs))]
+        for reduction, output in zip(self._reductions, outputs, strict=True):
+            reduction.add(index, output)
+
+    def _backward_slices(self) -> Iterator[tuple[int, Tensor | None]]:
+        """Number and piece of each slice in backward's order; None for unread weights.
+
+        In each round the order is from the next rank's slice to the own one.
+        """
+        prefetch = prefetch_of(self._ring)
+        prefetch.backward_begins(self._rotation)
+        for round_ in range(self._layout.num_rounds):
+            if self._rotation.rule.backward_reads_weights:
+                with prefetch.slices(self._rotation, round_) as slices:
+                    yield from slices.remote
+                    prefetch.start_next(self._rotation, round_)
+                    yield slices.own
+            else:
+                *others, own = (self._layout.piece(index, round_) for index in self._counter_clockwise())
+                yield from ((piece, None) for piece in others)
+                prefetch.start_next(self._rotation, round_)
+                yield own, None
+
+    def _counter_clockwise(self) -> Iterator[int]:
+        return ((self._ring.rank + step) % self._ring.size for step in range(1, self._ring.size + 1))
+
+    def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads, chunk: TokenChunk) -> _Grads:
+        """Gradients of one slice's trainable shards, except deferred ones; adds the inputs'."""
+        graph = self._graph(index, flat, chunk)
+        wanted = [leaf for leaf in (*graph.weights, *chunk.inputs) if leaf.requires_grad]
+        edges, slice_grads = [], []
+        for (edge, dtype), reduction, grad_output in zip(graph.outputs, self._reductions, grad_outputs, strict=True):
+            if edge is not None and grad_output is not None:
+                edges.append(edge)
+                slice_grads.append(chunk.of(reduction.grad_of_slice(index, grad_output)).to(dtype))
+        found: _Grads = [None] * len(wanted)
+        if edges and wanted:
+            found = torch.autograd.grad(edges, wanted, slice_grads, allow_unused=True)
+        of_inputs = iter(found[len(graph.weights) :])
+        for total, leaf in zip(chunk.sums, chunk.inputs, strict=True):
+            total.add(next(of_inputs) if leaf.requires_grad else None)
+        return found[: len(graph.weights)]
+
+    def _add(self, index: int, grads: _Grads, gradient_ring: GradientRing) -> None:
+        """Add to the slice's gradient when it has arrived."""
+        slice_grad = gradient_ring.receive(index)
+        for position, grad in enumerate(grads):
+            if grad is not None:
+                slice_grad.add(position, grad)
+        for product in self._call.deferred.take_products():
+            slice_grad.add_product(product.position, product.left, product.right, product.entry)
+
+    def _graph(self, index: int, flat: Tensor | None, chunk: TokenChunk) -> _Graph:
+        if self._keeps_graphs:
+            graph = self._graphs.pop(index)
+            assert graph.saved is not None
+            graph.saved.flat = flat
+            return graph
+        assert flat is not None
+        with torch.enable_grad():
+            outputs, weights = self._call.compute(index, flat, chunk)
+        return _Graph([_edge(output) for output in outputs], weights, None)
+
+
+def _edge(output: Tensor) -> tuple[GradientEdge | None, torch.dtype]:
+    return get_gradient_edge(output) if output.requires_grad else None, output.dtype

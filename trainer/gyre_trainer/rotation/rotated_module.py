@@ -1,0 +1,56 @@
+"""A module whose forward runs slice by slice."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
+from gyre_trainer.rotation.ring_pass import run
+from gyre_trainer.rotation.rotation import Rotation
+from gyre_trainer.rotation.rule import Rule
+
+_MIXED = "_mixed_in"  # marks classes that `mix_in` made
+
+
+class RotatedModule:
+    """Mixed in before a module's class: the module's forward goes round the ring.
+
+    Attributes:
+        rotation: how the module is cut, and where its parameters are.
+    """
+
+    rotation: Rotation
+    training: bool
+    _by_rule: dict[Rule, Rotation]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output for this rank's part of the batch, as without rotation."""
+        return self.ring_forward(*args, **kwargs)
+
+    def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One pass round the ring."""
+        if self.training and self.rotation.rule.uses_dropout:
+            equal = self.rotation.policy.dropout == "equal"
+            kwargs[MASKS_ARGUMENT] = DropoutMasks(new_key(), self.rotation.sharded.ring, equal=equal)
+        return run(self.rotation, args, kwargs)
+
+    def rotation_by(self, rule: Rule) -> Rotation:
+        """The same sharded parameters under another rule; equal rules give the same object."""
+        if rule not in self._by_rule:
+            self._by_rule[rule] = replace(self.rotation, rule=rule)
+        return self._by_rule[rule]
+
+
+def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
+    """Replace the module's class by a subclass of it with ``behaviour`` before it.
+
+    The module stays an instance of its own class.
+    """
+    cls = type(module)
+    module.__class__ = type(f"{prefix}{cls.__name__}", (behaviour, cls), {_MIXED: True})
+
+
+def own_class(module: nn.Module) -> type:
+    """The module's class before anything was mixed in."""
+    return next(cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and _MIXED not in vars(cls))

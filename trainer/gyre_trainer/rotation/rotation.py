@@ -1,0 +1,124 @@
+"""A rotated module between two calls: how it is cut, where its slice lies, how slices travel.
+
+The life of a parameter: `gyre_trainer.shards.shard_parameters` keeps 1/N of it on each rank, and no
+rank ever holds more of it than slices in transient buffers. A call sends copies of the slices round
+the ring, and each rank runs the module on its own part of the batch with each slice in turn.
+Backward sends the slices once more and returns an averaged gradient for the own slice, which the
+optimizer applies in place. See [Note: The backward ring] in `ring_pass`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.rule import Rule
+from gyre_trainer.shards.layout import Layout
+from gyre_trainer.shards.sharded_parameters import ShardedParameters
+
+# A slice that can be divided travels in pieces no larger than the largest slice that cannot, so
+# that one large vocabulary does not set the size of all transient buffers. Smaller pieces than 2^18
+# elements (1 MiB in float32) cost more time in hops than they save memory; more rounds multiply the
+# hops per call.
+_MIN_PIECE_NUMEL = 2**18
+_MAX_ROUNDS = 16
+
+_Dropout = Literal["independent", "equal"]
+
+
+@dataclass(frozen=True, slots=True)
+class RotationPolicy:
+    """How slices travel and compute. The rank's own shards keep the dtype of the parameters.
+
+    Attributes:
+        compute_dtype: the dtype of travelling weights and of the computation with them; None for
+            the parameters' own.
+        grad_dtype: the dtype of travelling gradients; None for the parameters' own.
+        recompute: whether backward computes each slice again, so that no activation inside the
+            module is kept. It sends no more bytes.
+        recompute_tokens: the most tokens that are recomputed at a time, where the output for a
+            token depends on this token alone, as in an MLP.
+        dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
+            number of ranks, if all ranks have one seed (`torch.manual_seed`). See
+            `gyre_trainer.rotation.dropout_masks`.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    recompute: bool = False
+    recompute_tokens: int = 4096
+    dropout: _Dropout = "independent"
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "grad_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise RotationError(f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None")
+        if self.recompute_tokens < 1:
+            raise RotationError(f"RotationPolicy(recompute_tokens={self.recompute_tokens}): it must be 1 or more")
+        if self.dropout not in get_args(_Dropout):
+            raise RotationError(f"RotationPolicy(dropout={self.dropout!r}): it must be one of {', '.join(get_args(_Dropout))}")
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A rotated module: how it is cut, and where its parameters are.
+
+    Attributes:
+        module: the module whose parameters lie in ``sharded``.
+        forward: the module's own forward, for whole and for sliced parameters.
+        rule: how the module is cut.
+        layout: as that of ``sharded``, with the parameters' names in this module.
+        sharded: the sharded parameters; tied modules share them.
+        policy: how slices travel and compute.
+        replicated: names of parameters inside that no cut names; each rank has them whole.
+    """
+
+    module: nn.Module
+    forward: Callable[..., Tensor]
+    rule: Rule
+    layout: Layout
+    sharded: ShardedParameters
+    policy: RotationPolicy
+    replicated: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the module's class, for messages."""
+        return type(self.module).__name__
+
+    @cached_property
+    def pieces(self) -> Layout:
+        """How the slices travel: a large slice that can be divided travels in several pieces.
+
+        The number of rounds is settled at the first call, when everything that rotates on the ring
+        is known, and does not change afterwards.
+        """
+        largest_whole = self.sharded.ring.pool.largest_whole_numel
+        if not self.rule.divisible or len(self.layout.cuts) > 1 or not largest_whole:
+            return self.layout
+        num_rounds = -(-self.layout.numel(0) // max(largest_whole, _MIN_PIECE_NUMEL))
+        return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, num_rounds)))
+
+    @contextmanager
+    def own_piece(self, round_: int) -> Iterator[Tensor]:
+        """A context with the own slice's piece of a round as it travels.
+
+        The piece is a view of the own slice, or a copy in the dtype of the computation.
+        """
+        flat = self.pieces.piece_in(self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_))
+        dtype = self.policy.compute_dtype or flat.dtype
+        if dtype == flat.dtype:
+            yield flat
+            return
+        pool = self.sharded.ring.pool
+        buffer = pool.take(self.pieces.numel(0), dtype, flat.device)
+        try:
+            yield buffer[: flat.numel()].copy_(flat)
+        finally:
+            pool.put(buffer)

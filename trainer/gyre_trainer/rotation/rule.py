@@ -1,0 +1,107 @@
+"""How one kind of module is cut into slices; `gyre_trainer.layers` has the known kinds."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gyre_trainer.rotation.deferred_grads import DeferredGrads
+from gyre_trainer.rotation.output_reduction import OutputReduction, SumOfOutputs
+from gyre_trainer.shards.layout import Cut, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSlice:
+    """The slice of a module that is on this rank now.
+
+    Attributes:
+        weights: tensors in the place of the parameters that are cut, by name.
+        bounds: the half-open range of the cut dim that the slice holds, by name.
+        deferred: gradients of linear layers that backward computes last.
+    """
+
+    weights: Mapping[str, Tensor]
+    bounds: Mapping[str, tuple[int, int]]
+    deferred: DeferredGrads
+
+
+class Rule(ABC):
+    """How one kind of module is cut, and how the slices' outputs make the module's output.
+
+    Attributes:
+        backward_reads_weights: False where gradients need no weights. Such weights do not travel in
+            backward.
+        divisible: whether any range of its one parameter can be a slice, so that a large slice may
+            travel in pieces.
+        recompute_pays: False where a slice saves nothing for backward that recomputation would
+            avoid.
+        linear_in: names of the parameters in which the outputs must be linear so that they add up.
+            An empty tuple where that needs no check.
+        tokenwise: whether the output for a token depends on this token alone. Then backward may
+            recompute some tokens at a time. A token is a row along the last dim.
+    """
+
+    backward_reads_weights: ClassVar[bool] = True
+    divisible: ClassVar[bool] = False
+    recompute_pays: ClassVar[bool] = True
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether slices drop out in training; the argument `MASKS_ARGUMENT` has the masks."""
+        return False
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """Names of the parameters in which the outputs must be linear; none by default."""
+        return ()
+
+    @property
+    def tokenwise(self) -> bool:
+        """Whether a token's output depends on this token alone; False by default."""
+        return False
+
+    @abstractmethod
+    def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
+        """The cuts of a module. Parameters without a cut stay whole on every rank.
+
+        Raises:
+            RotationError: the module does not fit the rule; the message names module and parameter.
+        """
+
+    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The output of one slice for the module's arguments.
+
+        ``forward`` is the module's own; inside it the weights of ``current`` replace the
+        parameters. The output is a tensor, or tensors in tuples, lists and dicts, in the same form
+        for every slice.
+        """
+        return forward(*args, **kwargs)
+
+    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+        """How the slices' outputs make the module's: they add up unless a rule differs.
+
+        Args:
+            position: the output's index among those that `run` returns.
+            layout: the layout of the slices.
+            dtype: the dtype of the activations around the module.
+        """
+        return SumOfOutputs(dtype)
+
+
+@contextmanager
+def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which ``tensors`` replace the module's parameters of these names."""
+    split = [name.rpartition(".") for name in tensors]
+    places = [(module.get_submodule(path)._parameters, name) for path, _, name in split]
+    before = [parameters[name] for parameters, name in places]
+    try:
+        for (parameters, name), tensor in zip(places, tensors.values(), strict=True):
+            parameters[name] = tensor  # type: ignore[assignment]  # attribute look-up returns any tensor here
+        yield
+    finally:
+        for (parameters, name), parameter in zip(places, before, strict=True):
+            parameters[name] = parameter

@@ -1,0 +1,59 @@
+"""What autograd saves of a slice between forward and backward."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from gyre_trainer.shards.sharded_parameters import same_storage
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightView:
+    """Where a saved view of the weights lies in the slice's buffer."""
+
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedTensor:
+    """Any other saved tensor, and its version when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedTensors:
+    """The saved tensors of one slice's graph; views of its weights are saved without memory.
+
+    In backward such a view is made again on the buffer that then holds the slice.
+
+    Attributes:
+        flat: the slice's weights while they are on this rank; None while they are elsewhere.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat: Tensor | None = flat
+
+    def recording(self) -> saved_tensors_hooks:
+        """A context in which autograd saves its tensors here."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> _WeightView | _SavedTensor:
+        assert self.flat is not None
+        if same_storage(tensor, self.flat):
+            return _WeightView(int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return _SavedTensor(tensor.detach(), tensor._version)
+
+    def _unpack(self, saved: _WeightView | _SavedTensor) -> Tensor:
+        if isinstance(saved, _WeightView):
+            assert self.flat is not None, "the rule says that its backward reads no weights, but it does"
+            return self.flat.as_strided(saved.size, saved.stride, saved.offset)
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified in place after forward"
+            )
+        return saved.tensor

@@ -1,0 +1,156 @@
+"""How a slice's gradient reaches its owner: each rank adds to it and sends it on.
+
+See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gyre_trainer.comm.ring import Direction, Hop, Ring
+from gyre_trainer.comm.transport import Stream
+from gyre_trainer.shards.layout import Layout
+
+# Where a product of matrices has another dtype than the sum, it needs memory of its own. It is
+# formed in blocks of at most this many elements (16 MiB in float32). Twice as many raise the peak
+# by as much; far fewer make the matrix products too small for the processor.
+_MAX_PRODUCT_NUMEL = 2**22
+
+
+class SliceGrad:
+    """One slice's gradient while it is on this rank.
+
+    Every contribution is scaled before it is added. The memory of an empty gradient is
+    uninitialised until something was added to it.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], *, empty: bool, scale: float) -> None:
+        """``parts`` are the gradients of the parameters, views of the buffer that travels."""
+        self._parts = parts
+        self._empty = [empty] * len(parts)
+        self._scale = scale
+
+    def add(self, position: int, grad: Tensor) -> None:
+        """Add ``grad``, of the same shape, to the gradient at ``position``."""
+        part = self._parts[position]
+        if not self._empty[position]:
+            part.add_(grad, alpha=self._scale)
+        elif part.dtype == grad.dtype:
+            torch.mul(grad, self._scale, out=part)
+        else:
+            part.copy_(grad).mul_(self._scale)
+        self._empty[position] = False
+
+    def add_product(self, position: int, left: Tensor, right: Tensor, entry: int | None = None) -> None:
+        """Add the product of two matrices to the gradient at ``position``.
+
+        With ``entry``, add it to that matrix along the gradient's first dim. The product is not
+        formed as a whole beside the gradient.
+        """
+        part, empty = self._parts[position], self._empty[position]
+        self._empty[position] = False
+        if entry is not None:
+            if empty:
+                part.zero_()
+            part, empty = part[entry], False
+        if part.dtype == left.dtype == right.dtype:
+            part.addmm_(left, right, beta=0 if empty else 1, alpha=self._scale)
+            return
+        if empty:
+            part.zero_()
+        num_rows = max(1, _MAX_PRODUCT_NUMEL // max(1, part.shape[1]))
+        for rows, of_rows in zip(torch.split(part, num_rows), torch.split(left, num_rows), strict=True):
+            rows.add_(of_rows @ right, alpha=self._scale)
+
+    def close(self) -> None:
+        """Fill with zeros the gradients that nothing was added to."""
+        for part, empty in zip(self._parts, self._empty, strict=True):
+            if empty:
+                part.zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientPiece:
+    """The gradient of one piece, on this rank or in flight to it.
+
+    Attributes:
+        piece: its number in the layout.
+        flat: where the gradient lies, in ``buffer`` or in the own slice's gradient.
+        buffer: the pool's buffer; None for a piece of the own slice.
+    """
+
+    piece: int
+    flat: Tensor
+    buffer: Tensor | None
+
+
+class GradientRing:
+    """The gradients of one module's slices, each one step behind its weights, counter-clockwise.
+
+    For each piece of each round, from rank+1's to the own one: `receive` it, add to it, then
+    `send_on`. All contributions are scaled by 1 / ring.size, so that the sum is the average over
+    the ranks.
+    """
+
+    def __init__(self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self._ring = ring
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
+        self._here: tuple[_GradientPiece, SliceGrad] | None = None
+        self._in_flight: tuple[Hop, _GradientPiece, _GradientPiece] | None = None  # hop, sent, arriving
+        self._own: Tensor | None = None
+
+    def receive(self, piece: int) -> SliceGrad:
+        """The gradient of ``piece`` as the ranks before left it; empty on the first rank.
+
+        Calls before the next `send_on` return the same object.
+
+        Raises:
+            RingError: the gradient did not arrive.
+        """
+        if self._here is None:
+            empty = self._in_flight is None
+            here = self._piece(piece) if self._in_flight is None else self._arrived(*self._in_flight)
+            self._in_flight = None
+            parts = self._layout.views(here.flat, piece)
+            self._here = here, SliceGrad(parts, empty=empty, scale=1 / self._ring.size)
+        return self._here[1]
+
+    def send_on(self) -> None:
+        """Send the received gradient to the next rank, and start to receive the next piece's.
+
+        The own slice's gradient stays.
+        """
+        assert self._here is not None
+        here, grad = self._here
+        grad.close()
+        self._here = None
+        round_, index = divmod(here.piece, self._ring.size)
+        if index != self._ring.rank:
+            arriving = self._piece(self._layout.piece((index + 1) % self._ring.size, round_))
+            hop = self._ring.shift(here.flat, arriving.flat, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS)
+            self._in_flight = hop, here, arriving
+
+    def finish(self) -> Tensor:
+        """The own slice's gradient, flat and complete, in memory that belongs to the caller."""
+        assert self._own is not None
+        return self._own
+
+    def _arrived(self, hop: Hop, sent: _GradientPiece, arrived: _GradientPiece) -> _GradientPiece:
+        hop.wait()
+        assert sent.buffer is not None
+        self._ring.pool.put(sent.buffer)
+        return arrived
+
+    def _piece(self, piece: int) -> _GradientPiece:
+        """Memory for the gradient of ``piece``."""
+        if piece % self._ring.size != self._ring.rank:
+            buffer = self._ring.pool.take(self._layout.numel(0), self._dtype, self._device)
+            return _GradientPiece(piece, buffer[: self._layout.numel(piece)], buffer)
+        if self._own is None:
+            numel = self._layout.in_rounds(1).numel(self._ring.rank)
+            self._own = torch.empty(numel, dtype=self._dtype, device=self._device)
+        return _GradientPiece(piece, self._layout.piece_in(self._own, piece), None)

@@ -1,0 +1,121 @@
+"""How parameters are cut, and where the shards of one slice lie in the flat buffer that travels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One parameter and the dim that it is cut along.
+
+    Attributes:
+        name: the parameter's name inside the rotated module.
+        shape: the shape of the whole parameter.
+        dim: the dim that is cut, as `torch.chunk` cuts.
+        padded: whether the slice's forward sees this one-dim parameter whole, with zeros outside
+            the slice's range. Outputs that add up contain such a bias once.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the shards of all parameters lie in the flat buffer of each slice.
+
+    A slice may travel in several pieces, one per round. Pieces are numbered round by round: the
+    piece of slice s in round r is r * num_slices + s. In a single round the pieces are the slices.
+    """
+
+    cuts: tuple[Cut, ...]
+    num_slices: int
+    num_rounds: int = 1
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, ...], int]]:
+        """Shape and cut dim of each parameter, without the names."""
+        return [(cut.shape, cut.dim) for cut in self.cuts]
+
+    def in_rounds(self, num_rounds: int) -> "Layout":
+        """The same slices in ``num_rounds`` pieces each.
+
+        More than one round takes a single parameter that is cut along its first dim.
+        """
+        assert num_rounds == 1 or [cut.dim for cut in self.cuts] == [0]
+        return self if num_rounds == self.num_rounds else replace(self, num_rounds=num_rounds)
+
+    def piece(self, index: int, round_: int) -> int:
+        """The number of the piece of slice ``index`` in round ``round_``."""
+        return round_ * self.num_slices + index
+
+    def bounds(self, cut: Cut, piece: int) -> tuple[int, int]:
+        """The half-open range of the cut dim that a piece holds."""
+        return self._bounds[cut.name][piece]
+
+    def _bounds_of(self, cut: Cut, piece: int) -> tuple[int, int]:
+        round_, index = divmod(piece, self.num_slices)
+        size = cut.shape[cut.dim]
+        start, stop = slice_bounds(size, index, self.num_slices)
+        largest = -(-slice_bounds(size, 0, self.num_slices)[1] // self.num_rounds)
+        return min(start + round_ * largest, stop), min(start + (round_ + 1) * largest, stop)
+
+    def all_bounds(self, cut: Cut) -> list[tuple[int, int]]:
+        """The half-open ranges of all pieces, in the order of their numbers."""
+        return self._bounds[cut.name]
+
+    def numel(self, piece: int) -> int:
+        """The number of elements of a piece; piece 0 is the largest."""
+        return self._numels[piece]
+
+    def piece_in(self, flat: Tensor, piece: int) -> Tensor:
+        """A piece, as a view of ``flat``, the buffer of its whole slice."""
+        start = sum(self._numels[piece % self.num_slices : piece : self.num_slices])
+        return flat[start : start + self._numels[piece]]
+
+    def views(self, flat: Tensor, index: int) -> list[Tensor]:
+        """The shards in ``flat``, the buffer of piece ``index``, in the order of the cuts."""
+        shapes, sizes = self._parts[index], self._sizes[index]
+        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
+
+    def only(self, wanted: Sequence[bool]) -> "Layout":
+        """The layout of the cuts whose flag in ``wanted`` is true."""
+        return replace(self, cuts=tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want))
+
+    @cached_property
+    def _bounds(self) -> dict[str, list[tuple[int, int]]]:
+        num_pieces = self.num_slices * self.num_rounds
+        return {cut.name: [self._bounds_of(cut, piece) for piece in range(num_pieces)] for cut in self.cuts}
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        return [list(map(prod, shapes)) for shapes in self._parts]
+
+    @cached_property
+    def _parts(self) -> list[list[tuple[int, ...]]]:
+        num_pieces = self.num_slices * self.num_rounds
+        return [[self._part_shape(cut, piece) for cut in self.cuts] for piece in range(num_pieces)]
+
+    @cached_property
+    def _numels(self) -> list[int]:
+        return list(map(sum, self._sizes))
+
+    def _part_shape(self, cut: Cut, piece: int) -> tuple[int, ...]:
+        start, stop = self.bounds(cut, piece)
+        return (*cut.shape[: cut.dim], stop - start, *cut.shape[cut.dim + 1 :])
+
+
+def slice_bounds(size: int, index: int, num_slices: int) -> tuple[int, int]:
+    """The half-open range of slice ``index`` of a dim of ``size``, as DTensor cuts it.
+
+    As with `torch.chunk`, every slice has ceil(size / num_slices) entries, except that the last
+    slices may be short or empty.
+    """
+    largest = -(-size // num_slices)
+    return min(index * largest, size), min((index + 1) * largest, size)

@@ -1,0 +1,134 @@
+"""From a loader's batch to the inputs and targets of a language model.
+
+    tokens   a window of sequence_length + 1 tokens: inputs are all but the last, targets all but
+             the first
+    text     a document of any length, as bytes; the vocabulary is 256 bytes and END_OF_TEXT; one
+             row per document, as above
+
+A document longer than sequence_length + 1 is cut to a window of that length. The window's place is
+a function of the step and the sample id: another one each epoch, the same on every rerun. A shorter
+document ends with END_OF_TEXT; after it comes padding without a loss. A long document is seen in
+part each epoch, so cut a corpus of long documents into smaller samples.
+
+Dims: B samples of this rank, T = sequence_length.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gyre_trainer.errors import DataRejected
+from gyre_trainer.training.config import DataConfig
+
+END_OF_TEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Inputs and targets of one rank for one step.
+
+    Attributes:
+        inputs: int64 [B, T].
+        targets: int64 [B, T].
+        counts: bool [B, T], the targets that have a loss; None for all. Either on every rank or on
+            none.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    counts: Tensor | None
+
+    def num_targets(self) -> int:
+        """The number of targets that have a loss."""
+        return self.targets.numel() if self.counts is None else int(self.counts.sum())
+
+    def split(self, num_parts: int) -> "list[Examples]":
+        """The same rows in ``num_parts`` equal parts."""
+        counts = [None] * num_parts if self.counts is None else self.counts.chunk(num_parts)
+        parts = zip(self.inputs.chunk(num_parts), self.targets.chunk(num_parts), counts, strict=True)
+        return [Examples(*part) for part in parts]
+
+    def to(self, device: torch.device) -> "Examples":
+        """The same examples on a device."""
+        counts = None if self.counts is None else self.counts.to(device)
+        return Examples(self.inputs.to(device), self.targets.to(device), counts)
+
+
+class Collator:
+    """Makes examples of one run's batches."""
+
+    def __init__(self, data: DataConfig, vocab_size: int) -> None:
+        self._data = data
+        self._vocab_size = vocab_size
+
+    def collate(self, batch: Mapping[str, Tensor], step: int) -> Examples:
+        """The examples of a batch: windows on the batch's device, documents on the CPU.
+
+        Raises:
+            DataRejected: the batch has no such field, a sample has another length, or a token is
+                outside the vocabulary.
+        """
+        values = batch.get(self._data.field)
+        if values is None:
+            there = ", ".join(sorted(batch))
+            raise DataRejected(f"`data.field` is {self._data.field!r}, but {self._data.dataset!r} delivers {there}")
+        offsets = batch.get(f"{self._data.field}.offsets")
+        examples = self._windows(values) if offsets is None else self._documents(values, offsets, batch["sample_id"], step)
+        if "mask" in batch:
+            examples = _without_padding(examples, batch["mask"])
+        self._require_known_tokens(examples)
+        return examples
+
+    def _windows(self, tokens: Tensor) -> Examples:
+        length = self._data.sequence_length + 1
+        if tokens.ndim != 2 or tokens.shape[1] != length:
+            shape = " by ".join(map(str, tokens.shape[1:])) or "a scalar"
+            raise DataRejected(
+                f"`data.sequence_length` {self._data.sequence_length} needs samples of {length} tokens, "
+                f"but a sample of {self._data.dataset!r} is {shape}"
+            )
+        rows = tokens.long()
+        return Examples(rows[:, :-1], rows[:, 1:], None)
+
+    def _documents(self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int) -> Examples:
+        if values.dtype != torch.uint8:
+            raise DataRejected(f"text must come as bytes, but {self._data.field!r} is {values.dtype}")
+        length = self._data.sequence_length + 1
+        bounds, text = offsets.tolist(), values.cpu().numpy()
+        rows = np.full((len(sample_ids), length), END_OF_TEXT, dtype=np.int64)
+        lengths = np.zeros(len(sample_ids), dtype=np.int64)
+        for row, sample_id in enumerate(sample_ids.tolist()):
+            tokens = window(text[bounds[row] : bounds[row + 1]], length, [self._data.seed, step, sample_id])
+            rows[row, : len(tokens)] = tokens
+            lengths[row] = len(tokens)
+        counts = np.arange(1, length) < lengths[:, None]
+        tokens_and_padding = torch.from_numpy(rows)
+        return Examples(tokens_and_padding[:, :-1], tokens_and_padding[:, 1:], torch.from_numpy(counts))
+
+    def _require_known_tokens(self, examples: Examples) -> None:
+        extremes = torch.stack([examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()])
+        smallest, *greatest = extremes.tolist()  # this waits for a device only once
+        largest = max(greatest)
+        if largest >= self._vocab_size or smallest < 0:
+            raise DataRejected(
+                f"token {largest} of {self._data.dataset!r} is outside the vocabulary; `model.vocab_size` is {self._vocab_size}"
+            )
+
+
+def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.NDArray[np.int64]:
+    """At most ``length`` tokens of a document and its END_OF_TEXT, placed by ``key``."""
+    tokens = np.append(document.astype(np.int64), END_OF_TEXT)
+    if len(tokens) <= length:
+        return tokens
+    start = int(np.random.default_rng(key).integers(len(tokens) - length + 1))
+    return tokens[start : start + length]
+
+
+def _without_padding(examples: Examples, is_sample: Tensor) -> Examples:
+    """The examples without a loss for rows [B] that only fill up the last batch of an epoch."""
+    rows = is_sample.to(examples.targets.device)[:, None].expand_as(examples.targets)
+    return Examples(examples.inputs, examples.targets, rows if examples.counts is None else rows & examples.counts)

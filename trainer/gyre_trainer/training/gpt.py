@@ -1,0 +1,160 @@
+# ruff: noqa: N803, N806  # names carry shape letters
+"""A small GPT, and how it is rotated.
+
+Pre-norm blocks, rotary positions, grouped key/value heads, plain or gated MLP. Dims: B batch, T
+time, D model, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gyre_trainer.errors import ConfigError
+from gyre_trainer.layers.attention import Attention, Heads, rope_table
+from gyre_trainer.layers.mlp import MLP, GatedMLP
+from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
+from gyre_trainer.shards.sharded_init import Constant, Init, Normal
+
+_INIT_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Attributes:
+        vocab_size: the number of tokens; ids are in [0, vocab_size).
+        num_layers: the number of blocks.
+        dim: channels of the residual stream; each of the `num_heads` heads has dim / num_heads, an
+            even number.
+        num_heads: query heads.
+        num_kv_heads: a divisor of `num_heads`; equal to it for ordinary multi-head attention.
+        hidden_dim: width inside the MLP.
+        max_seq_len: the most tokens that a forward takes.
+        rope_theta: base of the rotary frequencies.
+        tie_embeddings: whether the head's weight is the embedding's.
+        gated_mlp: silu(gate) · up instead of gelu(up).
+        norm: RMSNorm or LayerNorm.
+        bias: whether the linear layers of attention and MLP have one.
+    """
+
+    vocab_size: int
+    num_layers: int
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_dim: int
+    max_seq_len: int
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = False
+    gated_mlp: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.num_heads):
+            raise ConfigError(f"`model.dim` is {self.dim}; it must be an even multiple of `model.num_heads`, {self.num_heads}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"`model.num_kv_heads` is {self.num_kv_heads}; it must divide `model.num_heads`, {self.num_heads}"
+            )
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each on a norm of the residual stream and added to it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config.dim, Heads(config.num_heads, config.num_kv_heads), bias=config.bias)
+        self.mlp_norm = _norm(config)
+        mlp = GatedMLP if config.gated_mlp else MLP
+        self.mlp = mlp(config.dim, config.hidden_dim, bias=config.bias)
+
+    def forward(self, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
+        """The residual stream after this block, (B, T, D)."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope_TC)
+        output: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return output
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer; without buffers, so it can be built on `meta`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of the token after each of ``tokens_BT``, integers in [0, V)."""
+        logits_BTV: Tensor = self.head(self._features(tokens_BT))
+        return logits_BTV
+
+    def _features(self, tokens_BT: Tensor) -> Tensor:
+        """The input of the head, (B, T, D)."""
+        config = self.config
+        if tokens_BT.shape[1] > config.max_seq_len:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than the model's max_seq_len, {config.max_seq_len}")
+        rope_TC = rope_table(tokens_BT.shape[1], config.dim // config.num_heads, config.rope_theta, tokens_BT.device)
+        x_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rope_TC)
+        normed_BTD: Tensor = self.norm(x_BTD)
+        return normed_BTD
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy of ``targets_BT`` in nats, over this rank's tokens.
+
+        The logits never exist as a whole.
+
+        Args:
+            tokens_BT: integers in [0, V).
+            targets_BT: integers in [0, V): the tokens that follow.
+            weights_BT: the weight of each target in the mean, such as a mask of 0 and 1; None for
+                equal weights. Where the sums of the weights differ among ranks, the average of the
+                ranks' gradients is not the gradient of the mean over the whole batch.
+        """
+        x_BTD = self._features(tokens_BT)
+        if weights_BT is None:
+            return linear_cross_entropy(self.head, x_BTD, targets_BT)
+        losses_BT = linear_cross_entropy(self.head, x_BTD, targets_BT, reduction="none")
+        weights_BT = weights_BT.to(losses_BT.dtype)
+        return (losses_BT * weights_BT).sum() / weights_BT.sum()
+
+    def inits(self) -> Mapping[str, Init]:
+        """GPT-2's: std 0.02, divided by sqrt(2 · num_layers) in layers that end on the residual."""
+        residual = Normal(_INIT_STD / sqrt(2 * self.config.num_layers))
+
+        def init(name: str) -> Init:
+            if name.endswith(".bias") or "norm." in name:
+                return Constant(0.0 if name.endswith(".bias") else 1.0)
+            return residual if name.endswith((".o.weight", ".down.weight")) else Normal(_INIT_STD)
+
+        return {name: init(name) for name, _ in self.named_parameters()}
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    return nn.RMSNorm(config.dim, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(config.dim)
+
+
+def rotate_gpt(model: GPT, mesh: DeviceMesh, policy: RotationPolicy | None = None) -> GPT:
+    """Rotate a GPT: attention by heads, MLPs by hidden width, embedding and head by the vocabulary.
+
+    A head that is tied to the embedding shares its slice. The norms stay whole on every rank.
+
+    Raises:
+        MeshError: the mesh is not a ring with this rank on it.
+        RotationError: the model is rotated already, or its heads cannot be cut.
+    """
+    rotate_all(model, mesh=mesh, policy=policy or RotationPolicy())
+    return model

@@ -1,0 +1,82 @@
+"""How a rank tells its launcher why it failed, before its teardown is mistaken for the cause.
+
+A launcher gives each rank a pipe and names it in the environment. A rank under torchrun has none,
+and prints instead.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import MutableMapping
+from dataclasses import asdict, dataclass
+
+LAUNCHER_VARIABLE = "GYRE_TRAIN_LAUNCHER"
+_PR_SET_PDEATHSIG = 1
+# Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB
+# that a pipe holds without a reader. A longer message would block the rank for ever if the launcher
+# is busy.
+_MAX_TEXT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why a rank failed.
+
+    Attributes:
+        time_s: on the monotonic clock, which all processes of a machine share: the earliest failure
+            is the cause.
+        status: the exit status that follows: 2 for an error that the user can correct, else 1.
+        text: one sentence, or a traceback.
+    """
+
+    time_s: float
+    status: int
+    text: str
+
+
+class FailurePipe:
+    """A rank's end of the pipe to the process that launched it."""
+
+    def __init__(self, pid: int, pipe_fd: int) -> None:
+        self._pid = pid
+        self._pipe_fd = pipe_fd
+
+    @classmethod
+    def of(cls, environment: MutableMapping[str, str]) -> "FailurePipe | None":
+        """The pipe that ``environment`` names; None without one.
+
+        The variable is removed, so that no child process takes itself for a rank.
+        """
+        text = environment.pop(LAUNCHER_VARIABLE, "")
+        if not text:
+            return None
+        pid, pipe_fd = map(int, text.split(":"))
+        os.set_inheritable(pipe_fd, False)
+        return cls(pid, pipe_fd)
+
+    def die_with_launcher(self) -> None:
+        """Let the kernel kill this process when its launcher ends, however that comes about."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        if os.getppid() != self._pid:
+            sys.exit("gyre-train: the launcher is gone")
+
+    def send(self, status: int, text: str) -> None:
+        """Send the failure to the launcher, if it still exists."""
+        failure = RankFailure(time.monotonic(), status, text[-_MAX_TEXT:])
+        try:
+            os.write(self._pipe_fd, json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"))
+        except BrokenPipeError:
+            return
+
+
+def read(pipe_fd: int) -> RankFailure | None:
+    """The failure that an ended rank left in its pipe; None where it left nothing."""
+    chunks = []
+    while chunk := os.read(pipe_fd, 1 << 16):
+        chunks.append(chunk)
+    return RankFailure(**json.loads(b"".join(chunks))) if chunks else None

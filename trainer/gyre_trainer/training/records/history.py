@@ -1,0 +1,107 @@
+"""What a run consumed and learned, one JSON line per step, appended and never rewritten.
+
+A resumed run appends a line `{"resumed_at": step}`: the steps from there on that stand above it
+belong to weights that were lost. `committed` reads the file by that rule, and so can anybody: of
+each step exactly one record is left, and its `sample_ids` is the digest of the ids that `gyre plan
+DATASET --step STEP` names.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step of the whole job, as one line of the history.
+
+    Attributes:
+        step: the step's number, from 0.
+        epoch: the epoch of the global batch's first sample.
+        loss: the mean over all ranks' targets, in nats.
+        lr: the learning rate of this step.
+        num_targets: tokens predicted, over all ranks.
+        elapsed_s: time since the end of the step before, on rank 0.
+        data_wait_s: the part of that spent waiting for a batch; the longest of all ranks.
+        sample_ids: the digest of the global batch's sample ids, in the order of their positions.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    num_targets: int
+    elapsed_s: float
+    data_wait_s: float
+    sample_ids: str
+
+
+def digest(sample_ids: Sequence[int]) -> str:
+    """The first 16 hex digits of SHA-256 over the decimal ids, each with a newline."""
+    return hashlib.sha256("".join(f"{sample_id}\n" for sample_id in sample_ids).encode()).hexdigest()[:16]
+
+
+class History:
+    """The file `history.jsonl` of a run, held open by rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def resume_at(self, step: int) -> None:
+        """Note that the lines above for ``step`` and later steps belong to lost weights."""
+        self._write({"resumed_at": step})
+
+    def append(self, records: Iterable[StepRecord]) -> None:
+        """Add the records of steps that have been taken."""
+        for record in records:
+            self._write(asdict(record))
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Make everything appended so far survive a failure of the machine."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+
+
+def committed(path: Path) -> list[StepRecord]:
+    """The records that led to the newest weights, by step, without a torn last line."""
+    names = {field.name for field in fields(StepRecord)}
+    records: list[StepRecord] = []
+    for line in _whole_lines(path):
+        entry = json.loads(line)
+        if "resumed_at" in entry:
+            records = [record for record in records if record.step < entry["resumed_at"]]
+        elif names <= entry.keys():
+            records.append(StepRecord(**{name: entry[name] for name in names}))
+    return records
+
+
+def resumes(path: Path) -> list[int]:
+    """The steps at which the run was resumed, in the order of the file."""
+    entries = (json.loads(line) for line in _whole_lines(path))
+    return [entry["resumed_at"] for entry in entries if "resumed_at" in entry]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off a last line that a killed writer did not finish."""
+    if path.exists():
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,0 +1,104 @@
+"""One optimizer step on a global batch: forward, backward, clipping, update."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from gyre_trainer.comm.ring import collective
+from gyre_trainer.rotate import no_sync
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.schedule import learning_rate
+
+Phase = Callable[[str], AbstractContextManager[object]]
+"""Gives the context that a step enters for a phase: "forward", "backward", "clip" or "update"."""
+
+
+class Stepper:
+    """A model and its optimizer."""
+
+    def __init__(self, model: GPT, config: TrainConfig, phase: Phase = nullcontext) -> None:
+        """Make the optimizer. ``phase`` gives the context that is entered for each phase."""
+        self.model = model
+        self.optimizer = build_optimizer(model, config)
+        self._config = config
+        self._phase = phase
+
+    def take(self, examples: Examples, step: int) -> Tensor:
+        """Take one optimizer step on the mean gradient of all targets of the global batch.
+
+        Args:
+            examples: this rank's examples.
+            step: the step's number, for the learning rate.
+
+        Returns:
+            This rank's loss, summed over its targets, in nats: a scalar.
+        """
+        settings = self._config.optimizer
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self._config.run.steps, settings)
+        weight = 1 / _mean_num_targets(examples)
+        *parts, last = examples.split(settings.accumulation_steps)
+        with self._postponed_averaging():
+            sums = [self._accumulate(part, weight) for part in parts]
+        sums.append(self._accumulate(last, weight))
+        if settings.clip_norm:
+            with self._phase("clip"), collective("the norm of all gradients"):
+                nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
+        with self._phase("update"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(sums).sum()
+
+    def loss_sum(self, examples: Examples) -> Tensor:
+        """The loss summed over these rows' targets; 0, with zero gradients, if none."""
+        device = next(self.model.parameters()).device
+        here, num_targets = examples.to(device), examples.num_targets()
+        return self.model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
+
+    def _postponed_averaging(self) -> AbstractContextManager[object]:
+        """A context in which replicated gradients are not averaged; the last backward does it.
+
+        FSDP2 would need memory for whole gradients, so this does nothing under FSDP2.
+        """
+        return no_sync(self.model) if hasattr(self.model, "grad_averaging") else nullcontext()
+
+    def _accumulate(self, part: Examples, weight: float) -> Tensor:
+        """Add the gradient of ``weight`` times the part's loss.
+
+        Returns:
+            The part's loss, summed over its targets.
+        """
+        with self._phase("forward"):
+            loss_sum = self.loss_sum(part)
+        with self._phase("backward"):
+            (loss_sum * weight).backward()  # type: ignore[no-untyped-call]
+        return loss_sum.detach()
+
+
+def _mean_num_targets(examples: Examples) -> float:
+    """Targets per rank, averaged over the ranks.
+
+    Ranks average their gradients, so with this denominator every target of the global batch counts
+    the same.
+    """
+    if examples.counts is None:
+        return examples.num_targets()
+    total = torch.tensor(examples.num_targets(), dtype=torch.float64)
+    with collective("the number of targets of the global batch"):
+        dist.all_reduce(total)
+    return max(1.0, float(total)) / dist.get_world_size()
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """AdamW with weight decay for matrices only (as Radford et al. 2019 and later models train)."""
+    settings = config.optimizer
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps)

@@ -1,0 +1,176 @@
+"""A training run from its configuration to its report: the part of one rank."""
+
+import hashlib
+import math
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from gyre_client import Loader
+
+from gyre_trainer.comm.ring import collective
+from gyre_trainer.errors import Diverged
+from gyre_trainer.training.build import build_model
+from gyre_trainer.training.checkpoint import Checkpoints, TrainState
+from gyre_trainer.training.collate import Collator
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.private_daemon import shared_daemon
+from gyre_trainer.training.rank_context import RankContext, join_job, peak_memory_bytes
+from gyre_trainer.training.records.step_stats import StepStats, StepTimes
+from gyre_trainer.training.step import Stepper
+
+if TYPE_CHECKING:
+    from gyre_trainer.training.records.recorder import RunRecorder
+
+
+def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False) -> None:
+    """Take the configured run to its last step, as one of the ranks that the environment names.
+
+    Args:
+        config: the run's configuration.
+        resume: a checkpoint directory to resume from; None begins at step 0.
+        may_restart: whether a run that ended before its first checkpoint may begin again in its
+            directory.
+
+    Raises:
+        TrainError: the run cannot be as it is configured.
+        gyre_client.GyreError: the data is not available.
+    """
+    with join_job(config.run) as context:
+        config.require_divisible(context.world_size)
+        with shared_daemon(config) as here, open_loader(here, context, config.data.dataset, config.data.seed) as loader:
+            training = Training(here, context, loader)
+            training.begin(resume, may_restart=may_restart)
+            while training.step < config.run.steps:
+                training.take()
+            training.finish()
+
+
+class Training:
+    """One rank's part of a run.
+
+    Attributes:
+        step: the number of the next step.
+    """
+
+    def __init__(self, config: TrainConfig, context: RankContext, loader: Loader) -> None:
+        self.step = 0
+        self._config = config
+        self._context = context
+        self._loader = loader
+        self._stepper = Stepper(build_model(config, context), config)
+        self._collator = Collator(config.data, config.model.vocab_size)
+        self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
+        self._stats = StepStats()
+        self._recorder: RunRecorder | None = None
+        self._step_began_s = 0.0  # of the step that runs now
+
+    def begin(self, resume: Path | None, *, may_restart: bool) -> None:
+        """Restore a checkpoint, if there is one to resume from, and open the run's records."""
+        if resume:
+            self.step = self._checkpoints.load(self._state(), resume)
+        if self._context.rank == 0:
+            from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415  (TensorBoard and matplotlib, for one rank)
+
+            num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
+            facts = RunFacts(self._loader.num_samples, self._loader.steps_per_epoch, self._context.world_size, num_parameters)
+            self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)
+        self._step_began_s = time.monotonic()
+
+    def take(self) -> None:
+        """Take one step on the next global batch; then record, evaluate and save as configured."""
+        wait_began_s = time.monotonic()
+        batch = next(self._loader)
+        waited_s = time.monotonic() - wait_began_s
+        examples = self._collator.collate(batch, self.step)
+        loss_sum = self._stepper.take(examples, self.step)
+        ended_s = time.monotonic()
+        self._stats.add(loss_sum, StepTimes(ended_s - self._step_began_s, waited_s), examples.num_targets(), batch)
+        self._step_began_s = ended_s
+        self.step += 1
+        self._after_step()
+
+    def finish(self) -> None:
+        """Write the report and the loss curve."""
+        peaks = [0] * self._context.world_size
+        with collective("the peaks of memory"):
+            dist.all_gather_object(peaks, peak_memory_bytes(self._context.device))
+        if self._recorder:
+            self._recorder.finish(peaks)
+
+    def _state(self) -> TrainState:
+        return TrainState(self._stepper.model, self._stepper.optimizer, self._loader)
+
+    def _after_step(self) -> None:
+        config = self._config
+        is_last = self.step == config.run.steps
+        evaluates = config.eval.every > 0 and (is_last or self.step % config.eval.every == 0)
+        saves = config.checkpoint.every > 0 and (is_last or self.step % config.checkpoint.every == 0)
+        if is_last or evaluates or saves or self.step % config.run.log_every == 0:
+            self._record()
+        if evaluates:
+            self._evaluate()
+        if saves:
+            if self._recorder:
+                self._recorder.sync()
+            with collective("writing a checkpoint"):
+                self._checkpoints.save(self._state(), self.step)
+        if evaluates or saves:
+            self._step_began_s = time.monotonic()
+
+    def _record(self) -> None:
+        with collective("the records of the last steps"):
+            steps = self._stats.gather()
+        first_step = self.step - len(steps)
+        if self._recorder:
+            self._recorder.add(first_step, steps)
+        for step, seen in enumerate(steps, first_step):
+            if not math.isfinite(seen.loss):
+                raise Diverged(f"the loss is {seen.loss} at step {step}; resume from a checkpoint with a lower `optimizer.lr`")
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Record the mean loss on the first batches of the evaluation's order."""
+        config = self._config.eval
+        total = torch.zeros(2, dtype=torch.float64)
+        with open_loader(self._config, self._context, config.dataset, config.seed) as loader:
+            for step in range(config.batches):
+                for part in self._collator.collate(next(loader), step).split(self._config.optimizer.accumulation_steps):
+                    total += torch.tensor([float(self._stepper.loss_sum(part)), part.num_targets()], dtype=torch.float64)
+        with collective("the loss of an evaluation"):
+            dist.all_reduce(total)
+        if self._recorder:
+            self._recorder.add_evaluation(self.step, float(total[0] / total[1]))
+
+
+def open_loader(config: TrainConfig, context: RankContext, dataset: str, seed: int) -> Loader:
+    """This rank's part of a stream of global batches."""
+    data = config.data
+    return Loader(
+        dataset,
+        batch_size=data.batch_size,
+        seed=seed,
+        rank=context.rank,
+        world_size=context.world_size,
+        address=data.address or None,
+        tail=data.tail,
+        job=job_name(config.run.out, dataset, seed),
+        prefetch_batches=data.prefetch_batches,
+        device=context.device,
+        format=data.format or None,
+        options=data.options or None,
+    )
+
+
+def job_name(out: str, dataset: str, seed: int) -> str:
+    """The job name for the daemon: the run directory's name, and a digest that sets it apart.
+
+    A resumed run has the name of the run before, so that the daemon ends what is left of its
+    sessions.
+    """
+    path = Path(out).absolute()
+    identity = f"{socket.gethostname()}:{path}:{dataset}:{seed}"
+    return f"{path.name}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
