@@ -47,8 +47,8 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # nobody else's connection back-off
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # gRPC's name for how long a connection may take: a busy node answers late
 )
 _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,

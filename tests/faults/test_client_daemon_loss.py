@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
 from gyre_client.errors import DaemonUnavailable
 
 NUM_SAMPLES = 1000
@@ -101,6 +104,18 @@ def test_a_daemon_that_starts_late_is_waited_for(daemon: Any) -> None:
     daemon.kill()
     with pytest.raises(DaemonUnavailable, match="gave up after"):
         Loader("numbers", batch_size=8, address=daemon.address, reattach_timeout_s=0.1)
+
+
+def test_a_daemon_on_a_busy_node_is_given_time_to_answer_a_new_connection(daemon: Any) -> None:
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as threads, Connection(parse_address(daemon.address)) as connection:
+            answer = threads.submit(connection.list_datasets)
+            wait([answer], timeout=1.5)  # what was refused before comes within a second
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            assert [dataset.name for dataset in answer.result().datasets] == ["numbers"]
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
 
 
 def test_closing_does_not_wait_for_a_daemon_that_is_away(daemon: Any) -> None:
