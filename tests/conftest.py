@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 150.0
 SERVE = ("-m", "gyre_daemon", "serve", "--config")
 
 # The same examples on every run, none kept, and no deadline: a slow machine is no counterexample.
@@ -71,7 +71,7 @@ class Daemon:
         text = self.log_path.read_bytes()[begin:].decode()
         return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
 
-    def stop(self, deadline_s: float = 30.0) -> int:
+    def stop(self, deadline_s: float = 120.0) -> int:
         """SIGTERM; gives the exit status."""
         assert self.process
         if self.process.poll() is None:
@@ -82,7 +82,7 @@ class Daemon:
         """SIGKILL."""
         assert self.process
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
 
     def reconfigure(self, text: str) -> dict[str, Any]:
         """Write a new configuration, have it read by SIGHUP, and give what the log says of it."""
@@ -218,4 +218,4 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield S3Server(running[1], settings, log_path)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(120)

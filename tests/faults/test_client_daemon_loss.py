@@ -176,7 +176,7 @@ def test_a_client_frozen_past_its_lease_reads_on(daemon: Any, uninterrupted: lis
         assert client.stdout is not None
         lines = [client.stdout.readline() for _ in range(20)]
         client.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not any("the client was silent" in event.get("reason", "") for event in daemon.events()):
             if time.monotonic() > deadline:
                 client.kill()
@@ -186,5 +186,5 @@ def test_a_client_frozen_past_its_lease_reads_on(daemon: Any, uninterrupted: lis
         client.stdin.write("\n")
         client.stdin.flush()
         lines += client.stdout.readlines()
-        assert client.wait(30) == 0
+        assert client.wait(120) == 0
     assert [[int(number) for number in line.strip("[]\n").split(",")] for line in lines] == uninterrupted[:60]

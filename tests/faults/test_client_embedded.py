@@ -51,7 +51,7 @@ def directory_of(daemon: psutil.Process) -> Path:
     return Path(command[command.index("--socket-dir") + 1])
 
 
-def wait_until_gone(daemon: psutil.Process, directory: Path, deadline_s: float = 15.0) -> None:
+def wait_until_gone(daemon: psutil.Process, directory: Path, deadline_s: float = 120.0) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         daemon.wait(deadline_s)
     deadline = time.monotonic() + deadline_s
@@ -108,11 +108,11 @@ def test_it_is_gone_when_its_parent_ends_without_closing(tokens: Path) -> None:
         ]
     )
     result = subprocess.run(
-        [sys.executable, "-c", program, str(tokens)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program, str(tokens)], capture_output=True, text=True, timeout=120, check=True
     )
     directory = Path(result.stdout.strip().removeprefix("unix:")).parent
     assert result.stderr == ""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while directory.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)

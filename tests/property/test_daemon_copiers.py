@@ -112,7 +112,7 @@ def mapped(pid: int, what: str) -> bool:
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 120
     while not holds() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return holds()
