@@ -235,12 +235,12 @@ def test_killed_client_is_noticed_and_its_memory_comes_back(tokens: Daemon, stub
         assert client.pid
         os.kill(client.pid, signal.SIGKILL)
         client.join()
-        assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 1.0)
+        assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 20.0)  # well before its lease ends
         assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
-        assert eventually(lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 2.0)
+        assert eventually(lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 120)
         if round_ == 0:  # the threads of the pool begin when a client reads as fast as it can
             threads = daemon.num_threads()
-    assert eventually(lambda: daemon.num_fds() <= descriptors + 1, 2.0)  # one for this test's own connection
+    assert eventually(lambda: daemon.num_fds() <= descriptors + 1, 120)  # one for this test's own connection
     assert daemon.num_threads() <= threads + 2
     assert read_some(tokens)
 
@@ -371,9 +371,9 @@ def test_embedded_daemon_ends_with_its_owner(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         child = psutil.Process(int(owner.stdout.readline()))
-        assert eventually((folder / "gyre.sock").exists, 30)
+        assert eventually((folder / "gyre.sock").exists, 120)
         owner.kill()
-    assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
+    assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 120)
     assert not folder.exists()
 
 
