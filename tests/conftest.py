@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
 from hypothesis import settings
+
+from tests.preloaded.interpreter import Forked, Interpreter
 
 START_DEADLINE_S = 150.0
 SERVE = ("-m", "gyre_daemon", "serve", "--config")
@@ -43,6 +45,7 @@ class Daemon:
         address: of its Unix socket, as clients write it.
         log_path: where its log goes.
         command: of the interpreter; the configuration's path follows.
+        interpreter: it is forked from this one where it is started for the first time, which is cheap; None for a fresh one.
     """
 
     config_path: Path
@@ -50,21 +53,28 @@ class Daemon:
     log_path: Path
     environment: Mapping[str, str]
     command: Sequence[str] = SERVE
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    interpreter: Interpreter | None = None
+    process: subprocess.Popen[bytes] | Forked | None = field(default=None, init=False)
 
     def start(self) -> "Daemon":
         """Start, and wait until it is ready."""
         self.log_path.touch()
         begin = self.log_path.stat().st_size
         with self.log_path.open("ab") as log:
-            command = [sys.executable, *self.command, str(self.config_path)]
-            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **self.environment})
+            self.process = self._started(log)
         deadline = time.monotonic() + START_DEADLINE_S
         while not any(event["event"] == "ready" for event in self.events(begin)):
             assert self.process.poll() is None, f"the daemon ended at its start:\n{self.log_path.read_text()}"
             assert time.monotonic() < deadline, f"the daemon is not ready:\n{self.log_path.read_text()}"
             time.sleep(0.02)
         return self
+
+    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
+        environment = {**os.environ, **self.environment}
+        command = [*self.command, str(self.config_path)]
+        if self.interpreter and self.process is None:
+            return self.interpreter.start(command, log, environment)
+        return subprocess.Popen([sys.executable, *command], stderr=log, env=environment)
 
     def events(self, begin: int = 0) -> list[dict[str, Any]]:
         """The events of its log from a byte on."""
@@ -106,8 +116,16 @@ class Daemon:
 StartDaemon = Callable[..., Daemon]
 
 
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """One that has imported a daemon."""
+    interpreter = Interpreter(["gyre_daemon.cli", "gyre_daemon.server", "uvloop", "obstore"])
+    yield interpreter
+    interpreter.close()
+
+
 @pytest.fixture
-def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
+def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
     """`gyred({"datasets": {...}})` starts a daemon on a socket of its own; all are stopped after the test.
 
     Its indexes go to a folder of the test. `environment` adds variables; `command` is what the interpreter runs.
@@ -124,7 +142,7 @@ def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
         config_path.write_text(
             to_toml({"listen": [address], "index_dir": str(folder / "index"), "drain_timeout_s": 3.0, **config})
         )
-        daemon = Daemon(config_path, address, folder / "log", environment or {}, command)
+        daemon = Daemon(config_path, address, folder / "log", environment or {}, command, interpreter)
         daemons.append(daemon)
         return daemon.start()
 
