@@ -1,4 +1,4 @@
-"""The interpreter: imports what its arguments name, with dots written as slashes, then forks a process for each request."""
+"""The interpreter: imports what its first message names, then forks a process for each request."""
 
 import gc
 import importlib
@@ -16,11 +16,11 @@ NUM_DESCRIPTORS = 4  # the three standard streams, and where the process's fate 
 
 def main() -> None:
     """Fork until the other end of standard input, a socket, is closed."""
-    for name in sys.argv[1:]:
-        importlib.import_module(name.replace("/", "."))
+    requests = socket.socket(fileno=os.dup(0))
+    for name in json.loads(requests.recv(MAX_REQUEST_BYTES)):
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that no collection copies the pages that all share
-    requests = socket.socket(fileno=os.dup(0))
     tellers: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its pid, and where its end is told
     poll = select.poll()
     poll.register(requests, select.POLLIN)

@@ -74,10 +74,10 @@ class Interpreter:
             modules: what it imports.
         """
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        names = [module.replace(".", "/") for module in modules]  # nobody who looks for a daemon shall take it for one
-        command = [sys.executable, "-m", "tests.preloaded", *names]
+        command = [sys.executable, "-m", "tests.preloaded"]  # without names: nobody who looks for a daemon takes it for one
         self._process = subprocess.Popen(command, stdin=theirs.fileno(), cwd=_REPOSITORY)
         theirs.close()
+        self._requests.send(json.dumps(list(modules)).encode())
 
     def start(self, command: Sequence[str], stderr: IO[Any], environment: Mapping[str, str]) -> Forked:
         """A process that does what `python` with this command does: `-m MODULE` or `-c PROGRAM`, and arguments."""
