@@ -26,6 +26,49 @@ SERVE = ("-m", "gyre_daemon", "serve", "--config")
 settings.register_profile("gyre", derandomize=True, database=None, deadline=None)
 settings.load_profile("gyre")
 
+# What takes longest, and is therefore begun first: a file that begins last ends last. A file goes to one worker as a
+# whole, so that what its tests share is started once. Others follow in the order of their names.
+LONGEST_FIRST = (
+    "test_train_run",
+    "test_rotation_parity",
+    "test_rotation_faults",
+    "test_train_private_daemon",
+    "test_train_tools",
+    "test_train_launch",
+    "test_rotation_exact",
+    "test_train_text",
+    "test_sharing",
+    "test_train_account",
+    "test_benchmarks_rtp",
+    "test_benchmarks_training",
+    "test_node_cache",
+    "test_storage_cached",
+    "test_train_dry_run",
+    "test_daemon_shuffle",
+    "test_daemon_serving",
+    "test_clients_that_vanish",
+    "test_client_daemon_loss",
+    "test_daemon_block_order",
+    "test_cold_remote",
+    "test_daemon_faults",
+    "test_rotation_pieces",
+    "test_rotation_layers",
+    "test_rotation_hops",
+    "test_jobs_together",
+    "test_client_bench",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two workers more than cores, since a third of the time tests wait: for leases, deadlines and each other's processes."""
+    return len(os.sched_getaffinity(0)) + 2
+
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
     """A nested table of texts, numbers, booleans and lists as TOML."""
