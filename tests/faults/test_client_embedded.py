@@ -31,7 +31,7 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def private(path: Path, prefetch_batches: int | None = None) -> Loader:
+def private(path: Path, prefetch_batches: int = 0) -> Loader:
     return Loader(path, batch_size=10, format="tokens", options=OPTIONS, prefetch_batches=prefetch_batches)
 
 
