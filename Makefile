@@ -10,7 +10,7 @@ STAMP := $(VENV)/.gyre-setup
 IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(BIN):$$PATH"
 PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup demo test lint protos bench servers clean
+.PHONY: setup demo test test-fast lint protos bench servers clean
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
 SERVERS := $(VENV)/servers
 SERVERS_STAMP := $(SERVERS)/.installed
@@ -36,8 +36,19 @@ $(SERVERS_STAMP): tests/servers/package.json tests/servers/package-lock.json
 demo: setup
 	$(IN_VENV) python examples/demo.py
 
+# Files stay whole, in the order in which tests/conftest.py has them.
+IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(IN_VENV) python -m pytest -n auto --dist worksteal
+	$(IN_VENV) python -m pytest $(IN_PARALLEL)
+
+# What needs no process of its own, and a little of each of the other folders.
+FAST := tests/unit tests/property $(addprefix tests/contract/,test_formats.py test_storage_local.py) \
+  $(addprefix tests/integration/,test_daemon_batches.py test_daemon_reload.py test_train_checkpoint.py) \
+  $(addprefix tests/distributed/,test_rotation_modules.py test_rotation_plan.py) tests/faults/test_copiers_that_die.py
+
+test-fast: setup
+	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)
 
 lint: setup
 	$(IN_VENV) .ci/lint

@@ -11,18 +11,63 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
 from hypothesis import settings
 
-START_DEADLINE_S = 60.0
+from tests.preloaded.interpreter import Forked, Interpreter
+
+START_DEADLINE_S = 150.0
 SERVE = ("-m", "gyre_daemon", "serve", "--config")
 
 # The same examples on every run, none kept, and no deadline: a slow machine is no counterexample.
 settings.register_profile("gyre", derandomize=True, database=None, deadline=None)
 settings.load_profile("gyre")
+
+# What takes longest, and is therefore begun first: a file that begins last ends last. A file goes to one worker as a
+# whole, so that what its tests share is started once. Others follow in the order of their names.
+LONGEST_FIRST = (
+    "test_train_run",
+    "test_rotation_parity",
+    "test_rotation_faults",
+    "test_train_private_daemon",
+    "test_train_tools",
+    "test_train_launch",
+    "test_rotation_exact",
+    "test_train_text",
+    "test_sharing",
+    "test_train_account",
+    "test_benchmarks_rtp",
+    "test_benchmarks_training",
+    "test_node_cache",
+    "test_storage_cached",
+    "test_train_dry_run",
+    "test_daemon_shuffle",
+    "test_daemon_serving",
+    "test_clients_that_vanish",
+    "test_client_daemon_loss",
+    "test_daemon_block_order",
+    "test_cold_remote",
+    "test_daemon_faults",
+    "test_rotation_pieces",
+    "test_rotation_layers",
+    "test_rotation_hops",
+    "test_jobs_together",
+    "test_client_bench",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two workers more than cores, since a third of the time tests wait: for leases, deadlines and each other's processes."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
@@ -43,6 +88,7 @@ class Daemon:
         address: of its Unix socket, as clients write it.
         log_path: where its log goes.
         command: of the interpreter; the configuration's path follows.
+        interpreter: it is forked from this one where it is started for the first time, which is cheap; None for a fresh one.
     """
 
     config_path: Path
@@ -50,15 +96,15 @@ class Daemon:
     log_path: Path
     environment: Mapping[str, str]
     command: Sequence[str] = SERVE
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    interpreter: Interpreter | None = None
+    process: subprocess.Popen[bytes] | Forked | None = field(default=None, init=False)
 
     def start(self) -> "Daemon":
         """Start, and wait until it is ready."""
         self.log_path.touch()
         begin = self.log_path.stat().st_size
         with self.log_path.open("ab") as log:
-            command = [sys.executable, *self.command, str(self.config_path)]
-            self.process = subprocess.Popen(command, stderr=log, env={**os.environ, **self.environment})
+            self.process = self._started(log)
         deadline = time.monotonic() + START_DEADLINE_S
         while not any(event["event"] == "ready" for event in self.events(begin)):
             assert self.process.poll() is None, f"the daemon ended at its start:\n{self.log_path.read_text()}"
@@ -66,12 +112,19 @@ class Daemon:
             time.sleep(0.02)
         return self
 
+    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
+        environment = {**os.environ, **self.environment}
+        command = [*self.command, str(self.config_path)]
+        if self.interpreter and self.process is None:
+            return self.interpreter.start(command, log, environment)
+        return subprocess.Popen([sys.executable, *command], stderr=log, env=environment)
+
     def events(self, begin: int = 0) -> list[dict[str, Any]]:
         """The events of its log from a byte on."""
         text = self.log_path.read_bytes()[begin:].decode()
         return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
 
-    def stop(self, deadline_s: float = 30.0) -> int:
+    def stop(self, deadline_s: float = 120.0) -> int:
         """SIGTERM; gives the exit status."""
         assert self.process
         if self.process.poll() is None:
@@ -82,7 +135,7 @@ class Daemon:
         """SIGKILL."""
         assert self.process
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
 
     def reconfigure(self, text: str) -> dict[str, Any]:
         """Write a new configuration, have it read by SIGHUP, and give what the log says of it."""
@@ -106,8 +159,16 @@ class Daemon:
 StartDaemon = Callable[..., Daemon]
 
 
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """One that has imported a daemon."""
+    interpreter = Interpreter(["gyre_daemon.cli", "gyre_daemon.server", "uvloop", "obstore"])
+    yield interpreter
+    interpreter.close()
+
+
 @pytest.fixture
-def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
+def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
     """`gyred({"datasets": {...}})` starts a daemon on a socket of its own; all are stopped after the test.
 
     Its indexes go to a folder of the test. `environment` adds variables; `command` is what the interpreter runs.
@@ -124,7 +185,7 @@ def gyred(tmp_path: Path) -> Iterator[StartDaemon]:
         config_path.write_text(
             to_toml({"listen": [address], "index_dir": str(folder / "index"), "drain_timeout_s": 3.0, **config})
         )
-        daemon = Daemon(config_path, address, folder / "log", environment or {}, command)
+        daemon = Daemon(config_path, address, folder / "log", environment or {}, command, interpreter)
         daemons.append(daemon)
         return daemon.start()
 
@@ -218,4 +279,4 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield S3Server(running[1], settings, log_path)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(120)

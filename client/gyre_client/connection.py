@@ -38,7 +38,7 @@ OPEN_TIMEOUT_S = 600.0  # the daemon may have to build an index first; `gyre ind
 INDEX_TIMEOUT_S = 24 * 3600.0
 CLOSE_TIMEOUT_S = 2.0
 MAX_CONTROL_BYTES = 64 << 10  # of a request, as the daemon has it
-CONNECT_TIMEOUT_MS = 5000  # a daemon whose processor is busy answers late; nobody there is an answer at once
+CONNECT_TIMEOUT_MS = 10_000  # a daemon whose processor is busy answers late; nobody there is an answer at once
 RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants to be left alone
 
 _DOMAIN = "gyre"

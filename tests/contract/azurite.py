@@ -51,7 +51,7 @@ class AzuriteServer:
         lines += [f"/{_ACCOUNT}/{_ACCOUNT}/{name}", "restype:container"]
         signature = hmac.digest(base64.b64decode(_KEY), "\n".join(lines).encode(), hashlib.sha256)
         headers |= {"Authorization": f"SharedKey {_ACCOUNT}:{base64.b64encode(signature).decode()}", "Content-Length": "0"}
-        _direct.open(Request(f"{self._endpoint}/{name}?restype=container", method="PUT", headers=headers), timeout=30).close()
+        _direct.open(Request(f"{self._endpoint}/{name}?restype=container", method="PUT", headers=headers), timeout=120).close()
         options: Any = {"allow_http": True}
         self._stores[name] = AzureStore(
             name, account_name=_ACCOUNT, account_key=_KEY, endpoint=self._endpoint, client_options=options
@@ -69,7 +69,7 @@ class AzuriteServer:
         """How many objects, or parts of them, it has sent from a container."""
         mark = f"{self._endpoint}/mark-{next(self._marks)}"
         with contextlib.suppress(HTTPError):
-            _direct.open(mark, timeout=30).close()
+            _direct.open(mark, timeout=120).close()
         while urlsplit(mark).path not in (log := self._log_path.read_text()):  # it is written down a little later
             time.sleep(0.01)
         return log.count(f'"GET /{_ACCOUNT}/{container}/')
@@ -99,4 +99,4 @@ def azurite_server(folder: Path) -> Iterator[AzuriteServer]:
         yield AzuriteServer(f"{listening[1]}/{_ACCOUNT}", log_path)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)

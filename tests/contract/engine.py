@@ -92,7 +92,7 @@ class Engine:
 
 
 def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run(asyncio.wait_for(scene(), 30))
+    run(asyncio.wait_for(scene(), 120))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -64,7 +64,7 @@ class NginxServer:
         Raises:
             OSError: there is none.
         """
-        _direct.open(f"{self.url}/ready", timeout=30).close()
+        _direct.open(f"{self.url}/ready", timeout=120).close()
 
 
 def why_absent() -> str:
@@ -88,7 +88,7 @@ def nginx_server(folder: Path) -> Iterator[NginxServer]:
                 return
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(120)
     raise AssertionError(f"nginx does not start:\n{(folder / 'error.log').read_text()}")
 
 

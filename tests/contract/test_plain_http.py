@@ -49,7 +49,7 @@ def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Answer], int]:
             server.close()
             await asyncio.sleep(0.02)
 
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    return asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def saying(*pieces: bytes, hang_up: bool = False) -> Talk:
@@ -106,7 +106,7 @@ def test_who_waits_takes_the_first_connection_that_is_free() -> None:
         server.close()
         await asyncio.sleep(0.02)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_two_hosts_share_few_connections_and_both_are_answered() -> None:
@@ -159,7 +159,7 @@ def test_nobody_is_kept_waiting_by_requests_that_were_given_up() -> None:
         server.close()
         await asyncio.sleep(0.02)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 @pytest.mark.parametrize("cut", range(1, len(WHOLE), 7))

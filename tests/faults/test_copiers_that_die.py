@@ -133,4 +133,4 @@ def test_they_end_with_their_daemon(daemon: Daemon, how: str) -> None:
         daemon.kill()
     else:
         assert daemon.stop() == 0
-    assert eventually(lambda: not any(process.is_running() for process in forked), 5)
+    assert eventually(lambda: not any(process.is_running() for process in forked), 120)

@@ -133,7 +133,7 @@ def test_truncated_shard_is_an_error_that_names_it(gyred: StartDaemon, token_fil
         read_some(daemon, 15)
     with grpc.insecure_channel(daemon.address) as channel:  # indexed again, it is another dataset, and sound
         request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="tokens"))
-        assert list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=5)) == []
+        assert list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120)) == []
     assert read_some(daemon, 15)
 
 
@@ -155,7 +155,7 @@ def test_corrupt_sample_comes_in_its_turn_and_is_named(gyred: StartDaemon, tmp_p
         step = len(sound) // 4
         order = pb.OrderSpec(seed=3, global_batch_size=4)
         request = pb.PlanStepRequest(dataset=pb.DatasetRef(name="x"), order=order, step=step)
-        assert 40 in pb_grpc.LoaderStub(channel).PlanStep(request, timeout=5).sample_ids
+        assert 40 in pb_grpc.LoaderStub(channel).PlanStep(request, timeout=120).sample_ids
     assert cursor["cursor"]
 
 
@@ -205,7 +205,7 @@ def test_full_disk_for_the_index(gyred: StartDaemon, tmp_path: Path) -> None:
         assert sorted(seen.tolist()) == list(range(2000))
         assert [event["shard"] for event in daemon.events() if event["event"] == "index not stored"] == ["x.tar"]
         with grpc.insecure_channel(daemon.address) as channel, pytest.raises(grpc.RpcError) as caught:
-            list(pb_grpc.LoaderStub(channel).IndexDataset(pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="x")), timeout=10))
+            list(pb_grpc.LoaderStub(channel).IndexDataset(pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="x")), timeout=120))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "No space left on device" in str(caught.value.details())
         assert list(small.iterdir()) == []  # nothing half-written stays
@@ -230,17 +230,17 @@ def test_killed_client_is_noticed_and_its_memory_comes_back(tokens: Daemon, stub
         started: multiprocessing.Queue[int] = context.Queue()
         client = context.Process(target=read_for_ever, args=(tokens.address, started))
         client.start()
-        started.get(timeout=60)
+        started.get(timeout=120)
         assert [session.reader.job for session in stub.GetStatus(pb.GetStatusRequest()).sessions] == ["victim"]
         assert client.pid
         os.kill(client.pid, signal.SIGKILL)
         client.join()
-        assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 1.0)
+        assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 20.0)  # well before its lease ends
         assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
-        assert eventually(lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 2.0)
+        assert eventually(lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 120)
         if round_ == 0:  # the threads of the pool begin when a client reads as fast as it can
             threads = daemon.num_threads()
-    assert eventually(lambda: daemon.num_fds() <= descriptors + 1, 2.0)  # one for this test's own connection
+    assert eventually(lambda: daemon.num_fds() <= descriptors + 1, 120)  # one for this test's own connection
     assert daemon.num_threads() <= threads + 2
     assert read_some(tokens)
 
@@ -257,10 +257,10 @@ def test_terminated_daemon_delivers_what_is_under_way_and_ends_well(gyred: Start
 
 
 def test_silent_client_loses_its_lease(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
-    session = stub.OpenSession(open_request("silent"), timeout=5)
+    session = stub.OpenSession(open_request("silent"), timeout=120)
     messages: queue.SimpleQueue[pb.StreamRequest | None] = queue.SimpleQueue()
     messages.put(pb.StreamRequest(attach=pb.Attach(session_id=session.session_id)))
-    stream = stub.Stream(iter(messages.get, None), timeout=30)
+    stream = stub.Stream(iter(messages.get, None), timeout=120)
     began = time.monotonic()
     with pytest.raises(grpc.RpcError) as caught:
         for response in stream:
@@ -277,11 +277,11 @@ def test_newer_session_of_a_rank_fences_the_older(tokens: Daemon, stub: pb_grpc.
     with Loader("tokens", batch_size=20, job="twice", prefetch_batches=1, address=tokens.address) as older:
         next(iter(older))
         with pytest.raises(grpc.RpcError) as caught:
-            stub.OpenSession(open_request("twice", generation=0), timeout=5)
+            stub.OpenSession(open_request("twice", generation=0), timeout=120)
         assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         assert reason_of(caught.value) == "Fenced"
         next(iter(older))
-        stub.OpenSession(open_request("twice", generation=1 << 60), timeout=5)
+        stub.OpenSession(open_request("twice", generation=1 << 60), timeout=120)
         with pytest.raises(Fenced, match="rank 0 of job 'twice' has taken over"):
             for _ in range(5):
                 next(iter(older))
@@ -327,7 +327,7 @@ def test_senseless_requests_are_refused_and_nothing_is_left(tokens: Daemon, stub
         request = open_request("bad")
         request.MergeFrom(change)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.OpenSession(request, timeout=5)
+            stub.OpenSession(request, timeout=120)
         assert complaint in str(caught.value.details()), change
         assert caught.value.code() in REFUSALS, change
         assert not stub.GetStatus(pb.GetStatusRequest()).sessions, change
@@ -336,23 +336,23 @@ def test_senseless_requests_are_refused_and_nothing_is_left(tokens: Daemon, stub
 
 def test_batch_of_no_samples_is_refused(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
     with pytest.raises(grpc.RpcError, match="global batch size must be 1 to 2"):
-        stub.OpenSession(open_request("bad", batch_size=0), timeout=5)
+        stub.OpenSession(open_request("bad", batch_size=0), timeout=120)
 
 
 def test_protocol_nonsense_ends_its_own_stream_only(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
     with Loader("tokens", batch_size=20, address=tokens.address) as bystander:
         next(iter(bystander))
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Stream(iter([pb.StreamRequest(heartbeat=pb.Heartbeat())]), timeout=5))
+            list(stub.Stream(iter([pb.StreamRequest(heartbeat=pb.Heartbeat())]), timeout=120))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Stream(iter([pb.StreamRequest(attach=pb.Attach(session_id="none"))]), timeout=5))
+            list(stub.Stream(iter([pb.StreamRequest(attach=pb.Attach(session_id="none"))]), timeout=120))
         assert reason_of(caught.value) == "LeaseExpired"
-        session = stub.OpenSession(open_request("odd"), timeout=5)
+        session = stub.OpenSession(open_request("odd"), timeout=120)
         attach = pb.StreamRequest(attach=pb.Attach(session_id=session.session_id))
         unknown = pb.StreamRequest(release=pb.Release(steps=[0, 0, 1 << 63]))
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Stream(iter([attach, unknown, attach]), timeout=5))
+            list(stub.Stream(iter([attach, unknown, attach]), timeout=120))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         for _ in range(20):
             next(iter(bystander))
@@ -371,9 +371,9 @@ def test_embedded_daemon_ends_with_its_owner(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         child = psutil.Process(int(owner.stdout.readline()))
-        assert eventually((folder / "gyre.sock").exists, 30)
+        assert eventually((folder / "gyre.sock").exists, 120)
         owner.kill()
-    assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
+    assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 120)
     assert not folder.exists()
 
 
@@ -386,5 +386,5 @@ def test_long_errors_and_odd_options_arrive_as_what_they_are(gyred: StartDaemon,
         for options in ({"a": "[" * 5000}, {"a": "9" * 5000}):
             ref = pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/x", format="tokens", options=options))
             with pytest.raises(grpc.RpcError) as caught:
-                stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=ref), timeout=5)
+                stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=ref), timeout=120)
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

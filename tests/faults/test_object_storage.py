@@ -77,7 +77,7 @@ def check_epoch(loader: Loader, trouble: Mapping[int, Callable[[], None]] | None
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
     with grpc.insecure_channel(daemon.address) as channel:
-        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
         return answer
 
 
@@ -153,7 +153,7 @@ def test_stragglers_are_overtaken(daemon: Daemon, server: ObjectServerProcess) -
 def explain(daemon: Daemon, step: int) -> pb.BatchAccount:
     with grpc.insecure_channel(daemon.address) as channel:
         request = pb.ExplainStepRequest(dataset=pb.DatasetRef(name="tokens"), step=step)
-        (account,) = pb_grpc.LoaderStub(channel).ExplainStep(request, timeout=10).accounts
+        (account,) = pb_grpc.LoaderStub(channel).ExplainStep(request, timeout=120).accounts
         return account
 
 
@@ -167,7 +167,7 @@ def test_what_went_wrong_is_counted_and_told(gyred: StartDaemon, server: ObjectS
     assert counted["refused"] > 10
     assert counted["retried"] > 10
     (url,) = (event["metrics"] for event in daemon.events() if event["event"] == "ready")
-    with urllib.request.urlopen(f"http://{url.removeprefix('tcp:')}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{url.removeprefix('tcp:')}/metrics", timeout=120) as response:
         families = text_string_to_metric_families(response.read().decode())
         (family,) = (family for family in families if family.name == "gyre_storage_requests")
         reads = [sample for sample in family.samples if sample.labels["kind"] == "read"]
@@ -186,7 +186,7 @@ def test_what_went_wrong_is_counted_and_told(gyred: StartDaemon, server: ObjectS
 
 def gyre(daemon: Daemon, *command: str) -> str:
     line = [sys.executable, "-m", "gyre_client", *command, "--address", daemon.address]
-    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def test_broken_bodies_are_read_again(daemon: Daemon, server: ObjectServerProcess) -> None:

@@ -46,7 +46,7 @@ def same(batch: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
     with grpc.insecure_channel(daemon.address) as channel:
-        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
 def test_transport_is_chosen_by_itself_and_changes_nothing(daemon: Daemon) -> None:
@@ -104,7 +104,7 @@ def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Ch
     channel = grpc.insecure_channel(daemon.address)
     stub = pb_grpc.LoaderStub(channel)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side:
-        side.settimeout(10)
+        side.settimeout(120)
         side.connect(daemon.address.removeprefix("unix:") + ".side")
         token = side.recv(100).decode()
         request = pb.OpenSessionRequest(
@@ -112,7 +112,7 @@ def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Ch
             order=pb.OrderSpec(global_batch_size=20),
             reader=pb.Reader(job="hand", world_size=1),
         )
-        opened = stub.OpenSession(request, metadata=(("gyre-side-token", token),), timeout=10)
+        opened = stub.OpenSession(request, metadata=(("gyre-side-token", token),), timeout=120)
         message, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)
     assert message.decode() == f"{opened.session_id} 0"
     assert os.fstat(descriptor).st_size == opened.arena_bytes
@@ -144,7 +144,7 @@ def test_nonsense_on_the_side_channel_ends_that_connection_only(daemon: Daemon) 
     before = read(daemon.address, 3)
     path = daemon.address.removeprefix("unix:") + ".side"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side, Path(os.devnull).open() as null:
-        side.settimeout(10)
+        side.settimeout(120)
         side.connect(path)
         assert len(side.recv(100)) == 32
         socket.send_fds(side, [b"what is this"], [null.fileno()] * 8)
@@ -186,7 +186,7 @@ def test_frozen_client_loses_its_lease_and_wakes_to_intact_bytes(daemon: Daemon,
     first = frozen.stdout.readline()
     expected = read(daemon.address, 11)
     frozen.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while status(daemon).sessions:
         assert time.monotonic() < deadline, "the session of a frozen client must end with its lease"
         time.sleep(0.05)
@@ -199,7 +199,7 @@ def test_frozen_client_loses_its_lease_and_wakes_to_intact_bytes(daemon: Daemon,
     assert first.strip() == str(ids)
     assert frozen.stdout.readline().strip() == f"{ids} {sums}"
     assert frozen.stdout.readline().strip() == str(expected[10]["sample_id"].tolist())  # it attached again at its cursor
-    assert frozen.wait(20) == 0
+    assert frozen.wait(120) == 0
 
 
 def num_arenas() -> int:
@@ -227,7 +227,7 @@ def test_no_memory_outlives_its_session(gyred: StartDaemon, tmp_path: Path) -> N
         with Loader("tokens", batch_size=64, seed=seed, address=daemon.address) as loader:
             for _ in range(5 + seed):
                 next(iter(loader))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while "gyre-arena" in maps.read_text():
             assert time.monotonic() < deadline, f"after {seed + 1} sessions"
             time.sleep(0.02)

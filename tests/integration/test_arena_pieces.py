@@ -70,7 +70,7 @@ def test_what_is_added_and_what_follows_the_first_piece_hold_longer_strips() -> 
             assert not shrinking.is_set(), "batches lie there"
             for slot in slots:
                 arenas.put_back(slot)
-            await asyncio.wait_for(shrinking.wait(), 5)
+            await asyncio.wait_for(shrinking.wait(), 120)
             completing.cancel()
             arenas.close()
         assert budget.reserved_bytes == share.num_bytes

@@ -192,7 +192,7 @@ def test_the_installed_command_starts_without_torch(daemon: Any) -> None:
         "import sys; from gyre_client.cli import main; status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program, "status", "--json", "--address", daemon.address]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout)["pid"] == daemon.process.pid
 
@@ -201,5 +201,5 @@ def test_a_reader_that_has_enough_is_no_error(daemon: Any) -> None:
     command = (
         f"{sys.executable} -m gyre_client plan numbers --step 0 --batch-size 100000 --address {daemon.address} | head -c 10"
     )
-    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert (result.stdout, result.stderr) == ("step 0 beg", "")

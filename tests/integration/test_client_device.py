@@ -24,7 +24,7 @@ from webdataset import TarWriter
 
 from tests.conftest import Daemon, StartDaemon
 
-DEADLINE_S = 30.0
+DEADLINE_S = 150.0
 Batch = dict[str, Tensor]
 
 

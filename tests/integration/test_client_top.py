@@ -22,7 +22,7 @@ from gyre_client import Loader
 
 from tests.conftest import Daemon, StartDaemon
 
-DEADLINE_S = 30.0
+DEADLINE_S = 150.0
 ENTER, LEAVE = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l"
 
 
@@ -35,7 +35,7 @@ def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
 
 def gyre(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "gyre_client", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 class Terminal:

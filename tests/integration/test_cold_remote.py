@@ -82,7 +82,7 @@ def together(work: Callable[[int], None], seeds: tuple[int, ...]) -> None:
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
     with grpc.insecure_channel(daemon.address) as channel:
-        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
         return answer
 
 

@@ -43,7 +43,7 @@ def daemon(gyred: StartDaemon, server: ObjectServerProcess) -> Daemon:
 def asked(daemon: Daemon) -> Asked:
     """Up to now, of objects."""
     with grpc.insecure_channel(daemon.address) as channel:
-        counts = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10).storage
+        counts = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120).storage
     ours = [count for count in counts if count.kind == "read"]
     return Asked(sum(count.num_requests for count in ours), sum(count.num_bytes for count in ours))
 
@@ -56,7 +56,7 @@ def estimates(daemon: Daemon, dataset: str) -> dict[str, Asked]:
         cache_bytes=CACHE_BYTES,
     )
     with grpc.insecure_channel(daemon.address) as channel:
-        answer = pb_grpc.LoaderStub(channel).PlanCost(request, timeout=30)
+        answer = pb_grpc.LoaderStub(channel).PlanCost(request, timeout=120)
     return {each.order: Asked(each.num_requests, each.num_bytes) for each in answer.estimates}
 
 

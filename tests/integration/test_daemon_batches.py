@@ -282,7 +282,7 @@ def test_indexing_reports_each_shard(gyred: StartDaemon, tmp_path: Path) -> None
     daemon = gyred({"datasets": {"text": {"uri": str(tmp_path / "shards"), "format": "webdataset"}}})
     with grpc.insecure_channel(daemon.address) as channel:
         request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="text"))
-        first, second = (list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=30)) for _ in range(2))
+        first, second = (list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120)) for _ in range(2))
     assert [progress.shards_done for progress in first] == [1, 2, 3, 4, 5]
     assert {progress.shard for progress in first} == {f"shard-{shard:03}.tar" for shard in range(5)}
     assert first[-1].num_samples == 15

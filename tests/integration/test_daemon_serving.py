@@ -27,7 +27,7 @@ def tokens_dataset(folder: Path) -> dict[str, object]:
 
 def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -36,18 +36,18 @@ def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -
     with grpc.insecure_channel(daemon.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", SERVICE):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
-        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=5)
+        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=120)
         file = descriptor_pb2.FileDescriptorProto.FromString(answer.file_descriptor_response.file_descriptor_proto[0])
         assert "OpenSession" in [method.name for method in file.service[0].method]
 
         stub = pb_grpc.LoaderStub(channel)
-        (summary,) = stub.ListDatasets(pb.ListDatasetsRequest(), timeout=5).datasets
+        (summary,) = stub.ListDatasets(pb.ListDatasetsRequest(), timeout=120).datasets
         assert (summary.name, summary.format, summary.open) == ("tokens", "tokens", False)
-        description = stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens")), timeout=5)
+        description = stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens")), timeout=120)
         assert (description.num_samples, description.num_shards, description.num_bytes) == (100 + 70 + 0 + 130, 4, 6006)
     assert gyred_command("health", "--address", daemon.address).returncode == 0
 
@@ -62,13 +62,13 @@ def test_plan_is_arithmetic(gyred: StartDaemon, token_files: Path) -> None:
             request = pb.PlanStepRequest(
                 dataset=pb.DatasetRef(name="tokens"), order=order, step=step, rank=rank, world_size=world_size
             )
-            return list(stub.PlanStep(request, timeout=5).sample_ids)
+            return list(stub.PlanStep(request, timeout=120).sample_ids)
 
         epoch = plan(0) + plan(1) + plan(2)
         assert sorted(epoch) == list(range(300))
         assert epoch != sorted(epoch)
         assert plan(1) == plan(1, 0, 2) + plan(1, 1, 2)
-        reads = [count for count in stub.GetStatus(pb.GetStatusRequest(), timeout=5).storage if count.kind == "read"]
+        reads = [count for count in stub.GetStatus(pb.GetStatusRequest(), timeout=120).storage if count.kind == "read"]
         assert sum(count.num_requests for count in reads) == 4  # the fingerprint's probes: no sample was read for a plan
 
 
@@ -144,7 +144,7 @@ def test_check_config_tells_values_and_origins(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "gyre_daemon", "check-config", "--config", str(path), "--memory-budget", "64MiB"]
     environment = {**os.environ, "GYRE_LEASE_S": "7"}
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True).stdout
     assert "prefetch_batches = 3  # file" in printed
     assert "memory_budget = 67108864  # flag" in printed
     assert "lease_s = 7.0  # environment" in printed
@@ -210,7 +210,7 @@ def test_the_log_is_text_on_a_terminal_unless_told_otherwise(tmp_path: Path, arg
 def test_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(10)
+        manager.settimeout(120)
         daemon = gyred({}, {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "400000"})
         states = [manager.recv(100) for _ in range(3)]
         assert b"READY=1" in states

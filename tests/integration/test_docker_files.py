@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 IMAGE_ADDRESS = "unix:/run/gyre/gyre.sock"
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 PR_SET_NO_NEW_PRIVS, PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN = 38, 65, 1  # linux/prctl.h
 SCMP_ACT_ALLOW, SCMP_ACT_EPERM = 0x7FFF0000, 0x00050001  # seccomp.h

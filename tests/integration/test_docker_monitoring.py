@@ -44,7 +44,7 @@ def live(gyred: StartDaemon, token_files: Path) -> Mapping[str, set[str]]:
     ready = next(event for event in daemon.events() if event["event"] == "ready")
     with Loader("tokens", batch_size=20, address=daemon.address) as loader:
         next(loader)
-        with urllib.request.urlopen(f"http://{ready['metrics'].removeprefix('tcp:')}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{ready['metrics'].removeprefix('tcp:')}/metrics", timeout=120) as response:
             text = response.read().decode()
     labels = defaultdict[str, set[str]](set)
     for family in text_string_to_metric_families(text):
@@ -121,14 +121,14 @@ def test_promtool_accepts_configuration_and_expressions(tmp_path: Path) -> None:
     ]
     (tmp_path / "panels.yaml").write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
     for arguments in (["config", str(RULES.with_name("prometheus.yaml"))], ["rules", str(tmp_path / "panels.yaml")]):
-        checked = subprocess.run(["promtool", "check", *arguments], capture_output=True, text=True, timeout=60, check=False)
+        checked = subprocess.run(["promtool", "check", *arguments], capture_output=True, text=True, timeout=120, check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @promtool
 def test_every_alert_fires_where_it_should_and_not_where_it_should_not(rules: list[dict[str, Any]]) -> None:
     cases = Path(__file__).with_name("gyre_rules_test.yaml")
-    tested = subprocess.run(["promtool", "test", "rules", str(cases)], capture_output=True, text=True, timeout=60, check=False)
+    tested = subprocess.run(["promtool", "test", "rules", str(cases)], capture_output=True, text=True, timeout=120, check=False)
     assert tested.returncode == 0, tested.stdout + tested.stderr
     fired = {
         entry["alertname"]

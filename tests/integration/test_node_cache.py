@@ -85,12 +85,12 @@ def read(daemon: Daemon, seed: int = 0, num_epochs: int = 1, wanted: npt.NDArray
 
 def cache_of(daemon: Daemon) -> pb.CacheCount:
     with grpc.insecure_channel(daemon.address) as channel:
-        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10).cache
+        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120).cache
 
 
 def bytes_read(daemon: Daemon) -> int:
     with grpc.insecure_channel(daemon.address) as channel:
-        status = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+        status = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
     return sum(count.num_bytes for count in status.storage if count.kind == "read")
 
 

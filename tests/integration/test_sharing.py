@@ -25,17 +25,31 @@ from tests.conftest import Daemon, StartDaemon
 LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
 
 
+# A daemon with other limits of what a reader may cost others: the test's pauses count, and a busy machine's do not.
+WITH_PATIENCE = """
+import sys
+from gyre_daemon import cli, path
+path._PATIENCE = {}
+cli.main(["serve", "--config", sys.argv[1]])
+"""
+
+
 @pytest.fixture
-def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
-    """A daemon with a short lease that serves 20,000 samples."""
+def config(tmp_path: Path) -> dict[str, Any]:
+    """Of a daemon with a short lease that serves 20,000 samples."""
     np.random.default_rng(5).integers(0, 60_000, 20_000 * LENGTH).astype("<u4").tofile(tmp_path / "tokens.bin")
     tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
-    return gyred({"lease_s": 3.0, "datasets": {"tokens": tokens}})
+    return {"lease_s": 3.0, "datasets": {"tokens": tokens}}
+
+
+@pytest.fixture
+def daemon(gyred: StartDaemon, config: dict[str, Any]) -> Daemon:
+    return gyred(config)
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
     with grpc.insecure_channel(daemon.address) as channel:
-        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
 def num_bytes_read(daemon: Daemon) -> int:
@@ -85,7 +99,8 @@ def test_other_orders_share_nothing(daemon: Daemon) -> None:
         assert len({str(batch["sample_id"].tolist()) for batch in (batches[0], batches[1])}) == 2
 
 
-def test_job_that_comes_a_little_late_catches_up(daemon: Daemon) -> None:
+def test_job_that_comes_a_little_late_catches_up(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    daemon = gyred(config, command=("-c", WITH_PATIENCE.format(((60.0, 1.0), (60.0, 0.05)))))
     with loader(daemon, "a") as first:
         ahead = [next(iter(first))["sample_id"].tolist() for _ in range(100)]
         with loader(daemon, "b") as second:
@@ -124,11 +139,11 @@ def test_job_that_stops_does_not_stop_a_client_that_asks_for_one_batch_at_a_time
     with loader(daemon, "stopped") as stopped, grpc.insecure_channel(daemon.address) as channel:
         next(iter(stopped))
         stub = pb_grpc.LoaderStub(channel)
-        session = stub.OpenSession(request, timeout=10).session_id
+        session = stub.OpenSession(request, timeout=120).session_id
         assert [session.num_sharing for session in status(daemon).sessions] == [2, 2]
         messages.put(pb.StreamRequest(attach=pb.Attach(session_id=session)))
         messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=1)))
-        stream: Any = stub.Stream(iter(messages.get, None), timeout=30)
+        stream: Any = stub.Stream(iter(messages.get, None), timeout=120)
         for step in range(500):
             response = next(stream)
             while not response.HasField("batches"):
@@ -140,35 +155,37 @@ def test_job_that_stops_does_not_stop_a_client_that_asks_for_one_batch_at_a_time
     assert [event["job"] for event in events(daemon, "reader falls behind")] == ["stopped"]
 
 
-def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(daemon: Daemon) -> None:
+def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(gyred: StartDaemon, config: dict[str, Any]) -> None:
     """Together they wait for longer than patience with one of them lasts."""
+    daemon = gyred(config, command=("-c", WITH_PATIENCE.format(((2.0, 1.0), (60.0, 0.05)))))
     with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(loader(daemon, job, 4)) for job in "abcde"]
 
         def read(index: int) -> list[list[int]]:
             before = [next(iter(jobs[index]))["sample_id"].tolist() for _ in range(100 * (index + 1))]
-            time.sleep(0.09)
+            time.sleep(0.6)
             return before + [next(iter(jobs[index]))["sample_id"].tolist() for _ in range(600 - len(before))]
 
-        first, *others = threads.map(read, range(5), timeout=60)
+        first, *others = threads.map(read, range(5), timeout=120)
         assert all(other == first for other in others)
         assert not events(daemon, "reader falls behind")
         assert [session.num_sharing for session in status(daemon).sessions] == [5] * 5
 
 
-def test_job_that_waits_for_others_as_they_for_it_stays(daemon: Daemon) -> None:
-    """In the long run both cost the other far more than a twentieth of the time."""
+def test_job_that_waits_for_others_as_they_for_it_stays(gyred: StartDaemon, config: dict[str, Any]) -> None:
+    """In the long run both cost the other far more than a twentieth of the time, and more than is forgiven at once."""
+    daemon = gyred(config, command=("-c", WITH_PATIENCE.format(((60.0, 1.0), (3.0, 0.05)))))
     with ThreadPoolExecutor(2) as threads, loader(daemon, "a", 4) as a, loader(daemon, "b", 4) as b:
 
         def read(job: Loader, pauses: range) -> list[list[int]]:
             ids = []
             for turn in range(40):
                 if turn in pauses:
-                    time.sleep(0.09)
+                    time.sleep(0.2)
                 ids += ids_of([next(iter(job)) for _ in range(20)])
             return ids
 
-        first, second = threads.map(read, (a, b), (range(0, 40, 2), range(1, 40, 2)), timeout=60)
+        first, second = threads.map(read, (a, b), (range(0, 40, 2), range(1, 40, 2)), timeout=120)
         assert first == second
         assert not events(daemon, "reader falls behind")
 
@@ -184,7 +201,7 @@ def test_jobs_that_keep_their_batches_do_not_keep_each_other_from_reading(daemon
                 next(iter(jobs[index]))
             return [next(iter(jobs[index])) for _ in range(200 - 20 * index)]
 
-        first, *others = threads.map(read, range(5), timeout=60)
+        first, *others = threads.map(read, range(5), timeout=120)
         assert all(right(daemon, batch) for batches in (first, *others) for batch in batches)
         for index, batches in enumerate(others, 1):
             assert ids_of(batches) == ids_of(first[20 * index :])
@@ -256,7 +273,7 @@ def test_killed_job_leaves_no_hole_in_shared_memory(daemon: Daemon) -> None:
                 victim.send_signal(signal.SIGKILL)
                 victim.wait()
             assert all(right(daemon, next(iter(survivor))) for _ in range(100))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while len(sessions := status(daemon).sessions) > 1:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -278,7 +295,7 @@ def test_frozen_job_wakes_to_intact_bytes_beside_one_that_went_on(daemon: Daemon
         total = batches[0]["tokens"].long().sum().item()
         del batches
         reader.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while len(status(daemon).sessions) > 1:
             assert right(daemon, next(iter(survivor)))
             assert time.monotonic() < deadline, "a frozen client's session must end with its lease"
@@ -288,5 +305,5 @@ def test_frozen_job_wakes_to_intact_bytes_beside_one_that_went_on(daemon: Daemon
         reader.stdin.flush()
         assert reader.stdout.readline().strip() == f"{wanted[0]} {total}"
         assert reader.stdout.readline().strip() == str(wanted[3])
-        assert reader.wait(20) == 0
+        assert reader.wait(120) == 0
         assert all(right(daemon, next(iter(survivor))) for _ in range(300))

@@ -65,7 +65,7 @@ class LossyRelay:
             while True:
                 client = stack.enter_context(self._listener.accept()[0])
                 daemon = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                daemon.settimeout(10)
+                daemon.settimeout(120)
                 daemon.connect(str(self._behind))
                 client.send(daemon.recv(100))  # the token
                 message, descriptors, _, _ = socket.recv_fds(daemon, 256, 1)
@@ -118,7 +118,7 @@ def test_a_token_that_nobody_was_given_shares_nothing(daemon: Daemon) -> None:
                 order=pb.OrderSpec(global_batch_size=20),
                 reader=pb.Reader(job="guess", world_size=1),
             )
-            opened = pb_grpc.LoaderStub(channel).OpenSession(request, metadata=(("gyre-side-token", token),), timeout=10)
+            opened = pb_grpc.LoaderStub(channel).OpenSession(request, metadata=(("gyre-side-token", token),), timeout=120)
             assert opened.arena_bytes == 0
             assert transports(daemon) == [pb.TRANSPORT_INLINE]
         side.close()
@@ -168,23 +168,23 @@ def test_small_batches_share_a_read_and_a_message_and_credit_bounds_them(daemon:
     )
     with grpc.insecure_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
-        opened = stub.OpenSession(request, timeout=10)
-        deadline = time.monotonic() + 30
-        while stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10).num_ready < 60:
+        opened = stub.OpenSession(request, timeout=120)
+        deadline = time.monotonic() + 120
+        while stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=120).num_ready < 60:
             assert time.monotonic() < deadline
         messages.put(pb.StreamRequest(attach=pb.Attach(session_id=opened.session_id)))
         messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=50)))
-        stream: Any = stub.Stream(iter(messages.get, None), timeout=30)
+        stream: Any = stub.Stream(iter(messages.get, None), timeout=120)
         received = next(stream).batches
         assert [(strip.first_step, len(strip.cursors.own)) for strip in received.strips] == [(0, 20), (20, 20), (40, 10)]
         assert all(len(strip.layouts) == 1 for strip in received.strips), "all batches have one layout"
-        state = stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10)
+        state = stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=120)
         assert (state.credits, state.num_batches_sent, state.num_held) == (0, 50, 50)
         messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=3, released_steps=[0, 20, 40, 40, 41, 7])))
         (strip,) = next(stream).batches.strips
         assert (strip.first_step, len(strip.cursors.own)) == (50, 3), "what is left of a strip travels by itself"
-        assert stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=10).num_held == 3
-        explained = stub.ExplainStep(pb.ExplainStepRequest(dataset=pb.DatasetRef(name="tokens"), step=5), timeout=10)
+        assert stub.GetSession(pb.GetSessionRequest(session_id=opened.session_id), timeout=120).num_held == 3
+        explained = stub.ExplainStep(pb.ExplainStepRequest(dataset=pb.DatasetRef(name="tokens"), step=5), timeout=120)
         assert explained.accounts[0].stop_step - explained.accounts[0].first_step == 20, "a third of the window is read at once"
         messages.put(None)
         stream.cancel()

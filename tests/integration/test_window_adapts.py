@@ -1,6 +1,6 @@
 """The window grows while trainers wait, and shrinks when another session needs the memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,16 +16,21 @@ from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Script
 
 LENGTH, BATCH = 2048, 32  # a batch is 256 KiB and more: a window of 31, and 70 slots
+FIRST_DELAY_S = 0.05
 
 
 @pytest.fixture
 def storage() -> Iterator[ObjectServerProcess]:
-    """An object storage that takes 50 ms for each answer."""
+    """An object storage that takes a while for each answer."""
     with object_server() as server:
         samples = np.arange(2000, dtype="<u4")[:, None] + np.zeros(LENGTH, "<u4")
         server.put("/bucket/tokens.bin", samples.tobytes())
-        server.follow(Script(first_byte_p50_s=0.05, first_byte_p99_s=0.06))
+        server.follow(answering_after(FIRST_DELAY_S))
         yield server
+
+
+def answering_after(delay_s: float) -> Script:
+    return Script(first_byte_p50_s=delay_s, first_byte_p99_s=1.2 * delay_s)
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def daemon(gyred: StartDaemon, storage: ObjectServerProcess) -> Daemon:
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
     with grpc.insecure_channel(daemon.address) as channel:
-        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
 def right(batch: dict[str, torch.Tensor]) -> bool:
@@ -51,10 +56,20 @@ def right(batch: dict[str, torch.Tensor]) -> bool:
     return bool((batch["tokens"].numpy() == ids[:, None]).all())
 
 
-def read_until_it_grows(daemon: Daemon, loader: Loader, before: pb.SessionState) -> pb.SessionState:
-    """The only session's state, once its window is longer than before, or after many batches."""
+def read_until_it_grows(
+    daemon: Daemon, loader: Loader, before: pb.SessionState, slow_down: Callable[[int], None]
+) -> pb.SessionState:
+    """The only session's state, once its window is longer than before, or after many batches.
+
+    Args:
+        daemon: of the session.
+        loader: which reads.
+        before: the state to compare with.
+        slow_down: makes the storage slower, the more the greater the number; else a slow trainer would never wait for it.
+    """
     after = before
-    for _ in range(600):
+    for turn in range(600):
+        slow_down(turn)
         assert all(right(next(iter(loader))) for _ in range(32))
         (after,) = status(daemon).sessions
         if after.prefetch_batches > before.prefetch_batches:
@@ -62,20 +77,33 @@ def read_until_it_grows(daemon: Daemon, loader: Loader, before: pb.SessionState)
     return after
 
 
-def test_window_grows_while_the_trainer_waits_and_shrinks_for_another(daemon: Daemon) -> None:
+def has_shrunk(now: pb.DaemonStatus, before: pb.SessionState) -> bool:
+    """The first session has the window from before, and no session has more memory than its share."""
+    reserved = sum(session.memory_limit_bytes for session in now.sessions)
+    return now.sessions[0].prefetch_batches == before.prefetch_batches and now.memory_reserved_bytes == reserved
+
+
+def test_window_grows_while_the_trainer_waits_and_shrinks_for_another(daemon: Daemon, storage: ObjectServerProcess) -> None:
+    def slow_down(turn: int) -> None:
+        if turn % 8 == 0:
+            storage.follow(answering_after(min(4.0, FIRST_DELAY_S * 2 ** (turn // 8))))
+
     with Loader("tokens", batch_size=BATCH, seed=1, address=daemon.address, job="first") as first:
         assert right(next(iter(first)))
         (before,) = status(daemon).sessions
-        after = read_until_it_grows(daemon, first, before)
+        after = read_until_it_grows(daemon, first, before, slow_down)
         assert after.prefetch_batches > before.prefetch_batches
         assert status(daemon).memory_reserved_bytes > after.memory_limit_bytes
+        storage.follow(answering_after(FIRST_DELAY_S))
         others = [Loader("tokens", batch_size=BATCH, seed=seed, address=daemon.address, job=str(seed)) for seed in (2, 3)]
         try:
-            for _ in range(150):  # what the first has not read yet still lies in what it gives back
-                assert all(right(next(iter(loader))) for loader in (first, *others))
-            now = status(daemon)
-            assert now.sessions[0].prefetch_batches == before.prefetch_batches
-            assert now.memory_reserved_bytes == sum(session.memory_limit_bytes for session in now.sessions)
+            for _ in range(20):  # what the first has not read yet still lies in what it gives back
+                for _ in range(50):
+                    assert all(right(next(iter(loader))) for loader in (first, *others))
+                now = status(daemon)
+                if has_shrunk(now, before):
+                    break
+            assert has_shrunk(now, before), now
         finally:
             for loader in others:
                 loader.close()
@@ -102,7 +130,7 @@ def test_strips_of_a_file_become_longer_while_the_trainer_waits_and_shorter_for_
     with Loader("tokens", batch_size=BATCH, seed=1, address=local.address, job="first") as first:
         kept = [next(iter(first))]
         (before,) = status(local).sessions
-        after = read_until_it_grows(local, first, before)
+        after = read_until_it_grows(local, first, before, lambda _: None)
         assert after.prefetch_batches == 2 * before.prefetch_batches, "for a third, no other session would find its share"
         assert status(local).memory_reserved_bytes > 2 * before.memory_limit_bytes
         for _ in range(20):  # strips that are twice as long, two of them in use and some kept
@@ -110,9 +138,13 @@ def test_strips_of_a_file_become_longer_while_the_trainer_waits_and_shorter_for_
             assert all(right(batch) for batch in batches)
             kept.append(batches[50])
         with Loader("tokens", batch_size=BATCH, seed=2, address=local.address, job="second") as second:
-            for _ in range(2000):
-                assert right(next(iter(first)))
-                assert right(next(iter(second)))
-            assert status(local).sessions[0].prefetch_batches == before.prefetch_batches
+            for _ in range(200):
+                for _ in range(100):
+                    assert right(next(iter(first)))
+                    assert right(next(iter(second)))
+                now = status(local)
+                if now.sessions[0].prefetch_batches == before.prefetch_batches:
+                    break
+            assert now.sessions[0].prefetch_batches == before.prefetch_batches
             assert all(right(batch) for batch in kept)
     assert status(local).memory_reserved_bytes == 0

@@ -13,7 +13,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from tests.object_server.script import Rule, Script
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 _REPOSITORY = Path(__file__).parents[2]
 _direct = build_opener(ProxyHandler({}))
 

@@ -112,8 +112,8 @@ def mapped(pid: int, what: str) -> bool:
     return what in Path(f"/proc/{pid}/maps").read_text()
 
 
-def eventually(holds: Callable[[], bool], deadline_s: float = 5) -> bool:
-    deadline_s += time.monotonic()
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 120
     while not holds() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return holds()
@@ -250,7 +250,7 @@ def test_a_keeper_that_cannot_be_replaced_is_gone_for_good(
         copiers.look_after()
         return "copiers are not replaced any more" in caplog.text
 
-    assert eventually(is_told, 60)
+    assert eventually(is_told)
     assert copies(copiers, shared_arena(copiers), file)
     for pid in copiers.pids:
         os.kill(pid, signal.SIGKILL)

@@ -66,6 +66,6 @@ def test_descriptors_are_raised_to_what_is_allowed() -> None:
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))\n"
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert result.stdout.split() == [str(hard)] * 3
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)

@@ -107,7 +107,7 @@ def claim_elsewhere(address: UnixAddress) -> "subprocess.CompletedProcess[str]":
         "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')"
     )
     command = [sys.executable, "-c", program, str(address.path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_claim_makes_a_folder_for_owner_and_group(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_a_killed_daemon_left_is_cleared_away(tmp_path: Path) -> None:
         "claim = SocketClaim(UnixAddress(Path(sys.argv[1]))); s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", program, str(address.path)], check=False, timeout=30)
+    killed = subprocess.run([sys.executable, "-c", program, str(address.path)], check=False, timeout=120)
     assert killed.returncode == -9
     assert {path.name for path in address.path.parent.iterdir()} == {"gyre.sock", "gyre.sock.lock"}
     claim = SocketClaim(address)

@@ -14,7 +14,7 @@ from gyre_daemon.notify import feed_watchdog, notify
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(tmp_path / "notify"))
-        receiver.settimeout(5)
+        receiver.settimeout(120)
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         yield receiver
 
