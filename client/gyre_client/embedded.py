@@ -18,12 +18,13 @@ from typing import IO
 
 from gyre_client.address import Address, parse_address
 from gyre_client.connection import Connection
-from gyre_client.errors import DaemonUnavailable
+from gyre_client.errors import DaemonUnavailable, NotInstalled
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
 MAX_STDERR_BYTES = 2000  # of the child's last words, in an error
+_NEEDED = ("gyre_daemon", "aiofiles", "fsspec", "numpy", "prometheus_client", "uvloop")
 
 
 class EmbeddedDaemon:
@@ -33,13 +34,12 @@ class EmbeddedDaemon:
         """Starts the daemon and waits until it answers.
 
         Raises:
-            DaemonUnavailable: The daemon is not installed, or does not start; the message has its last words.
+            NotInstalled: The extra `daemon` is missing.
+            DaemonUnavailable: The daemon does not start; the message has its last words.
         """
-        if importlib.util.find_spec("gyre_daemon") is None:
-            raise DaemonUnavailable(
-                "no address was given, and no private daemon can be started because gyre_daemon is not installed: "
-                'pip install "gyre-ml[daemon]", or pass address= (or set GYRE_ADDRESS) to use a running one'
-            )
+        missing = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
+        if missing:
+            raise NotInstalled.needs("a private daemon", missing, "daemon")
         self._lock = threading.Lock()
         self._directory = Path(tempfile.mkdtemp(prefix="gyre-"))  # mode 0700
         self.address: Address = parse_address(f"unix:{self._directory}/gyre.sock")

@@ -14,7 +14,8 @@
     ├── Overloaded                           no room in the daemon: says needed and limit
     ├── DaemonUnavailable                    nobody answers at the address
     ├── DaemonFault                          the daemon failed in a way it should not
-    └── ForkedProcess                        a Loader used outside the process that made it
+    ├── ForkedProcess                        a Loader used outside the process that made it
+    └── NotInstalled (also an ImportError)   a part of Gyre that needs an extra: names it
 
 The daemon names the class of an error by its `reason`; `BY_REASON` is that one table.
 """
@@ -88,6 +89,15 @@ class DaemonFault(GyreError):
 
 class ForkedProcess(GyreError):
     """A Loader was used outside the process that made it."""
+
+
+class NotInstalled(GyreError, ImportError):
+    """A part of Gyre needs packages that a plain installation does not bring; the message names the extra."""
+
+    @classmethod
+    def needs(cls, what: str, package: str | None, extra: str) -> "NotInstalled":
+        """Returns the error for `what`, which imports `package`, which comes with `extra`."""
+        return cls(f'{what} needs {package}, which is not installed: pip install "gyre-ml[{extra}]"')
 
 
 BY_REASON: dict[str, type[GyreError]] = {error.__name__: error for error in GyreError.__subclasses__()}

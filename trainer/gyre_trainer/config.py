@@ -49,7 +49,7 @@ class DataConfig:
 
     Attributes:
         dataset: a name that the daemon knows; with `format`, a path or URI.
-        address: of the daemon; "" takes GYRE_ADDRESS, and where that is absent too a machine's first
+        address: of the daemon; "" takes GYRE_ADDRESS, and where `format` is set a machine's first
             rank starts a private daemon for all its ranks.
         format: makes `dataset` a definition of its own, as the daemon's configuration would have it: tokens or webdataset.
         options: that definition's other keys.

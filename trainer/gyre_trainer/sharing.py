@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from gyre_client import embedded
-from gyre_client.endpoint import given_address
 
 from gyre_trainer.config import TrainConfig
 
@@ -16,14 +15,15 @@ from gyre_trainer.config import TrainConfig
 def sharing_a_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
     """A configuration with the address of the daemon that this rank is to read from.
 
-    Where neither the configuration nor the environment gives one, the machine's first rank starts a private daemon, which ends
-    with that process however it ends, and which that rank's loaders start again should it die; the others are told where it is.
+    Where the dataset is a path (`data.format`) and the configuration gives no address, the machine's first rank starts a private
+    daemon, which ends with that process however it ends, and which that rank's loaders start again should it die; the others are
+    told where it is.
 
     Raises:
         gyre_client.DaemonUnavailable: it does not start.
     """
     data = config.data
-    if given_address(data.address) or not data.format:
+    if data.address or not data.format:
         yield config
         return
     machine, owns = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
