@@ -103,7 +103,7 @@ def _payload(connection: Connection, session_id: str, num_bytes: int) -> bytes:
     data = bytearray()
     frames = connection.read_payload(session_id)
     while len(data) < num_bytes:
-        data += chunk_data(next(frames))
+        data += chunk_data(next(iter(frames)))
     frames.cancel()  # type: ignore[no-untyped-call]
     return bytes(data)
 

@@ -9,7 +9,6 @@ import importlib
 import math
 import os
 import sys
-import time
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +19,14 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client import __version__, why
 from gyre_client.arguments import MAX_UINT32, whole
+from gyre_client.cat import read_samples, show
+from gyre_client.colour import painted
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset, find_endpoint, given_address
-from gyre_client.cat import read_samples, show
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
 from gyre_client.planning import add_plan_arguments, cost_of_orders, plan_of_steps
-from gyre_client.report import facts, size, table, to_json
-from gyre_client.status import Snapshot, full_text
+from gyre_client.report import facts, page_width, size, table, to_json
+from gyre_client.status import full_text, to_plain
 from gyre_client.top import top
 from gyre_client.wire import dataset_ref, plain
 
@@ -146,23 +146,19 @@ def _show_progress(line: str) -> None:
 
 
 def _status(connection: Connection, args: argparse.Namespace) -> Answer:
-    before = after = connection.status()
-    if before.sessions and args.interval:
-        time.sleep(args.interval)
-        after = connection.status()
-    snapshot = Snapshot.between(before, after)
-    return Answer(snapshot.to_plain(), full_text(snapshot))
+    status = connection.status()
+    return Answer(to_plain(status), painted(full_text(status, page_width()), sys.stdout))
 
 
 def _top(connection: Connection, args: argparse.Namespace) -> None:
     if not args.interval:
-        raise InvalidRequest("--interval is 0; rates are means over some time")
+        raise InvalidRequest("--interval is 0; a look takes some time")
     top(connection, args.interval, once=args.once, as_json=args.json)
 
 
 def _why(connection: Connection, args: argparse.Namespace) -> Answer:
     response = why.why(connection, _ref(args), args)
-    return Answer([plain(account) for account in response.accounts], why.text(response))
+    return Answer([plain(account) for account in response.accounts], why.text(response, page_width()))
 
 
 def _cat(connection: Connection, args: argparse.Namespace) -> Answer:
@@ -231,11 +227,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("datasets", parents=[common], help="what a daemon serves by name").set_defaults(run=_datasets)
     commands.add_parser("describe", parents=[dataset], help="what a dataset is").set_defaults(run=_describe)
     commands.add_parser("index", parents=[dataset], help="build what is missing of a dataset's index").set_defaults(run=_index)
-    pace = argparse.ArgumentParser(add_help=False, parents=[common])
-    pace.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds that rates are measured over")
-    commands.add_parser("status", parents=[pace], help="what a daemon is doing").set_defaults(run=_status)
-    live = commands.add_parser("top", parents=[pace], help="what its sessions do, live: how fast, and what holds them up")
+    commands.add_parser("status", parents=[common], help="what a daemon is doing").set_defaults(run=_status)
+    live = commands.add_parser("top", parents=[common], help="what its sessions do, live: how fast, and what holds them up")
     live.set_defaults(run=_top)
+    live.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two looks")
     live.add_argument("--once", action="store_true", help="one look, and end")
     plan = commands.add_parser("plan", parents=[shuffle], help="which samples make a step, or what each order costs")
     plan.set_defaults(run=_plan)

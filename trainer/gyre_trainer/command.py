@@ -1,4 +1,4 @@
-"""The command `gyre-train`. Where the extra `trainer` is not installed it says so in one line; otherwise it is `gyre_trainer.cli`."""
+"""The command `gyre-train`. Where the extra `trainer` is missing it says so in one line; otherwise it is `gyre_trainer.cli`."""
 
 import sys
 

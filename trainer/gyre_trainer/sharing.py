@@ -15,9 +15,9 @@ from gyre_trainer.config import TrainConfig
 def sharing_a_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
     """A configuration with the address of the daemon that this rank is to read from.
 
-    Where the dataset is a path (`data.format`) and the configuration gives no address, the machine's first rank starts a private
-    daemon, which ends with that process however it ends, and which that rank's loaders start again should it die; the others are
-    told where it is.
+    Where the dataset is a path (`data.format`) and the configuration gives no address, the machine's first rank starts a
+    private daemon, which ends with that process however it ends, and which that rank's loaders start again should it die; the
+    others are told where it is.
 
     Raises:
         gyre_client.DaemonUnavailable: it does not start.
