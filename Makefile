@@ -10,7 +10,7 @@ STAMP := $(VENV)/.gyre-setup
 IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(BIN):$$PATH"
 PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup demo test test-fast lint protos bench servers clean
+.PHONY: setup demo test test-fast lint docs protos bench servers clean
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
 SERVERS := $(VENV)/servers
 SERVERS_STAMP := $(SERVERS)/.installed
@@ -53,6 +53,10 @@ test-fast: setup
 lint: setup
 	$(IN_VENV) .ci/lint
 	$(IN_VENV) .ci/docker
+
+# The site in build/site: the pages of docs/ and the reference from docstrings. Links that lead nowhere are errors.
+docs: setup
+	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet
 
 protos: setup
 	$(IN_VENV) python -m grpc_tools.protoc -I protos --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) \

@@ -12,13 +12,14 @@ torch is imported only when the Loader is first asked for, so that the command l
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gyre_client.errors import GyreError
+from gyre_client.errors import GyreError, NotInstalled
 
 if TYPE_CHECKING:
     from gyre_client.loader import Loader
     from gyre_client.text import objects, texts
 
 __all__ = ["GyreError", "Loader", "objects", "texts"]
+__version__ = "0.1.0"
 
 _HOME = {"Loader": "gyre_client.loader", "objects": "gyre_client.text", "texts": "gyre_client.text"}
 
@@ -26,4 +27,7 @@ _HOME = {"Loader": "gyre_client.loader", "objects": "gyre_client.text", "texts":
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        raise NotInstalled.needs(f"gyre_client.{name}", error.name, "client") from error

@@ -41,7 +41,14 @@ class Attachment:
     when the daemon has said nothing for longer than the lease: then both sides agree that the session is over.
     """
 
-    def __init__(self, connection: Connection, session: Session, num_credits: int, on_word: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        session: Session,
+        num_credits: int,
+        on_word: Callable[[], None],
+        num_taken: Callable[[], int],
+    ) -> None:
         """Attaches to the session.
 
         Args:
@@ -49,6 +56,7 @@ class Attachment:
             session: What it opened.
             num_credits: How many batches may come at first.
             on_word: Called whenever the daemon says something on the control stream.
+            num_taken: Tells how many batches the consumer has taken since the session began.
         """
         opened = session.opened
         self._connection = connection
@@ -60,7 +68,8 @@ class Attachment:
         self._on_word = on_word
         self._silent_for_s: float | None = None
         self._heard_at_s = time.monotonic()
-        self.outbox = Outbox(opened.session_id, num_credits, max(1, self._num_granted // TOGETHER_PER_GRANT))
+        num_together = max(1, self._num_granted // TOGETHER_PER_GRANT)
+        self.outbox = Outbox(opened.session_id, num_credits, num_together, num_taken)
         self._payload: grpc.CallIterator[bytes] | None = None
         self._is_closed = False
         self._stream = connection.stream(self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch))

@@ -5,29 +5,33 @@ status: 0, 1 when something failed, 2 when what was asked for cannot be meant.
 """
 
 import argparse
+import importlib
 import math
 import os
 import sys
-import time
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import shtab
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client import why
+from gyre_client import __version__, why
 from gyre_client.arguments import MAX_UINT32, whole
+from gyre_client.cat import read_samples, show
+from gyre_client.colour import painted
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset, find_endpoint, given_address
-from gyre_client.errors import ConfigError, GyreError, InvalidRequest, UnknownDataset
+from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
 from gyre_client.planning import add_plan_arguments, cost_of_orders, plan_of_steps
-from gyre_client.report import facts, size, table, to_json
-from gyre_client.status import Snapshot, full_text
+from gyre_client.report import facts, page_width, size, table, to_json
+from gyre_client.status import full_text, to_plain
 from gyre_client.top import top
 from gyre_client.wire import dataset_ref, plain
 
 _MAX_INTERVAL_S = 3600
-_BAD_INPUT = (InvalidRequest, ConfigError, UnknownDataset)
+_BAD_INPUT = (InvalidRequest, ConfigError, UnknownDataset, NotInstalled)
 
 
 class Answer(NamedTuple):
@@ -67,8 +71,17 @@ def _answer(args: argparse.Namespace) -> Answer | None:
         with Connection(endpoint.address) as connection:
             answer: Answer | None = args.run(connection, args)
             return answer
+    except UnknownDataset as error:
+        raise _with_hint(error, args) from error
     finally:
         endpoint.release()
+
+
+def _with_hint(error: UnknownDataset, args: argparse.Namespace) -> UnknownDataset:
+    """What a path lacks to be read as one."""
+    if "dataset" not in args or args.format or not ("://" in args.dataset or Path(args.dataset).exists()):
+        return error
+    return UnknownDataset(f"{error}. To read the data at this path, say what it is: --format tokens or --format webdataset")
 
 
 def _endpoint(args: argparse.Namespace) -> Endpoint:
@@ -133,37 +146,34 @@ def _show_progress(line: str) -> None:
 
 
 def _status(connection: Connection, args: argparse.Namespace) -> Answer:
-    before = after = connection.status()
-    if before.sessions and args.interval:
-        time.sleep(args.interval)
-        after = connection.status()
-    snapshot = Snapshot.between(before, after)
-    return Answer(snapshot.to_plain(), full_text(snapshot))
+    status = connection.status()
+    return Answer(to_plain(status), painted(full_text(status, page_width()), sys.stdout))
 
 
 def _top(connection: Connection, args: argparse.Namespace) -> None:
     if not args.interval:
-        raise InvalidRequest("--interval is 0; rates are means over some time")
+        raise InvalidRequest("--interval is 0; a look takes some time")
     top(connection, args.interval, once=args.once, as_json=args.json)
 
 
 def _why(connection: Connection, args: argparse.Namespace) -> Answer:
     response = why.why(connection, _ref(args), args)
-    return Answer([plain(account) for account in response.accounts], why.text(response))
+    return Answer([plain(account) for account in response.accounts], why.text(response, page_width()))
 
 
 def _cat(connection: Connection, args: argparse.Namespace) -> Answer:
-    from gyre_client.cat import read_samples, show  # noqa: PLC0415  (torch takes a second to import; only this command needs it)
-
     whole("num", args.num, 1, MAX_UINT32)
-    samples = read_samples(connection.describe(_ref(args)), args)
+    samples = read_samples(connection, _ref(args), connection.describe(_ref(args)), args)
     return Answer(samples, show(samples))
 
 
 def _bench(connection: Connection, args: argparse.Namespace) -> Answer:
-    from gyre_client.bench import compare  # noqa: PLC0415  (numpy takes a while to import; only this command needs it)
-
-    return Answer(*compare(connection, args))
+    try:
+        bench = importlib.import_module("gyre_client.bench")  # numpy takes a while to import; only this command needs it
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise NotInstalled.needs("gyre bench", error.name, "client") from error
+    return Answer(*bench.compare(connection, args))
 
 
 def _ref(args: argparse.Namespace) -> pb.DatasetRef:
@@ -191,30 +201,36 @@ def _interval(text: str) -> float:
     return seconds
 
 
+def _add_dataset(parser: argparse.ArgumentParser) -> None:
+    """Which dataset: the same words for every command."""
+    dataset = parser.add_argument("dataset", metavar="DATASET", help="a name, or with --format a path or URI")
+    dataset.complete = shtab.FILE  # type: ignore[attr-defined]
+    parser.add_argument("--format", help="tokens or webdataset: DATASET is a path or URI, read by a private daemon")
+    parser.add_argument(
+        "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help="with --format; repeatable"
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--address", help="unix:/path.sock or tcp:host:port; GYRE_ADDRESS if absent")
     common.add_argument("--json", action="store_true", help="print one JSON document")
-    ad_hoc = argparse.ArgumentParser(add_help=False, parents=[common])
-    ad_hoc.add_argument("--format", help="tokens or webdataset")
-    ad_hoc.add_argument(
-        "--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help="with --format; repeatable"
-    )
-    dataset = argparse.ArgumentParser(add_help=False, parents=[ad_hoc])
-    dataset.add_argument("dataset", help="a dataset's name, or with --format a path or URI")
+    dataset = argparse.ArgumentParser(add_help=False, parents=[common])
+    _add_dataset(dataset)
     shuffle = argparse.ArgumentParser(add_help=False, parents=[dataset])
     shuffle.add_argument("--seed", type=int, default=0, help="of the shuffle")
 
     parser = argparse.ArgumentParser(prog="gyre", description="Look at a Gyre daemon and its datasets.")
+    parser.add_argument("--version", action="version", version=f"gyre {__version__}")
+    shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("datasets", parents=[common], help="what a daemon serves by name").set_defaults(run=_datasets)
     commands.add_parser("describe", parents=[dataset], help="what a dataset is").set_defaults(run=_describe)
     commands.add_parser("index", parents=[dataset], help="build what is missing of a dataset's index").set_defaults(run=_index)
-    pace = argparse.ArgumentParser(add_help=False, parents=[common])
-    pace.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds that rates are measured over")
-    commands.add_parser("status", parents=[pace], help="what a daemon is doing").set_defaults(run=_status)
-    live = commands.add_parser("top", parents=[pace], help="what its sessions do, live: how fast, and what holds them up")
+    commands.add_parser("status", parents=[common], help="what a daemon is doing").set_defaults(run=_status)
+    live = commands.add_parser("top", parents=[common], help="what its sessions do, live: how fast, and what holds them up")
     live.set_defaults(run=_top)
+    live.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two looks")
     live.add_argument("--once", action="store_true", help="one look, and end")
     plan = commands.add_parser("plan", parents=[shuffle], help="which samples make a step, or what each order costs")
     plan.set_defaults(run=_plan)
@@ -225,10 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     cat = commands.add_parser("cat", parents=[shuffle], help="print the first samples of the shuffle")
     cat.set_defaults(run=_cat)
     cat.add_argument("--num", type=int, default=3, help="how many")
-    bench = commands.add_parser("bench", parents=[ad_hoc], help="compare with the DataLoader on the same data")
+    bench = commands.add_parser("bench", parents=[shuffle], help="compare with the DataLoader on the same data")
     bench.set_defaults(run=_bench)
-    bench.add_argument("--dataset", required=True, help="a dataset's name, or with --format a path")
     bench.add_argument("--batch-size", type=int, default=256, help="samples per batch")
     bench.add_argument("--seconds", type=float, default=2.0, help="that each loader reads in each of two rounds")
-    bench.add_argument("--seed", type=int, default=0, help="of the shuffle")
     return parser

@@ -17,7 +17,7 @@ from typing import IO
 
 from gyre_client.address import Address, parse_address
 from gyre_client.connection import Connection
-from gyre_client.errors import DaemonUnavailable
+from gyre_client.errors import DaemonUnavailable, NotInstalled
 from gyre_client.private_folder import SOCKET, PrivateFolder
 
 BAD_CONFIGURATION = 2  # an exit status: it would end so again
@@ -25,6 +25,7 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.02
 MAX_STDERR_BYTES = 2000  # of the child's last words, in an error
+_NEEDED = ("gyre_daemon", "aiofiles", "fsspec", "numpy", "prometheus_client", "uvloop")
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +37,12 @@ class EmbeddedDaemon:
         """Starts the daemon and waits until it answers.
 
         Raises:
-            DaemonUnavailable: The daemon is not installed, or does not start; the message has its last words.
+            NotInstalled: The extra `daemon` is missing.
+            DaemonUnavailable: The daemon does not start; the message has its last words.
         """
-        if importlib.util.find_spec("gyre_daemon") is None:
-            raise DaemonUnavailable(
-                "no address was given, and no private daemon can be started because gyre_daemon is not installed: "
-                'pip install "gyre-ml[daemon]", or pass address= (or set GYRE_ADDRESS) to use a running one'
-            )
+        missing = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
+        if missing:
+            raise NotInstalled.needs("a private daemon", missing, "daemon")
         self._lock = threading.Lock()
         self._folder = PrivateFolder()
         self.address: Address = parse_address(f"unix:{self._folder.path}/{SOCKET}")

@@ -67,14 +67,20 @@ def find_endpoint(address: str | None) -> Endpoint:
 
 
 def endpoint_of_dataset(address: str | None, dataset: str | os.PathLike[str], data_format: str | None) -> Endpoint:
-    """Returns the daemon that can serve `dataset`: the one at `address` or in the environment, else a private one.
+    """Returns the daemon that can serve `dataset`.
+
+    With a format, `dataset` is a path or URI: the daemon at `address` serves it, else a private one, whatever the
+    environment says. Without, it is a name: the daemon at `address` or in the environment knows it.
 
     Raises:
         InvalidRequest: A name, but no daemon that could know it; or see `find_endpoint`.
         DaemonUnavailable: The private daemon cannot be started.
     """
+    address = address or None
+    if data_format is not None:
+        return find_endpoint(address)
     address = given_address(address)
-    if address is None and data_format is None:
+    if address is None:
         raise InvalidRequest(
             f"no address was given, and a private daemon knows no dataset by the name {os.fspath(dataset)!r}: "
             f"give the address of a daemon (or set {ENVIRONMENT_VARIABLE}), or the format of the data at this path or URI"

@@ -15,7 +15,8 @@
     ├── DaemonUnavailable                    nobody answers at the address
     ├── DaemonFault                          the daemon failed in a way it should not
     ├── ForkedProcess                        a Loader used outside the process that made it
-    └── ConcurrentUse                        a Loader used by two threads at the same time
+    ├── ConcurrentUse                        a Loader used by two threads at the same time
+    └── NotInstalled (also an ImportError)   a part of Gyre that needs an extra: names it
 
 The daemon names the class of an error by its `reason`; `BY_REASON` is that one table.
 """
@@ -93,6 +94,15 @@ class ForkedProcess(GyreError):
 
 class ConcurrentUse(GyreError):
     """A Loader was used by a thread while another one used it; the message names both."""
+
+
+class NotInstalled(GyreError, ImportError):
+    """A part of Gyre needs packages that a plain installation does not bring; the message names the extra."""
+
+    @classmethod
+    def needs(cls, what: str, package: str | None, extra: str) -> "NotInstalled":
+        """Returns the error for `what`, which imports `package`, which comes with `extra`."""
+        return cls(f'{what} needs {package}, which is not installed: pip install "gyre-ml[{extra}]"')
 
 
 BY_REASON: dict[str, type[GyreError]] = {error.__name__: error for error in GyreError.__subclasses__()}

@@ -73,8 +73,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             seed: Of the shuffle, in [0, 2^64).
             rank: This process's, in [0, world_size). Both are torch.distributed's if None, or 0 of 1 where it is not used.
             world_size: How many ranks share each batch.
-            address: `unix:/path.sock` or `tcp:host:port`; if None, the environment's GYRE_ADDRESS; without one, a private
-                daemon is started, which ends with this process.
+            address: `unix:/path.sock` or `tcp:host:port`; if None, the environment's GYRE_ADDRESS for a name. For a path
+                (with `format`) a private daemon is started, which ends with this process.
             tail: What becomes of samples that do not fill an epoch's last batch: `wrap` (batches run on into the next epoch),
                 `drop`, or `pad` (batches are filled up; the tensor `mask` is false there).
             order: `full`, a global shuffle; `block`, for cold object storage: blocks of samples that lie together come in a

@@ -11,13 +11,18 @@ from collections.abc import Callable, Iterator
 from gyre_protos.v1 import loader_pb2 as pb
 
 LONG_WAIT_S = 0.25
+# While batches are taken the daemon is told how many, so that it can say how fast. Each word wakes a thread here and there;
+# after some times as long as this the daemon believes that none was taken.
+REPORT_S = 1.0
 MAX_RELEASES = 4096  # in one message: three bytes a step or so, well below the limit of a control message
 
 
 class Outbox:
     """Filled by the consumer and the receiver, drained by gRPC's sending thread."""
 
-    def __init__(self, session_id: str, num_credits: int, num_together: int = 1) -> None:
+    def __init__(
+        self, session_id: str, num_credits: int, num_together: int = 1, num_taken: Callable[[], int] = lambda: 0
+    ) -> None:
         """Has the first credits to give.
 
         Args:
@@ -25,11 +30,13 @@ class Outbox:
             num_credits: The first credits; they wait for nothing.
             num_together: So many later credits, or releases, are worth a message, and whatever comes up a while after the last
                 one is too: half of what the daemon granted leaves it the other half to go on with.
+            num_taken: Tells how many batches of the session the consumer has taken.
         """
         self._session_id = session_id
         self._num_credits = num_credits
         self._waited_s = 0.0
         self._num_together = num_together
+        self._num_taken = num_taken
         self._is_due = num_credits > 0
         self._released: list[int] = []
         self._num_released = 0  # batches
@@ -77,12 +84,13 @@ class Outbox:
 
         Args:
             heartbeat_s: The longest silence.
-            on_wake: Called before each message, so at least every `heartbeat_s`.
+            on_wake: Called before each message, and at least every `heartbeat_s`.
         """
         yield pb.StreamRequest(attach=pb.Attach(session_id=self._session_id))
+        spoke_at_s, num_told = time.monotonic(), 0
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_due or self._closed, heartbeat_s)
+                is_due = self._changed.wait_for(lambda: self._is_due or self._closed, min(heartbeat_s, REPORT_S))
                 num_credits = max(0, self._num_credits)
                 self._num_credits -= num_credits
                 waited_s, self._waited_s = self._waited_s, 0.0
@@ -91,13 +99,18 @@ class Outbox:
                 if released or waited_s:
                     self._told_at_s = time.monotonic()
             on_wake()
+            num_taken = self._num_taken()
+            has_news = is_due or num_credits or waited_s or released or num_taken != num_told
+            if not has_news and time.monotonic() < spoke_at_s + heartbeat_s:
+                continue
+            spoke_at_s, num_told = time.monotonic(), num_taken
             if num_credits or waited_s:
                 credit = pb.Credit(num_batches=num_credits, waited_s=waited_s, released_steps=released)
-                yield pb.StreamRequest(credit=credit)
+                yield pb.StreamRequest(credit=credit, num_taken=num_taken)
             elif released:
-                yield pb.StreamRequest(release=pb.Release(steps=released))
+                yield pb.StreamRequest(release=pb.Release(steps=released), num_taken=num_taken)
             else:
-                yield pb.StreamRequest(heartbeat=pb.Heartbeat())
+                yield pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=num_taken)
 
     def _notify_if_due(self, num_waiting: int) -> None:
         if num_waiting >= self._num_together or time.monotonic() > self._told_at_s + LONG_WAIT_S:

@@ -1,8 +1,4 @@
-"""How fast sessions go, and what holds them up: from two of a daemon's answers, the time between them. Pure.
-
-The daemon counts and integrates; any two of its answers give the mean of the time between them. An answer alone says nothing of
-speed, so a session that only the second one knows has none.
-"""
+"""How fast sessions go, and what holds them up: from what the daemon says of each one's last seconds. Pure."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,23 +6,26 @@ from typing import Any
 from gyre_protos.v1 import loader_pb2 as pb
 
 STORAGE_BOUND = "storage-bound"
+PROCESSOR_BOUND = "processor-bound"
 TRAINER_BOUND = "trainer-bound"
 BALANCED = "balanced"
 IDLE = "idle"
 
 _EMPTY, _FULL = 0.25, 0.75  # credits and reads come in quarters of a window, so it is never quite empty or full
+_MIN_ELAPSED_S = 0.1  # less says nothing of speed
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """One session over some time.
+    """One session over its last seconds: ten, or since it began.
 
     Attributes:
-        batches_per_s: Sent.
+        batches_per_s: Taken by the trainer.
         bytes_per_s: Of their payload.
         occupancy: Mean share of the prefetch window that was ready, in [0, 1]; None where it had none.
         starved: Share of the time that the trainer stood still for want of a batch, as its client tells, in [0, 1].
-        wait_storage: Share of the time that the client would have taken a batch and none was ready.
+        wait_storage: Share of the time that the client would have taken a batch and none was ready: storage had not answered.
+        wait_processor: The same for want of a processor, to copy or decode it.
         wait_trainer: Share of the time that a batch was ready and the client took none.
     """
 
@@ -35,15 +34,16 @@ class Pace:
     occupancy: float | None
     starved: float
     wait_storage: float
+    wait_processor: float
     wait_trainer: float
 
     @property
     def meaning(self) -> str:
-        """What holds the session up: an empty window waits for storage, a full one for its trainer."""
+        """What holds the session up: an empty window waits for storage or a processor, a full one for its trainer."""
         if self.occupancy is None:
             return IDLE
         if self.occupancy <= _EMPTY:
-            return STORAGE_BOUND
+            return PROCESSOR_BOUND if self.wait_processor > self.wait_storage else STORAGE_BOUND
         return TRAINER_BOUND if self.occupancy >= _FULL else BALANCED
 
     def to_plain(self) -> dict[str, Any]:
@@ -51,29 +51,21 @@ class Pace:
         return {**asdict(self), "meaning": self.meaning}
 
 
-def paces(before: pb.DaemonStatus, after: pb.DaemonStatus) -> dict[str, Pace]:
-    """The pace of every session that both answers know, by its id. None where they are of two daemons, or of one moment."""
-    elapsed_s = after.uptime_s - before.uptime_s
-    if before.pid != after.pid or elapsed_s <= 0:
-        return {}
-    known = {session.session_id: session for session in before.sessions}
-    return {
-        session.session_id: _pace(known[session.session_id], session, elapsed_s)
-        for session in after.sessions
-        if session.session_id in known
-    }
-
-
-def _pace(before: pb.SessionState, after: pb.SessionState, elapsed_s: float) -> Pace:
-    size_s = after.window_size_batch_s - before.window_size_batch_s
-    ready_s = after.window_ready_batch_s - before.window_ready_batch_s
+def pace(session: pb.SessionState) -> Pace | None:
+    """The pace of a session; None of one that has just begun."""
+    lately = session.lately
+    elapsed_s = lately.elapsed_s
+    if elapsed_s < _MIN_ELAPSED_S:
+        return None
+    size_s = lately.window_size_batch_s
     return Pace(
-        batches_per_s=(after.num_batches_sent - before.num_batches_sent) / elapsed_s,
-        bytes_per_s=(after.num_bytes_sent - before.num_bytes_sent) / elapsed_s,
-        occupancy=_share(ready_s, size_s) if size_s > 0 else None,
-        starved=_share(after.trainer_waited_s - before.trainer_waited_s, elapsed_s),
-        wait_storage=_share(after.wait_storage_s - before.wait_storage_s, elapsed_s),
-        wait_trainer=_share(after.wait_trainer_s - before.wait_trainer_s, elapsed_s),
+        batches_per_s=lately.batches_per_s,
+        bytes_per_s=lately.bytes_per_s,
+        occupancy=_share(lately.window_ready_batch_s, size_s) if size_s > 0 else None,
+        starved=_share(lately.trainer_waited_s, elapsed_s),
+        wait_storage=_share(lately.wait_storage_s, elapsed_s),
+        wait_processor=_share(lately.wait_processor_s, elapsed_s),
+        wait_trainer=_share(lately.wait_trainer_s, elapsed_s),
     )
 
 

@@ -1,17 +1,26 @@
 """What a command prints: tables and sizes for people, JSON for programs."""
 
 import json
+import shutil
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 _ELLIPSIS = "\u2026"
 _GAP = 2  # between the columns of a table
+_WIDTH = 80  # of a page that is no terminal's
+_MIN_WIDTH = 20  # of a value, however narrow the terminal
 
 
 def to_json(value: Any) -> str:
     """Returns one JSON document, on one line."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def page_width() -> int:
+    """Returns the columns of the terminal that standard output is, or of a page (COLUMNS in the environment is stronger)."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -35,8 +44,34 @@ def fitted(header: Sequence[str], rows: Iterable[Sequence[str]], ranks: Sequence
     kept = list(range(len(header)))
     while len(kept) > 1 and _table_width(cells, kept) > num_columns:
         kept.remove(max(kept, key=lambda column: ranks[column]))
-    lines = table([header[column] for column in kept], ([row[column] for column in kept] for row in cells[1:])).split("\n")
+    lines = table([header[column] for column in kept], _chosen(cells[1:], kept)).split("\n")
     return [cut(line, num_columns) for line in lines]
+
+
+def stacked(header: Sequence[str], rows: Iterable[Sequence[object]], num_keys: int, num_columns: int) -> str:
+    """Returns a table that is no wider than a page: what has no room stands in a further table below, with the same keys.
+
+    Args:
+        header: Names of the table's columns.
+        rows: Their cells.
+        num_keys: So many columns come first in each of the tables.
+        num_columns: Of the page.
+    """
+    cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
+    keys, others = list(range(num_keys)), list(range(num_keys, len(header)))
+    if _table_width(cells, [*keys, *others]) > num_columns:
+        cells = [[cut(cell, num_columns // 4) for cell in row[:num_keys]] + row[num_keys:] for row in cells]
+    groups = [list(keys)]
+    for column in others:
+        if len(groups[-1]) > num_keys and _table_width(cells, [*groups[-1], column]) > num_columns:
+            groups.append(list(keys))
+        groups[-1].append(column)
+    tables = [table([header[column] for column in group], _chosen(cells[1:], group)) for group in groups]
+    return "\n\n".join("\n".join(cut(line, num_columns) for line in each.split("\n")) for each in tables)
+
+
+def _chosen(rows: Iterable[Sequence[str]], columns: Sequence[int]) -> list[list[str]]:
+    return [[row[column] for column in columns] for row in rows]
 
 
 def cut(line: str, num_columns: int) -> str:
@@ -78,11 +113,18 @@ def _row(row: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]) -
     return (" " * _GAP).join(padded).rstrip()
 
 
-def facts(pairs: Iterable[tuple[str, object]]) -> str:
-    """Returns one line per name and value, the values aligned."""
+def facts(pairs: Iterable[tuple[str, object]], num_columns: int | None = None) -> str:
+    """Returns one line per name and value, the values aligned; longer ones go on below, where there are so many columns."""
     named = [(name, str(value)) for name, value in pairs]
-    width = max(len(name) for name, _ in named)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in named)
+    name_width = max(len(name) for name, _ in named)
+    if num_columns is None:
+        return "\n".join(f"{name.ljust(name_width)}  {value}" for name, value in named)
+    room = max(num_columns - name_width - _GAP, _MIN_WIDTH)
+    lines = []
+    for name, value in named:
+        first, *rest = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
+        lines += [f"{name.ljust(name_width)}  {first}", *(f"{' ' * name_width}  {part}" for part in rest)]
+    return "\n".join(lines)
 
 
 def size(num_bytes: float) -> str:

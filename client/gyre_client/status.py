@@ -1,38 +1,26 @@
 """What a daemon is doing, as lines for people: `gyre status` says all of it, `gyre top` as much as there is room for."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.pace import Pace, paces
-from gyre_client.report import cut, duration, facts, fitted, size, table
+from gyre_client.pace import Pace, pace
+from gyre_client.report import cut, duration, facts, fitted, size, stacked
 from gyre_client.wire import plain
 
 _UNKNOWN = "-"
 _BAR_CELLS = 8
+_NUM_KEYS = 2  # job and rank
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A daemon's answer, and its sessions' pace since an earlier one."""
-
-    status: pb.DaemonStatus
-    paces: Mapping[str, Pace]
-
-    @classmethod
-    def between(cls, before: pb.DaemonStatus, after: pb.DaemonStatus) -> "Snapshot":
-        """Returns what `after` says, and what happened since `before`."""
-        return cls(after, paces(before, after))
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns JSON-ready values: the answer, each session with its pace, or None where that is not known yet."""
-        value = plain(self.status)
-        for session in value["sessions"]:
-            pace = self.paces.get(session["session_id"])
-            session["pace"] = pace.to_plain() if pace else None
-        return value
+def to_plain(status: pb.DaemonStatus) -> dict[str, Any]:
+    """Returns JSON-ready values: the answer, each session with its pace, or None where that is not known yet."""
+    value = plain(status)
+    for session, its in zip(status.sessions, value["sessions"], strict=True):
+        found = pace(session)
+        its["pace"] = found.to_plain() if found else None
+    return value
 
 
 class _Row(NamedTuple):
@@ -71,13 +59,13 @@ _MORE_COLUMNS = (
     _Column("HELD", 0, lambda row: str(row.session.num_held)),
     _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
     _Column("STORAGE WAIT", 0, lambda row: duration(row.session.wait_storage_s)),
+    _Column("PROCESSOR WAIT", 0, lambda row: duration(row.session.wait_processor_s)),
     _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
 )
 
 
-def full_text(snapshot: Snapshot) -> str:
-    """Returns all there is to say."""
-    status = snapshot.status
+def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
+    """Returns all there is to say, in lines no longer than `num_columns`."""
     pairs = [
         ("version", status.version),
         ("pid", status.pid),
@@ -93,20 +81,21 @@ def full_text(snapshot: Snapshot) -> str:
         blocks = f"{cache.num_evicted:,} blocks evicted, {cache.num_corrupt:,} corrupt"
         pairs.append(("cache", f"{size(cache.memory_bytes)} in memory, {size(cache.disk_bytes)} on disk"))
         pairs.append(("cache reads", f"{reads}, {cache.num_past:,} past it; {blocks}"))
-    parts = [facts(pairs)]
+    parts = [facts(pairs, num_columns)]
     if status.sessions:
         columns = (*_COLUMNS, *_MORE_COLUMNS)
-        parts.append(table([column.name for column in columns], _cells(snapshot, columns)))
+        parts.append(stacked([column.name for column in columns], _cells(status, columns), _NUM_KEYS, num_columns))
     if status.storage:
         rows = [
             (s.scheme, s.kind, s.outcome, f"{s.num_requests:,}", size(s.num_bytes), _mean_ms(s.first_byte_s, s.num_requests))
             for s in status.storage
         ]
-        parts.append(table(("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE"), rows))
+        header = ("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE")
+        parts.append(stacked(header, rows, 3, num_columns))
     if status.endpoints:
-        header = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
+        names = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
         states = [(e.name, e.limit, e.num_in_flight, e.num_waiting, e.num_retries_left) for e in status.endpoints]
-        parts.append(table(header, states))
+        parts.append(stacked(names, states, 1, num_columns))
     return "\n\n".join(parts)
 
 
@@ -114,23 +103,22 @@ def _mean_ms(total_s: float, num_requests: int) -> str:
     return f"{total_s / num_requests * 1000:,.1f} ms" if total_s else _UNKNOWN
 
 
-def screen(snapshot: Snapshot, num_columns: int, num_lines: int | None) -> list[str]:
+def screen(status: pb.DaemonStatus, num_columns: int, num_lines: int | None) -> list[str]:
     """Returns the lines of one look, none longer than `num_columns`, at most `num_lines`; None for any number."""
-    lines = [cut(line, num_columns) for line in _head(snapshot)]
-    if snapshot.status.sessions:
+    lines = [cut(line, num_columns) for line in _head(status)]
+    if status.sessions:
         ranks = [column.rank for column in _COLUMNS]
-        lines += ["", *fitted([column.name for column in _COLUMNS], _cells(snapshot, _COLUMNS), ranks, num_columns)]
+        lines += ["", *fitted([column.name for column in _COLUMNS], _cells(status, _COLUMNS), ranks, num_columns)]
     if num_lines is None or len(lines) <= num_lines:
         return lines
     kept = lines[: max(num_lines - 1, 0)]
     return [*kept, cut(f"and {len(lines) - len(kept)} more", num_columns)][:num_lines]
 
 
-def _head(snapshot: Snapshot) -> list[str]:
-    status = snapshot.status
+def _head(status: pb.DaemonStatus) -> list[str]:
     state = "draining" if status.draining else "serving"
-    batches_per_s = sum(pace.batches_per_s for pace in snapshot.paces.values())
-    bytes_per_s = sum(pace.bytes_per_s for pace in snapshot.paces.values())
+    batches_per_s = sum(session.lately.batches_per_s for session in status.sessions)
+    bytes_per_s = sum(session.lately.bytes_per_s for session in status.sessions)
     memory = f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"
     return [
         f"gyred {status.version}, process {status.pid}, {state}, up {duration(status.uptime_s)}",
@@ -138,10 +126,10 @@ def _head(snapshot: Snapshot) -> list[str]:
     ]
 
 
-def _cells(snapshot: Snapshot, columns: Sequence[_Column]) -> list[list[str]]:
+def _cells(status: pb.DaemonStatus, columns: Sequence[_Column]) -> list[list[str]]:
     """Rows in the order of jobs and ranks."""
-    sessions = sorted(snapshot.status.sessions, key=lambda session: (session.reader.job, session.reader.rank))
-    rows = [_Row(session, snapshot.paces.get(session.session_id)) for session in sessions]
+    sessions = sorted(status.sessions, key=lambda session: (session.reader.job, session.reader.rank))
+    rows = [_Row(session, pace(session)) for session in sessions]
     return [[column.read(row) for column in columns] for row in rows]
 
 

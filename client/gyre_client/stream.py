@@ -53,6 +53,7 @@ class BatchStream:
         self._inbox: queue.SimpleQueue[Strip | GyreError | None] = queue.SimpleQueue()
         self._strip: Strip | None = None  # out of the inbox, and not all of it consumed
         self._must_copy = False  # its batches
+        self._num_taken = 0
         self._closing = threading.Event()
         self._lock = threading.RLock()  # over the three below; a garbage collection may close while its thread holds it
         self._attachment: Attachment | None = None
@@ -85,6 +86,7 @@ class BatchStream:
             if strip is None:
                 return None
         batch = strip.take()
+        self._num_taken += 1
         self._strip = None if strip.is_taken else strip
         return batch.copied() if self._must_copy else batch
 
@@ -196,7 +198,10 @@ class BatchStream:
         """Starts on a session, with credit for what the queue still has room for."""
         with self._lock:
             num_credits = max(0, session.opened.prefetch_batches - self._num_unread)
-            self._attachment = Attachment(self._connection, session, num_credits, self._outage.heard)
+            before = self._num_taken
+            self._attachment = Attachment(
+                self._connection, session, num_credits, self._outage.heard, lambda: self._num_taken - before
+            )
             self._session_id = session.opened.session_id
             return self._attachment
 

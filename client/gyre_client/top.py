@@ -2,29 +2,24 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
 
-from gyre_protos.v1 import loader_pb2 as pb
-
+from gyre_client.colour import painted
 from gyre_client.connection import Connection
 from gyre_client.errors import DaemonUnavailable
-from gyre_client.report import cut, to_json
-from gyre_client.status import Snapshot, screen
+from gyre_client.report import cut, page_width, to_json
+from gyre_client.status import screen, to_plain
 from gyre_client.terminal import on_terminal
 
-_PLAIN_COLUMNS = 200  # of a line that no terminal cuts
 _PATIENCE_S = 2.0  # of one look
-
-Pause = Callable[[float], bool]
 
 
 def top(connection: Connection, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Shows one snapshot per interval: on a terminal in place, elsewhere and as JSON one after the other.
+    """Shows one look per interval: on a terminal in place, elsewhere and as JSON one after the other.
 
     Args:
         connection: To the daemon.
-        interval_s: Between two looks; rates are means over it.
-        once: Show one, and end.
+        interval_s: Between two looks.
+        once: Look once, and end.
         as_json: One document per line.
 
     Raises:
@@ -36,40 +31,25 @@ def top(connection: Connection, interval_s: float, *, once: bool, as_json: bool)
         _show(connection, interval_s)
 
 
-def look(connection: Connection, interval_s: float, pause: Pause) -> Iterator[Snapshot]:
-    """Yields a snapshot after each pause, for as long as `pause` says so."""
-    before = connection.status(_PATIENCE_S)
-    while pause(interval_s):
-        after = connection.status(_PATIENCE_S)
-        yield Snapshot.between(before, after)
-        before = after
-
-
 def _print(connection: Connection, interval_s: float, *, once: bool, as_json: bool) -> None:
-    for snapshot in look(connection, interval_s, _sleep):
-        text = to_json(snapshot.to_plain()) if as_json else "\n".join([*screen(snapshot, _PLAIN_COLUMNS, None), ""])
-        print(text, flush=True)
+    while True:
+        status = connection.status(_PATIENCE_S)
+        text = to_json(to_plain(status)) if as_json else "\n".join([*screen(status, page_width(), None), ""])
+        print(text if as_json else painted(text, sys.stdout), flush=True)
         if once:
             return
+        time.sleep(interval_s)
 
 
 def _show(connection: Connection, interval_s: float) -> None:
     """A daemon that goes away may come back: the screen says that it is waited for."""
     with on_terminal(sys.stdout) as terminal:
-        before: pb.DaemonStatus | None = None
         while True:
             columns, num_lines = terminal.size
             try:
-                after = connection.status(_PATIENCE_S)
-                lines = screen(Snapshot.between(before or after, after), columns, num_lines)
-                before = after
+                lines = screen(connection.status(_PATIENCE_S), columns, num_lines)
             except DaemonUnavailable as failure:
                 lines = [cut(" ".join(str(failure).split()), columns), cut("waiting for it; q leaves", columns)][:num_lines]
-            terminal.draw(lines)
+            terminal.draw([painted(line, sys.stdout) for line in lines])
             if not terminal.pause(interval_s):
                 return
-
-
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return True

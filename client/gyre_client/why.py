@@ -21,12 +21,12 @@ def why(connection: Connection, dataset: pb.DatasetRef, args: argparse.Namespace
     return connection.explain(pb.ExplainStepRequest(dataset=dataset, step=step, job=args.job))
 
 
-def text(response: pb.ExplainStepResponse) -> str:
-    """For people."""
-    return "\n\n".join(_account(account) for account in response.accounts)
+def text(response: pb.ExplainStepResponse, num_columns: int | None = None) -> str:
+    """For people, in lines no longer than `num_columns`."""
+    return "\n\n".join(_account(account, num_columns) for account in response.accounts)
 
 
-def _account(account: pb.BatchAccount) -> str:
+def _account(account: pb.BatchAccount, num_columns: int | None) -> str:
     steps = f"step {account.first_step}"
     if account.stop_step - account.first_step > 1:
         steps = f"steps {account.first_step} to {account.stop_step - 1}, which were read together,"
@@ -34,7 +34,8 @@ def _account(account: pb.BatchAccount) -> str:
     head = f"{steps} of job {account.job}, rank {account.rank} of {account.world_size}, {duration(account.ago_s)} ago"
     pairs: list[tuple[str, object]] = [
         ("took", f"{_ms(account.total_s)}{awaited}"),
-        ("reading", _ms(account.read_s)),
+        ("bound by", "storage" if account.storage_s > account.total_s / 2 else "processor"),
+        ("reading", f"{_ms(account.read_s)}, {_ms(account.storage_s)} of it waiting for storage"),
         ("decoding", _ms(account.finish_s)),
     ]
     if account.num_requests:
@@ -43,7 +44,7 @@ def _account(account: pb.BatchAccount) -> str:
         pairs += _slowest(account.slowest)
     if account.error:
         pairs.append(("failed", account.error))
-    return f"{head}\n{facts(pairs)}"
+    return f"{head}\n{facts(pairs, num_columns)}"
 
 
 def _requests(account: pb.BatchAccount) -> str:

@@ -1,6 +1,6 @@
 """`python -m gyre_daemon` is `gyred`."""
 
-from gyre_daemon.cli import main
+from gyre_daemon.command import main
 
 if __name__ == "__main__":
     main()

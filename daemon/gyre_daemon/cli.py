@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import shtab
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gyred", description="One loader daemon per node for all its training jobs.")
     parser.add_argument("--version", action="version", version=f"gyred {__version__}")
+    shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serving = commands.add_parser("serve", help="serve the datasets of a configuration")

@@ -5,7 +5,7 @@ occupancy of its window comes as two counters, whose rates divide to the mean of
 
     rate(gyre_job_window_ready_batch_seconds_total[1m]) / rate(gyre_job_window_size_batch_seconds_total[1m])
 
-Near 0 the job is storage-bound, near 1 trainer-bound.
+Near 1 the job is trainer-bound; near 0 it waits for storage or for a processor, as the two counters of its waiting tell.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,8 +97,13 @@ _JOB_COUNTERS: tuple[tuple[str, str, Callable[[SessionTotals], float]], ...] = (
     ),
     (
         "gyre_job_wait_for_storage_seconds",
-        "A trainer would have taken a batch, and none was ready.",
+        "A trainer would have taken a batch, and none was ready: storage had not answered.",
         lambda job: job.times.wait_storage_s,
+    ),
+    (
+        "gyre_job_wait_for_processor_seconds",
+        "A trainer would have taken a batch, and none was ready for want of a processor to copy or decode it.",
+        lambda job: job.times.wait_processor_s,
     ),
     (
         "gyre_job_wait_for_trainer_seconds",

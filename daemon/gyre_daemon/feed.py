@@ -20,6 +20,7 @@ from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import Strip
 from gyre_daemon.growth import Growth
+from gyre_daemon.occupancy import StorageShare
 from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
 from gyre_daemon.storage import Delays
@@ -122,6 +123,7 @@ class Feed:
         owner: that subscriber.
         arenas: where batches lie; the first is the owner's share.
         is_following: it only leads up to another feed.
+        storage_share: of what its batches wait for.
     """
 
     def __init__(self, spec: Spec, share: Share, first_step: int, owner: Subscriber, machinery: Machinery) -> None:
@@ -145,6 +147,7 @@ class Feed:
         self._is_full = False
         self._is_draining = False
         self._growth = Growth(share, in_bulk=self._in_bulk)
+        self.storage_share = StorageShare(until_known=0.0 if self._in_bulk else 1.0)
         self._apart_until = first_step
         machinery.feeds.add(self)
         self._running = asyncio.create_task(leaving_nothing(self._run()), name="feed")
@@ -356,7 +359,8 @@ class Feed:
                 each.subscriber.wake()
 
     def _give_account(self, outcome: Outcome, began: float, delays: Delays) -> None:
-        plan = outcome.strip.plan
+        plan, total_s = outcome.strip.plan, self._machinery.clock() - began
+        self.storage_share.add(delays.storage_s, total_s)
         self._machinery.accounts.add(
             BatchAccount(
                 dataset=self.spec.dataset.name,
@@ -366,7 +370,7 @@ class Feed:
                 first_step=plan.first_step,
                 stop_step=plan.stop_step,
                 begun_at=began,
-                total_s=self._machinery.clock() - began,
+                total_s=total_s,
                 is_awaited=self._is_awaited,
                 delays=delays,
                 error=next(map(str, outcome.errors.values()), ""),

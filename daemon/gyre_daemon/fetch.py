@@ -181,6 +181,8 @@ class Fetcher:
         placed = await self._read(fetch, slot, flow, ahead, delays)
         read = time.monotonic()
         delays.read_s += read - began
+        if delays.num_requests:
+            delays.storage_s = delays.read_s
         if self._finishes:
             finish = partial(self._finish, placed)
             await self._workers.run(flow, fetch.layout.num_bytes, fetch.plan.first_step, finish)
@@ -194,7 +196,7 @@ class Fetcher:
         if isinstance(storage, LocalStorage):
             cuts = itertools.pairwise(storage.cuts(fetch.plan.sample_ids.size, fetch.layout.num_bytes))
             makes = [partial(self._make_reads, fetch, slot, slice(*cut), placed) for cut in cuts]
-            await storage.read_made(makes, flow, fetch.layout.num_bytes, urgency)
+            delays.storage_s += await storage.read_made(makes, flow, fetch.layout.num_bytes, urgency)
         else:
             reads = self._make_reads(fetch, slot, slice(None), placed)
             told = replace(

@@ -19,6 +19,7 @@ from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Machinery
 from gyre_daemon.fetch import Strip
 from gyre_daemon.jobs import SessionTotals
+from gyre_daemon.lately import Lately, Recorder
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.occupancy import Occupancy
 from gyre_daemon.path import Path
@@ -93,6 +94,7 @@ class Session:
         self._draining = False
         self._seen = environment.machinery.clock()
         self._occupancy = Occupancy(self._seen)
+        self._recorder = Recorder(self._seen)
         self.share = self._granted = self._reserve()
         spec = Spec(request.dataset, order, reader.rank, reader.world_size, plan)
         self._path = Path(self, spec, self.share, (self.first_step, self.num_steps), flow, environment.machinery)
@@ -190,9 +192,17 @@ class Session:
         self.attached = True
         self.renew()
 
-    def renew(self) -> None:
-        """The client was heard of."""
+    @property
+    def lately(self) -> Lately:
+        """What it did in the last seconds."""
+        return self._recorder.at(self._environment.machinery.clock(), self.totals)
+
+    def renew(self, num_taken: int = 0) -> None:
+        """The client was heard of; its trainer has taken so many batches. One that does not say has taken what was sent."""
         self._seen = self._environment.machinery.clock()
+        if self._recorder.is_due(self._seen):
+            totals = self.totals
+            self._recorder.mark(self._seen, num_taken or totals.num_batches, totals)
 
     def add_credit(self, num_batches: int, waited_s: float = 0.0) -> None:
         """The client takes so many batches more; its trainer stood still for so long."""
@@ -336,6 +346,7 @@ class Session:
             min(self.window_size, num_left),
             self.credits,
             is_head_ready=is_head_ready,
+            storage_share=self._path.feed.storage_share.value,
         )
 
     async def _wait_until_sendable(self) -> None:

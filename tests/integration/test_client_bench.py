@@ -46,7 +46,7 @@ def daemon(gyred: Any, token_files: Path, tmp_path: Path) -> Any:
 
 
 def test_the_table_of_a_named_dataset(daemon: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--dataset", "mixed", "--batch-size", "8", "--seconds", "0.05", "--address", daemon.address]
+    arguments = ["bench", "mixed", "--batch-size", "8", "--seconds", "0.05", "--address", daemon.address]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     head, _, rest = text.partition("LOADER")
@@ -64,7 +64,6 @@ def test_the_table_of_a_named_dataset(daemon: Any, capsys: pytest.CaptureFixture
 def test_an_ad_hoc_dataset_as_json(token_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "bench",
-        "--dataset",
         str(token_files),
         "--format",
         "tokens",
@@ -84,10 +83,10 @@ def test_an_ad_hoc_dataset_as_json(token_files: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--dataset", "overlapping"], "do not begin every 16 tokens"),
-        (["--dataset", "tokens", "--batch-size", "1000"], "has only 186 samples"),
-        (["--dataset", "tokens", "--seconds", "0"], "--seconds must be more than 0"),
-        (["--dataset", "absent"], "absent"),
+        (["overlapping"], "do not begin every 16 tokens"),
+        (["tokens", "--batch-size", "1000"], "has only 186 samples"),
+        (["tokens", "--seconds", "0"], "--seconds must be more than 0"),
+        (["absent"], "absent"),
     ],
 )
 def test_refusals(daemon: Any, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

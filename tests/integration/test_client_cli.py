@@ -187,6 +187,32 @@ def test_a_path_needs_no_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert sample["fields"]["tokens"] == {"dtype": "int32", "shape": [4], "value": list(range(first, first + 4))}
 
 
+@pytest.mark.parametrize("command", ["describe", "index", "plan", "cat", "bench", "why"])
+def test_a_path_is_served_beside_a_daemon_in_the_environment(
+    command: str, daemon: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One way to name a dataset for all commands; `why` is refused by the private daemon, which has read nothing yet."""
+    more = {
+        "plan": ["--step", "0", "--batch-size", "4"],
+        "bench": ["--batch-size", "4", "--seconds", "0.05"],
+        "why": ["--step", "0"],
+    }
+    monkeypatch.setenv("GYRE_ADDRESS", daemon.address)
+    arguments = [command, str(tmp_path / "tokens.bin"), "--format", "tokens", *more.get(command, [])]
+    status = main([*arguments, "--option", "sequence_length=4", "--option", 'dtype="uint16"', "--json"])
+    printed = capsys.readouterr()
+    assert status == 0 or (command == "why" and "was not read yet" in printed.err)
+    if command == "describe":
+        assert json.loads(printed.out)["num_samples"] == 200
+
+
+def test_a_path_without_a_format_says_what_is_missing(gyre: Gyre, tmp_path: Path) -> None:
+    status, text = gyre.error("describe", str(tmp_path / "tokens.bin"))
+    assert status == 2
+    assert "--format tokens or --format webdataset" in text
+    assert "--format" not in gyre.error("describe", "wiki")[1]
+
+
 def test_the_installed_command_starts_without_torch(daemon: Any) -> None:
     program = (
         "import sys; from gyre_client.cli import main; status = main(sys.argv[1:]); sys.exit(status or 'torch' in sys.modules)"

@@ -5,14 +5,16 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,8 @@ def test_a_narrow_terminal_gets_what_matters(daemon: Daemon) -> None:
         with on_terminal(daemon, num_columns=40) as terminal:
             terminal.wait_for(b"WINDOW")
             terminal.wait_for(b"\x1b[J")
-            lines = [line.removesuffix(b"\x1b[K") for line in terminal.shown.split(b"\r\n") if line.startswith(b"JOB")]
+            shown = re.sub(rb"\x1b\[\d*[mK]", b"", terminal.shown)
+            lines = [line for line in shown.split(b"\r\n") if line.startswith(b"JOB")]
             assert all(len(line) <= 40 for line in lines)
             assert lines[-1].split() == [b"JOB", b"BATCHES/S", b"WINDOW"]
             terminal.press(b"q")
@@ -139,10 +142,12 @@ def sessions_of(line: str) -> list[dict[str, Any]]:
 def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
+        status_until(daemon, lambda session: session["pace"] is not None and session["pace"]["meaning"] == "trainer-bound")
         once = gyre("top", "--once", "--interval", "0.2", "--address", daemon.address)
         assert (once.returncode, once.stderr) == (0, "")
         assert "\x1b" not in once.stdout
-        assert once.stdout.splitlines()[3].split()[:3] == ["JOB", "RANK", "DATASET"]
+        assert once.stdout.splitlines()[3].split()[:2] == ["JOB", "RANK"]
+        assert max(map(len, once.stdout.splitlines())) <= 80, "a page has 80 columns"
         as_json = gyre("top", "--once", "--json", "--interval", "0.2", "--address", daemon.address)
         (session,) = sessions_of(as_json.stdout)
         assert session["pace"]["meaning"] == "trainer-bound"
@@ -159,12 +164,79 @@ def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
 def test_status_says_how_fast_and_what_that_means(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
-        text = gyre("status", "--interval", "0.2", "--address", daemon.address).stdout
-        header, row = (line.split() for line in text.split("\n\n")[1].splitlines())
-        assert "MEANING" in header
-        assert "trainer-bound" in row
-        (session,) = sessions_of(gyre("status", "--json", "--interval", "0", "--address", daemon.address).stdout)
-        assert session["pace"] is None, "one answer says nothing of speed"
+        status_until(daemon, lambda session: session["pace"] is not None and session["pace"]["meaning"] == "trainer-bound")
+        text = gyre("status", "--address", daemon.address).stdout
+        assert "trainer-bound" in text
+        assert "MEANING" in text
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def status_until(daemon: Daemon, is_there: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What the status says of the only session, as soon as it is like this."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        (session,) = sessions_of(gyre("status", "--json", "--address", daemon.address).stdout)
+        if is_there(session):
+            return session
+        assert time.monotonic() < deadline, session
+        time.sleep(0.1)
+
+
+def test_a_rate_is_that_of_the_trainer_and_not_of_the_groups_in_which_batches_travel(daemon: Daemon) -> None:
+    """Beside what this trainer itself has counted since it began; many batches travel at once, and look like 0 or hundreds."""
+    ended = threading.Event()
+    taken: list[float] = []
+
+    def train() -> None:
+        with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
+            while not ended.wait(0.02):
+                next(loader)
+                taken.append(time.monotonic())
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        status_until(daemon, lambda session: session["pace"] is not None and len(taken) > 150)
+        for _ in range(8):
+            session = status_until(daemon, lambda session: True)
+            elapsed_s = min(10.0, session["lately"]["elapsed_s"])
+            lately = [at for at in taken if at > taken[-1] - elapsed_s]
+            assert session["pace"]["batches_per_s"] == pytest.approx(len(lately) / elapsed_s, rel=0.35)
+    finally:
+        ended.set()
+        trainer.join(DEADLINE_S)
+
+
+def test_colours_on_a_terminal_and_nowhere_else(daemon: Daemon) -> None:
+    with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
+        next(loader)
+        status_until(daemon, lambda session: session["pace"] is not None and session["pace"]["meaning"] == "trainer-bound")
+        with on_terminal(daemon) as terminal:
+            terminal.wait_for(b"\x1b[32mtrainer-bound")
+            terminal.press(b"q")
+            assert terminal.process.wait(DEADLINE_S) == 0
+        assert "\x1b" not in gyre("status", "--address", daemon.address).stdout
+
+
+def test_local_files_in_memory_keep_a_trainer_waiting_for_the_processor(daemon: Daemon) -> None:
+    """What was just written is in memory: no storage is waited for, however fast the trainer is."""
+    ended = threading.Event()
+
+    def train() -> None:
+        with Loader("numbers", batch_size=500, job="greedy", address=daemon.address) as loader:
+            while not ended.is_set():
+                next(loader)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        session = status_until(daemon, lambda session: session["wait_processor_s"] > 0)
+        assert session["wait_processor_s"] > session["wait_storage_s"]
+        (account, *_) = json.loads(gyre("why", "numbers", "--step", "0", "--json", "--address", daemon.address).stdout)
+        assert account["storage_s"] < account["total_s"] / 2
+    finally:
+        ended.set()
+        trainer.join(DEADLINE_S)
 
 
 def test_nonsense_is_refused(daemon: Daemon) -> None:

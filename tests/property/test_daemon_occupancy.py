@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 STATES = st.lists(
     st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(0, 5)), max_size=12
 )
+SHARE = 0.25  # of a wait, for storage
 
 
 @given(STATES)
@@ -18,10 +19,10 @@ def test_integrals_are_the_sums_over_all_moments(states: list[tuple[int, int, in
     now, expected = 100.0, WindowTimes()
     occupancy = Occupancy(now - 7)  # nothing counts before the first note
     for ready, size, num_credits, head, seconds in states:
-        occupancy.note(now, ready, size, num_credits, is_head_ready=head)
+        occupancy.note(now, ready, size, num_credits, is_head_ready=head, storage_share=SHARE)
         for _ in range(seconds):
-            storage_is_late = size > 0 and num_credits > 0 and not head
-            expected += WindowTimes(ready, size, float(storage_is_late), float(head and not num_credits))
+            late_s = float(size > 0 and num_credits > 0 and not head)
+            expected += WindowTimes(ready, size, late_s * SHARE, float(head and not num_credits), late_s * (1 - SHARE))
         now += seconds
     assert occupancy.at(now) == expected
     assert occupancy.at(now) == expected, "a reading changes nothing"
@@ -40,8 +41,10 @@ def test_no_integral_falls_and_none_waits_for_both(states: list[tuple[int, int, 
         assert before.size_batch_s <= after.size_batch_s
         assert before.wait_storage_s <= after.wait_storage_s
         assert before.wait_trainer_s <= after.wait_trainer_s
-    assert readings[-1].ready_batch_s <= readings[-1].size_batch_s
-    assert readings[-1].wait_storage_s + readings[-1].wait_trainer_s <= now
+        assert before.wait_processor_s <= after.wait_processor_s
+    last = readings[-1]
+    assert last.ready_batch_s <= last.size_batch_s
+    assert last.wait_storage_s + last.wait_trainer_s + last.wait_processor_s <= now
 
 
 # Sessions begin (the job's number) and end (how old, the youngest first).

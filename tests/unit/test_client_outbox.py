@@ -111,3 +111,13 @@ def test_a_little_waits_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPatc
         if due[-1]:
             assert next(messages).credit.num_batches == 1 + (wait_s > 0)
     assert due == [True, False, True], "how long the trainer waited first is told at once"
+
+
+def test_the_daemon_is_told_how_many_batches_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gyre_client.outbox.REPORT_S", 0.001)
+    taken = iter([0, 0, 7, 7, 9])
+    outbox = Outbox("abc", 0, num_taken=lambda: next(taken))
+    messages = outbox.messages(60.0, lambda: None)
+    next(messages)
+    assert next(messages) == pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=7), "silence where there is no news"
+    assert next(messages) == pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=9)

@@ -1,73 +1,127 @@
-"""From two answers of a daemon to what is shown: pace, its meaning in words, and tables that fit."""
+"""From a daemon's answer to what is shown: pace, its meaning in words, tables that fit, colours where they are wanted."""
+
+import io
+import re
 
 import pytest
-from gyre_client.pace import Pace, paces
+from gyre_client.colour import painted
+from gyre_client.pace import Pace, pace
 from gyre_client.report import cut, fitted, printable, table, width
-from gyre_client.status import Snapshot, full_text, screen
+from gyre_client.status import full_text, screen, to_plain
 from gyre_protos.v1 import loader_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def answer(uptime_s: float, *sessions: pb.SessionState, pid: int = 7) -> pb.DaemonStatus:
-    return pb.DaemonStatus(version="1.2.3", pid=pid, uptime_s=uptime_s, sessions=sessions, memory_budget_bytes=1 << 30)
+def answer(*sessions: pb.SessionState) -> pb.DaemonStatus:
+    return pb.DaemonStatus(version="1.2.3", pid=7, uptime_s=9.0, sessions=sessions, memory_budget_bytes=1 << 30)
 
 
-def session(session_id: str = "a", job: str = "train", **fields: float) -> pb.SessionState:
-    numbers = {name: int(value) if name.startswith("num_") else value for name, value in fields.items()}
+def session(session_id: str = "a", job: str = "train", elapsed_s: float = 2.0, **lately: float) -> pb.SessionState:
     reader = pb.Reader(job=job, rank=1, world_size=2)
-    return pb.SessionState(session_id=session_id, dataset="wiki", reader=reader, **numbers)  # type: ignore[arg-type]
+    its = pb.Lately(elapsed_s=elapsed_s, **lately)
+    return pb.SessionState(session_id=session_id, dataset="wiki", reader=reader, lately=its)
 
 
-def pace_between(before: pb.SessionState, after: pb.SessionState, elapsed_s: float = 2.0) -> Pace:
-    return paces(answer(10.0, before), answer(10.0 + elapsed_s, after))["a"]
-
-
-def test_rates_are_means_of_the_time_between_two_answers() -> None:
-    before = session(num_batches_sent=100, num_bytes_sent=1000, window_ready_batch_s=5.0, window_size_batch_s=8.0)
-    after = session(
-        num_batches_sent=150,
-        num_bytes_sent=5000,
-        window_ready_batch_s=9.0,
-        window_size_batch_s=16.0,
+def test_the_last_seconds_of_a_session() -> None:
+    found = session(
+        batches_per_s=25.0,
+        bytes_per_s=2000.0,
+        window_ready_batch_s=4.0,
+        window_size_batch_s=8.0,
         wait_storage_s=0.5,
+        wait_processor_s=0.1,
         wait_trainer_s=1.0,
         trainer_waited_s=0.25,
     )
-    assert pace_between(before, after) == Pace(25.0, 2000.0, 0.5, 0.125, 0.25, 0.5)
+    assert pace(found) == Pace(25.0, 2000.0, 0.5, 0.125, 0.25, 0.05, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("ready_s", "meaning"),
-    [(0.0, "storage-bound"), (2.0, "storage-bound"), (4.0, "balanced"), (7.0, "trainer-bound"), (8.0, "trainer-bound")],
+    ("ready_s", "processor_s", "meaning"),
+    [
+        (0.0, 0.1, "storage-bound"),
+        (2.0, 0.1, "storage-bound"),
+        (2.0, 0.3, "processor-bound"),
+        (4.0, 0.3, "balanced"),
+        (7.0, 0.3, "trainer-bound"),
+        (8.0, 0.0, "trainer-bound"),
+    ],
 )
-def test_what_a_window_means(ready_s: float, meaning: str) -> None:
-    after = session(window_ready_batch_s=ready_s, window_size_batch_s=8.0)
-    assert pace_between(session(), after).meaning == meaning
+def test_what_a_window_means(ready_s: float, processor_s: float, meaning: str) -> None:
+    found = pace(
+        session(window_ready_batch_s=ready_s, window_size_batch_s=8.0, wait_storage_s=0.2, wait_processor_s=processor_s)
+    )
+    assert found
+    assert found.meaning == meaning
 
 
 def test_a_session_at_its_end_is_idle() -> None:
-    assert pace_between(session(window_size_batch_s=8.0), session(window_size_batch_s=8.0)).meaning == "idle"
+    found = pace(session(batches_per_s=1.0))
+    assert found
+    assert found.meaning == "idle"
 
 
-def test_what_was_waited_before_an_answer_and_told_after_it_is_no_more_than_all_of_the_time() -> None:
-    assert pace_between(session(), session(trainer_waited_s=100.0)).starved == 1.0
+def test_what_was_waited_before_and_told_now_is_no_more_than_all_of_the_time() -> None:
+    found = pace(session(trainer_waited_s=100.0))
+    assert found
+    assert found.starved == 1.0
 
 
 def test_who_is_new_has_no_pace_yet() -> None:
-    before, after = answer(1.0, session("a")), answer(2.0, session("a"), session("b"))
-    assert set(paces(before, after)) == {"a"}
-    assert paces(before, answer(2.0, session("a"), pid=8)) == {}, "another daemon"
-    assert paces(before, before) == {}
-    text = full_text(Snapshot.between(before, after))
+    status = answer(session("a"), session("b", elapsed_s=0.01))
+    text = full_text(status, 200)
     assert [line.split()[4] for line in text.splitlines()[-2:]] == ["0.0", "-"]
-    plain = Snapshot.between(before, after).to_plain()
-    assert [item["pace"] and item["pace"]["meaning"] for item in plain["sessions"]] == ["idle", None]
+    assert [item["pace"] and item["pace"]["meaning"] for item in to_plain(status)["sessions"]] == ["idle", None]
+
+
+def crowded() -> pb.DaemonStatus:
+    """Long names, large numbers, every kind of table."""
+    status = answer(*(session(str(n), f"job-{n}-" + "x" * 90, batches_per_s=1e7, bytes_per_s=1e12) for n in range(3)))
+    status.cache.CopyFrom(pb.CacheCount(num_hits=10**9, num_misses=10**9, num_joined=10**9, num_past=10**9, num_evicted=10**9))
+    status.storage.add(scheme="s3", kind="read", outcome="abandoned", num_requests=10**12, num_bytes=10**15, first_byte_s=1.0)
+    status.endpoints.add(name="https://storage.example.com/" + "bucket" * 20, limit=1024, num_waiting=10**6)
+    return status
+
+
+@pytest.mark.parametrize("num_columns", [60, 80, 100, 300])
+def test_a_status_fits_a_page_and_leaves_nothing_out(num_columns: int) -> None:
+    text = full_text(crowded(), num_columns)
+    assert max(map(width, text.split("\n"))) <= num_columns
+    for name in ("BATCHES/S", "MEANING", "STARVED", "MEMORY", "HELD", "PROCESSOR WAIT", "OUTCOME", "RETRIES LEFT"):
+        assert name in text
+    assert text.count("MEANING") == 1
+
+
+class Output(io.StringIO):
+    """What is written to, a terminal or not."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = full_text(answer(session(window_size_batch_s=8.0)), 80)
+    shown = painted(text, Output(is_terminal=True))
+    assert "\x1b[33mstorage-bound\x1b[0m" in shown
+    assert re.sub(r"\x1b\[\d+m", "", shown) == text
+    assert painted(text, Output(is_terminal=False)) == text
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted(text, Output(is_terminal=True)) == text
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert painted(text, Output(is_terminal=True)) == text
 
 
 def test_a_look_at_every_size_of_terminal_fits() -> None:
-    sessions = [session(f"{n}", f"job {n} \u4e00\u4e8c", num_batches_sent=n, window_size_batch_s=1.0) for n in range(30)]
-    snapshot = Snapshot.between(answer(1.0, *(session(f"{n}") for n in range(30))), answer(2.0, *sessions))
+    sessions = [session(f"{n}", f"job {n} \u4e00\u4e8c", batches_per_s=n, window_size_batch_s=1.0) for n in range(30)]
+    snapshot = answer(*sessions)
     for num_columns in range(1, 160):
         for num_lines in (1, 2, 3, 10, 100, None):
             lines = screen(snapshot, num_columns, num_lines)
@@ -83,8 +137,8 @@ def test_a_look_at_every_size_of_terminal_fits() -> None:
 
 def test_a_job_s_name_cannot_draw_on_the_terminal() -> None:
     hostile = session("a", "\x1b[2J\r\nroot# \u202e")
-    snapshot = Snapshot.between(answer(1.0, hostile), answer(2.0, hostile))
-    for text in (full_text(snapshot), *screen(snapshot, 100, 40)):
+    snapshot = answer(hostile)
+    for text in (full_text(snapshot, 80), *screen(snapshot, 100, 40)):
         assert "\x1b" not in text
         assert "\r" not in text
         assert "\u202e" not in text

@@ -35,7 +35,7 @@ CENSUS = Census(
         RequestLabels("file", "read", "ok"): RequestCount(7, 4096),
     },
     totals={
-        "train": SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0), 0.25),
+        "train": SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0, 0.75), 0.25),
         HOSTILE: SessionTotals(2, 400),
     },
     jobs={"train": JobNow(2, 3, 1, 8, 300, 600)},
@@ -71,6 +71,7 @@ def test_numbers_are_those_of_the_census() -> None:
         "window_ready_batch_seconds_total": 6.0,
         "window_size_batch_seconds_total": 8.0,
         "wait_for_storage_seconds_total": 0.5,
+        "wait_for_processor_seconds_total": 0.75,
         "wait_for_trainer_seconds_total": 2.0,
         "trainer_starved_seconds_total": 0.25,
         "sessions": 2,

@@ -5,3 +5,5 @@ up: `comm` moves tensors round the ring, `shards` keeps and moves parameter shar
 a module slice by slice, `layers` knows how each kind of module is cut, `inspection` checks and
 describes models, `training` is one run, and `accounting` tells what a step costs.
 """
+
+__version__ = "0.1.0"

@@ -2,6 +2,6 @@
 
 import sys
 
-from gyre_trainer.cli import main
+from gyre_trainer.command import main
 
 sys.exit(main())

@@ -15,8 +15,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import shtab
 from gyre_client.errors import GyreError
 
+from gyre_trainer import __version__
 from gyre_trainer.errors import RingError, TrainError
 from gyre_trainer.training.config import TrainConfig, load
 from gyre_trainer.training.launcher import Launcher
@@ -114,6 +116,8 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gyre-train", description="Train with Rotated Tensor Parallelism on a Gyre dataset.")
+    parser.add_argument("--version", action="version", version=f"gyre-train {__version__}")
+    shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="run a training configuration to its end"))
     _add_trace(commands.add_parser("trace", help="profile a few steps on random tokens; every rotation step is named"))

@@ -20,7 +20,7 @@ def take(session: Session, request: pb.StreamRequest) -> None:
     Raises:
         InvalidRequest: a second `attach`, or an empty message.
     """
-    session.renew()
+    session.renew(request.num_taken)
     match request.WhichOneof("event"):
         case "credit":
             for step in request.credit.released_steps:

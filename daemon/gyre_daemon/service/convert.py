@@ -18,6 +18,7 @@ from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetch import Strip
 from gyre_daemon.formats import FieldSpec
+from gyre_daemon.lately import Lately
 from gyre_daemon.metrics import CacheCounts
 from gyre_daemon.plan import MAX_START_POSITION, Order, OrderMode, Tail
 from gyre_daemon.quality import ShuffleQuality
@@ -258,6 +259,7 @@ def from_session(session: Session) -> pb.SessionState:
         credits=session.credits,
         wait_storage_s=totals.times.wait_storage_s,
         wait_trainer_s=totals.times.wait_trainer_s,
+        wait_processor_s=totals.times.wait_processor_s,
         window_ready_batch_s=totals.times.ready_batch_s,
         window_size_batch_s=totals.times.size_batch_s,
         trainer_waited_s=totals.trainer_waited_s,
@@ -265,6 +267,22 @@ def from_session(session: Session) -> pb.SessionState:
         num_sharing=session.num_sharing,
         quality=from_quality(quality) if (quality := session.shuffle.quality) else None,
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
+        lately=_from_lately(session.lately),
+    )
+
+
+def _from_lately(lately: Lately) -> pb.Lately:
+    times = lately.times
+    return pb.Lately(
+        elapsed_s=lately.elapsed_s,
+        batches_per_s=lately.batches_per_s,
+        bytes_per_s=lately.bytes_per_s,
+        window_ready_batch_s=times.ready_batch_s,
+        window_size_batch_s=times.size_batch_s,
+        wait_storage_s=times.wait_storage_s,
+        wait_processor_s=times.wait_processor_s,
+        wait_trainer_s=times.wait_trainer_s,
+        trainer_waited_s=lately.trainer_waited_s,
     )
 
 

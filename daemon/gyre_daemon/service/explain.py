@@ -37,6 +37,7 @@ def from_account(account: BatchAccount, now: float) -> pb.BatchAccount:
         ago_s=now - account.begun_at - account.total_s,
         total_s=account.total_s,
         read_s=delays.read_s,
+        storage_s=delays.storage_s,
         finish_s=delays.finish_s,
         awaited=account.is_awaited,
         error=account.error,

@@ -39,6 +39,7 @@ class Delays:
 
     Attributes:
         read_s: until the last byte was there.
+        storage_s: of that, waiting for the storage; the rest is copying, and waiting for a thread.
         finish_s: from there until all was checked and decoded; waiting for a thread included.
         num_requests: ranges that were needed.
         num_joined: of those, the ones that somebody else was asking for already.
@@ -50,6 +51,7 @@ class Delays:
     """
 
     read_s: float = 0.0
+    storage_s: float = 0.0
     finish_s: float = 0.0
     num_requests: int = 0
     num_joined: int = 0

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Region, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.openfiles import OpenFiles, OpenShard, OpenShards, file_error
-from gyre_daemon.storage.readahead import ReadAhead
+from gyre_daemon.storage.readahead import ReadAhead, Wait
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
@@ -65,7 +66,7 @@ class LocalStorage:
         num_jobs = max(1, min(most, 1 + num_bytes // _MIN_JOB_BYTES, num_reads))
         return [num_reads * job // num_jobs for job in range(num_jobs + 1)]
 
-    async def read_made(self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int) -> None:
+    async def read_made(self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int) -> float:
         """Do reads that are worked out in the threads that do them: the event loop has other things to do.
 
         Args:
@@ -73,14 +74,16 @@ class LocalStorage:
             flow: see `Reads`.
             num_bytes: about how much it is.
             urgency: see `Reads`.
+
+        Returns:
+            For how many seconds a thread waited for the disk; 0.0 where all was in memory.
         """
         cost = num_bytes / len(makes)
         if len(makes) == 1:
-            await self._run(makes[0], flow, cost, urgency)
-            return
+            return await self._run(makes[0], flow, cost, urgency)
         async with asyncio.TaskGroup() as group:
-            for make in makes:
-                group.create_task(self._run(make, flow, cost, urgency))
+            running = [group.create_task(self._run(make, flow, cost, urgency)) for make in makes]
+        return max(each.result() for each in running)
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -99,38 +102,44 @@ class LocalStorage:
         """See `Storage.local_path`."""
         return self._paths[shard]
 
-    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int) -> None:
+    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int) -> float:
         outcome: Outcome = "error"
         made: list[tuple[int, int]] = []  # reads and bytes, once they are known
         try:
-            await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made))
+            waited_s = await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made))
             outcome = "ok"
+            return waited_s
         finally:
             for num_reads, num_bytes in made:
                 self._metrics.count_requests(RequestLabels("file", "read", outcome), num_reads, num_bytes)
 
-    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]]) -> None:
+    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]]) -> float:
         reads = make()
         self._bounds.check(reads)
         reads = reads.nonempty()
-        if len(reads):
-            made.append((len(reads), int(reads.size.sum())))
-            self._read_all(reads)
+        if not len(reads):
+            return 0.0
+        made.append((len(reads), int(reads.size.sum())))
+        return self._read_all(reads)
 
-    def _read_all(self, reads: Reads) -> None:
+    def _read_all(self, reads: Reads) -> float:
+        """Gives for how many seconds the disk was waited for."""
         is_touched = np.zeros(len(self.shards), np.bool_)
         is_touched[reads.shard] = True
         touched = np.flatnonzero(is_touched)
-        limit = max(1, self._open.max_open // self._workers.num_threads)  # others read at the same time
+        limit, waited_s = max(1, self._open.max_open // self._workers.num_threads), 0.0  # others read at the same time
         for begin in range(0, len(touched), limit):
             group = touched[begin : begin + limit]
-            self._read_group(reads if len(touched) <= limit else reads.of_shards(group), group.tolist())
+            waited_s += self._read_group(reads if len(touched) <= limit else reads.of_shards(group), group.tolist())
+        return waited_s
 
-    def _read_group(self, reads: Reads, touched: Sequence[int]) -> None:
+    def _read_group(self, reads: Reads, touched: Sequence[int]) -> float:
         """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
         opened = {shard: self._open.get(shard) for shard in touched}
-        with self._ahead.around(reads, opened) as waits:  # in a thread of its own: copiers have work that can be done at once
-            failed = None if not waits and self._have_copied(reads, opened) else self._copy(reads, opened)
+        began = time.monotonic()
+        with self._ahead.around(reads, opened) as wait:  # in a thread of its own: copiers have work that can be done at once
+            failed = None if not wait.is_sure and self._have_copied(reads, opened, wait) else self._copy(reads, opened)
+        waited_s = time.monotonic() - began if wait.was_seen else 0.0
         try:
             for shard in opened.values():
                 shard.check_unchanged()
@@ -140,8 +149,9 @@ class LocalStorage:
             for shard in opened.values():
                 shard.is_sound = False
             raise
+        return waited_s
 
-    def _have_copied(self, reads: Reads, opened: Mapping[int, OpenShard]) -> bool:
+    def _have_copied(self, reads: Reads, opened: Mapping[int, OpenShard], wait: Wait) -> bool:
         """Whether copiers did it, where they are faster; no second one dies of the same file."""
         if reads.arena is None or not all(shard.is_sound for shard in opened.values()):
             return False
@@ -152,8 +162,7 @@ class LocalStorage:
         if mean_bytes < _MIN_COPIED_BYTES and not ranges.are_alike:
             return False
         num_waits = self._copiers.copy(reads.arena.key, opened.values(), ranges)
-        if num_waits:
-            self._ahead.saw_waits()
+        wait.was_seen |= bool(num_waits)
         return num_waits is not None
 
     def _copy(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:

@@ -28,6 +28,7 @@ from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Source
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # of the others' driver: s3
 _LISTING_DEADLINE_S = 60.0
 _SHARE_OF_LISTINGS = 4  # of all connections, while one dataset is listed
 
@@ -117,7 +118,7 @@ class StorageOpener:
             async with asyncio.timeout(_LISTING_DEADLINE_S):
                 return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
         except ImportError as error:
-            raise ConfigError(f"no driver for {scheme}:// is installed: {error}") from error
+            raise _no_driver(scheme, error) from error
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:
@@ -163,6 +164,13 @@ class StorageOpener:
 
     def _count_listing(self, scheme: str, num_requests: int, outcome: Outcome) -> None:
         self._metrics.count_requests(RequestLabels(scheme, "list", outcome), num_requests, 0)
+
+
+def _no_driver(scheme: str, error: ImportError) -> ConfigError:
+    if scheme in _OBJECT_SCHEMES:
+        install = f'pip install "gyre-ml[{_EXTRAS.get(scheme, "s3")}]"'
+        return ConfigError(f"reading {scheme}:// needs {error.name}, which is not installed: {install}")
+    return ConfigError(f"no driver for {scheme}:// is installed: {error}")
 
 
 def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:

@@ -12,6 +12,7 @@ import mmap
 import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,19 @@ _mincore = ctypes.PyDLL(None).mincore  # it waits for nothing: the interpreter's
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
+@dataclass(slots=True)
+class Wait:
+    """Of one job for a disk.
+
+    Attributes:
+        is_sure: what it copies is not all in memory.
+        was_seen: it waited.
+    """
+
+    is_sure: bool
+    was_seen: bool
+
+
 class ReadAhead:
     """Announces the reads of one dataset. Used from threads that may wait."""
 
@@ -44,17 +58,18 @@ class ReadAhead:
         self._num_unseen = 0
 
     @contextlib.contextmanager
-    def around(self, reads: Reads, opened: Mapping[int, OpenShard]) -> Iterator[bool]:
-        """Announce reads, then notice whether copying them, inside, waited for a disk; gives whether it will have to."""
+    def around(self, reads: Reads, opened: Mapping[int, OpenShard]) -> Iterator[Wait]:
+        """Announce reads, then notice whether copying them, inside, waited for a disk: every job is looked at again then.
+
+        Gives whether it will have to wait; what others see of its waiting is noted there.
+        """
         num_announced = self.announce(reads, opened)
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-        yield num_announced > 0
-        if resource.getrusage(resource.RUSAGE_THREAD).ru_majflt != before:
-            self.saw_waits()
-
-    def saw_waits(self) -> None:
-        """A copy of announced reads waited for a disk: every job is looked at again."""
-        self._stride = 1
+        wait = Wait(num_announced > 0, num_announced > 0)
+        yield wait
+        wait.was_seen |= resource.getrusage(resource.RUSAGE_THREAD).ru_majflt != before
+        if wait.was_seen:
+            self._stride = 1
 
     def announce(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int:
         """Have the kernel begin to read what is not in memory.

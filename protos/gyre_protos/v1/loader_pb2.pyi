@@ -844,6 +844,9 @@ class StreamRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    NUM_TAKEN_FIELD_NUMBER: _builtins.int
+    num_taken: _builtins.int
+    """batches of this session that the trainer has taken; told every second or so. 0: not known"""
     @_builtins.property
     def attach(self) -> Global___Attach:
         """the first message, and only the first"""
@@ -861,10 +864,11 @@ class StreamRequest(_message.Message):
         credit: Global___Credit | None = ...,
         release: Global___Release | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        num_taken: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "release", b"release"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "num_taken", b"num_taken", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["attach", "credit", "release", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -1335,6 +1339,8 @@ class SessionState(_message.Message):
     WINDOW_SIZE_BATCH_S_FIELD_NUMBER: _builtins.int
     TRAINER_WAITED_S_FIELD_NUMBER: _builtins.int
     QUALITY_FIELD_NUMBER: _builtins.int
+    WAIT_PROCESSOR_S_FIELD_NUMBER: _builtins.int
+    LATELY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     dataset: _builtins.str
     next_step: _builtins.int
@@ -1353,7 +1359,7 @@ class SessionState(_message.Message):
     memory_limit_bytes: _builtins.int
     credits: _builtins.int
     wait_storage_s: _builtins.float
-    """had credit, the next batch was not ready"""
+    """had credit, the next batch was not ready: storage had not answered"""
     wait_trainer_s: _builtins.float
     """a batch was ready, no credit"""
     attached: _builtins.bool
@@ -1367,12 +1373,16 @@ class SessionState(_message.Message):
     window_size_batch_s: _builtins.float
     trainer_waited_s: _builtins.float
     """for so long the trainer had no batch to go on with, as its client told"""
+    wait_processor_s: _builtins.float
+    """had credit, the next batch was not ready for want of a processor to copy or decode it"""
     @_builtins.property
     def reader(self) -> Global___Reader: ...
     @_builtins.property
     def quality(self) -> Global___ShuffleQuality:
         """of what was sent lately; absent before the first batch, and where a batch is one sample"""
 
+    @_builtins.property
+    def lately(self) -> Global___Lately: ...
     def __init__(
         self,
         *,
@@ -1398,14 +1408,63 @@ class SessionState(_message.Message):
         window_size_batch_s: _builtins.float = ...,
         trainer_waited_s: _builtins.float = ...,
         quality: Global___ShuffleQuality | None = ...,
+        wait_processor_s: _builtins.float = ...,
+        lately: Global___Lately | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quality", b"quality", "reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lately", b"lately", "quality", b"quality", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "quality", b"quality", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "quality", b"quality", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
+
+@_typing.final
+class Lately(_message.Message):
+    """What a session did in its last seconds: ten, or since its beginning. The names are those of SessionState."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    BATCHES_PER_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    WINDOW_READY_BATCH_S_FIELD_NUMBER: _builtins.int
+    WINDOW_SIZE_BATCH_S_FIELD_NUMBER: _builtins.int
+    WAIT_STORAGE_S_FIELD_NUMBER: _builtins.int
+    WAIT_PROCESSOR_S_FIELD_NUMBER: _builtins.int
+    WAIT_TRAINER_S_FIELD_NUMBER: _builtins.int
+    TRAINER_WAITED_S_FIELD_NUMBER: _builtins.int
+    elapsed_s: _builtins.float
+    batches_per_s: _builtins.float
+    """taken by the trainer"""
+    bytes_per_s: _builtins.float
+    """of their payload"""
+    window_ready_batch_s: _builtins.float
+    window_size_batch_s: _builtins.float
+    wait_storage_s: _builtins.float
+    wait_processor_s: _builtins.float
+    wait_trainer_s: _builtins.float
+    trainer_waited_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        elapsed_s: _builtins.float = ...,
+        batches_per_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+        window_ready_batch_s: _builtins.float = ...,
+        window_size_batch_s: _builtins.float = ...,
+        wait_storage_s: _builtins.float = ...,
+        wait_processor_s: _builtins.float = ...,
+        wait_trainer_s: _builtins.float = ...,
+        trainer_waited_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_per_s", b"batches_per_s", "bytes_per_s", b"bytes_per_s", "elapsed_s", b"elapsed_s", "trainer_waited_s", b"trainer_waited_s", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lately: _TypeAlias = Lately  # noqa: Y015
 
 @_typing.final
 class CloseSessionRequest(_message.Message):
@@ -1730,6 +1789,7 @@ class BatchAccount(_message.Message):
     NUM_HEDGES_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     SLOWEST_FIELD_NUMBER: _builtins.int
+    STORAGE_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
@@ -1758,6 +1818,8 @@ class BatchAccount(_message.Message):
     num_hedges: _builtins.int
     """requests sent a second time because the first was late"""
     num_bytes: _builtins.int
+    storage_s: _builtins.float
+    """of read_s, waiting for the storage; the rest is copying, and waiting for a thread"""
     @_builtins.property
     def slowest(self) -> Global___RequestAccount:
         """absent where nothing was requested"""
@@ -1783,10 +1845,11 @@ class BatchAccount(_message.Message):
         num_hedges: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         slowest: Global___RequestAccount | None = ...,
+        storage_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slowest", b"slowest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_s", b"ago_s", "awaited", b"awaited", "error", b"error", "finish_s", b"finish_s", "first_step", b"first_step", "job", b"job", "num_bytes", b"num_bytes", "num_hedges", b"num_hedges", "num_joined", b"num_joined", "num_refused", b"num_refused", "num_requests", b"num_requests", "num_retries", b"num_retries", "rank", b"rank", "read_s", b"read_s", "slowest", b"slowest", "stop_step", b"stop_step", "total_s", b"total_s", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago_s", b"ago_s", "awaited", b"awaited", "error", b"error", "finish_s", b"finish_s", "first_step", b"first_step", "job", b"job", "num_bytes", b"num_bytes", "num_hedges", b"num_hedges", "num_joined", b"num_joined", "num_refused", b"num_refused", "num_requests", b"num_requests", "num_retries", b"num_retries", "rank", b"rank", "read_s", b"read_s", "slowest", b"slowest", "stop_step", b"stop_step", "storage_s", b"storage_s", "total_s", b"total_s", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

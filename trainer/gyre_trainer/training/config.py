@@ -55,8 +55,8 @@ class DataConfig:
 
     Attributes:
         dataset: a name that the daemon knows; with `format`, a path or URI.
-        address: the daemon's address; "" takes GYRE_ADDRESS, and without that the first rank of
-            each machine starts a private daemon for the machine's ranks.
+        address: the daemon's address; "" takes GYRE_ADDRESS, and where `format` is set the first
+            rank of each machine starts a private daemon for the machine's ranks.
         format: tokens or webdataset: makes `dataset` a definition of its own, as the daemon's
             configuration would have it.
         options: the other keys of that definition.

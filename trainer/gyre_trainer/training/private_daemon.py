@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from gyre_client import embedded
-from gyre_client.endpoint import given_address
 
 from gyre_trainer.training.config import TrainConfig
 
@@ -16,15 +15,15 @@ from gyre_trainer.training.config import TrainConfig
 def shared_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
     """A context with the configuration and the address of the daemon that this rank reads from.
 
-    Where neither the configuration nor the environment names a daemon, the machine's first rank
-    starts a private one and tells the others its address. The daemon ends with that rank's process,
-    however that ends, and that rank's loaders restart it should it die.
+    Where the dataset is a path (`data.format`) and the configuration gives no address, the
+    machine's first rank starts a private daemon and tells the others its address. The daemon ends
+    with that rank's process, however that ends, and that rank's loaders restart it should it die.
 
     Raises:
         gyre_client.DaemonUnavailable: it does not start.
     """
     data = config.data
-    if given_address(data.address) or not data.format:
+    if data.address or not data.format:
         yield config
         return
     machine, owns = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
