@@ -98,7 +98,7 @@ def test_a_service_may_begin_again_what_ended_before_its_first_checkpoint(start:
     assert [record.step for record in committed(tmp_path / "run" / "history.jsonl")] == list(range(6))
     assert resumes(tmp_path / "run" / "history.jsonl") == [0]
     assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 6
-    assert not list(tmp_path.glob("gyre-*"))
+    assert not list(tmp_path.glob("gyred-*"))
 
 
 def test_the_shared_daemon_is_gone_after_the_launcher_was_killed(start: Start, tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_the_shared_daemon_is_gone_after_the_launcher_was_killed(start: Start, t
         assert time.monotonic() < deadline
         time.sleep(0.05)
     (daemon,) = daemons(launcher.pid)
-    assert list(tmp_path.glob("gyre-*"))
+    assert list(tmp_path.glob("gyred-*"))
     launcher.kill()
     daemon.wait(DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S
-    while list(tmp_path.glob("gyre-*")):
+    while list(tmp_path.glob("gyred-*")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
