@@ -95,7 +95,11 @@ def test_window_grows_while_the_trainer_waits_and_shrinks_for_another(daemon: Da
         assert after.prefetch_batches > before.prefetch_batches
         assert status(daemon).memory_reserved_bytes > after.memory_limit_bytes
         storage.follow(answering_after(FIRST_DELAY_S))
-        others = [Loader("tokens", batch_size=BATCH, seed=seed, address=daemon.address, job=str(seed)) for seed in (2, 3)]
+        asked = before.prefetch_batches  # for so many, and no more: theirs do not grow where they began with less
+        others = [
+            Loader("tokens", batch_size=BATCH, seed=seed, prefetch_batches=asked, address=daemon.address, job=str(seed))
+            for seed in (2, 3)
+        ]
         try:
             for _ in range(20):  # what the first has not read yet still lies in what it gives back
                 for _ in range(50):
@@ -103,7 +107,7 @@ def test_window_grows_while_the_trainer_waits_and_shrinks_for_another(daemon: Da
                 now = status(daemon)
                 if has_shrunk(now, before):
                     break
-            assert has_shrunk(now, before), now
+            assert has_shrunk(now, before), str(now)
         finally:
             for loader in others:
                 loader.close()
