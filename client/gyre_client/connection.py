@@ -47,7 +47,7 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # nobody else's connection back-off
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # an attempt lasts at most so long: a busy daemon takes its time to answer it
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
