@@ -19,6 +19,8 @@ from gyre_client.address import parse_address
 from gyre_client.connection import Connection
 from gyre_client.errors import DaemonUnavailable
 
+from tests.conftest import StartDaemon
+
 NUM_SAMPLES = 1000
 LENGTH = 64
 
@@ -188,3 +190,13 @@ def test_a_client_frozen_past_its_lease_reads_on(daemon: Any, uninterrupted: lis
         lines += client.stdout.readlines()
         assert client.wait(120) == 0
     assert [[int(number) for number in line.strip("[]\n").split(",")] for line in lines] == uninterrupted[:60]
+
+
+def test_a_daemon_that_is_slow_to_answer_a_connection_is_waited_for(gyred: StartDaemon) -> None:
+    """As on a node whose processors are all busy."""
+    daemon = gyred({})
+    assert daemon.process
+    daemon.process.send_signal(signal.SIGSTOP)
+    threading.Timer(0.5, daemon.process.send_signal, [signal.SIGCONT]).start()
+    with Connection(parse_address(daemon.address)) as connection:
+        assert connection.status().pid == daemon.process.pid

@@ -96,12 +96,13 @@ def test_a_copy_that_waits_for_the_disk_brings_the_looks_back(shard: OpenShard) 
     for _ in range(300):
         ahead.announce(some_reads(), {0: shard})
     evict(shard)
-    with ahead.around(some_reads(), {0: shard}) as waits:
-        assert not waits, "nobody looked"
+    with ahead.around(some_reads(), {0: shard}) as wait:
+        assert not wait.is_sure, "nobody looked"
         assert shard.mapping[NUM_BYTES // 2] == 0
+    assert wait.was_seen
     evict(shard)
-    with ahead.around(some_reads(), {0: shard}) as waits:
-        assert waits
+    with ahead.around(some_reads(), {0: shard}) as wait:
+        assert wait.is_sure
 
 
 def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:

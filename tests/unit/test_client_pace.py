@@ -71,7 +71,7 @@ def test_what_was_waited_before_and_told_now_is_no_more_than_all_of_the_time() -
 def test_who_is_new_has_no_pace_yet() -> None:
     status = answer(session("a"), session("b", elapsed_s=0.01))
     text = full_text(status, 200)
-    assert [line.split()[4] for line in text.splitlines()[-2:]] == ["0.0", "-"]
+    assert [line.split()[3] for line in text.splitlines()[-2:]] == ["0.0", "-"]
     assert [item["pace"] and item["pace"]["meaning"] for item in to_plain(status)["sessions"]] == ["idle", None]
 
 
