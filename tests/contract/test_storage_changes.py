@@ -55,6 +55,16 @@ def read(opener: Any, shard: Path, work: Work, *, has_checksums: bool = True) ->
     run(whole())
 
 
+def touch(path: Path) -> None:
+    path.chmod(0o600)
+
+
+def put_back(backup: Path, path: Path, *, in_place: bool) -> None:
+    if not in_place:
+        path.unlink()
+    shutil.copy2(backup, path)
+
+
 async def serves(storage: LocalStorage, start: int = 0, size: int = SIZE) -> None:
     targets = Targets().add(0, start, size)
     await first_of(storage.read(targets.reads()))
@@ -95,18 +105,18 @@ def test_blocks_that_are_what_they_were_are_served(opener: Any, shard: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "touch",
+    "change",
     [
-        lambda path: path.chmod(0o600),
+        touch,
         lambda path: path.with_name("link").hardlink_to(path),
         lambda path: path.rename(path.with_name("aside")).rename(path),
         lambda path: overwrite(path, DATA[:10]),
     ],
     ids=["mode", "link", "name", "same bytes"],
 )
-def test_what_is_only_touched_serves_on(opener: Any, shard: Path, touch: Callable[[Path], None]) -> None:
+def test_what_is_only_touched_serves_on(opener: Any, shard: Path, change: Callable[[Path], None]) -> None:
     async def work(storage: LocalStorage, path: Path) -> None:
-        touch(path)
+        change(path)
         await serves(storage)
 
     read(opener, shard, work)
@@ -120,7 +130,7 @@ def test_what_was_compared_is_read_no_second_time(opener: Any, shard: Path, monk
         return os.preadv(descriptor, [buffer := bytearray(size)], offset) and bytes(buffer)
 
     async def work(storage: LocalStorage, path: Path) -> None:
-        path.chmod(0o600)
+        touch(path)
         monkeypatch.setattr(checksums.os, "pread", count)
         await serves(storage, 1500, 1000)
         await serves(storage, 0, 2500)
@@ -142,9 +152,7 @@ def test_a_shard_that_is_put_back_serves_again(opener: Any, shard: Path, in_plac
         os.truncate(path, 100)
         with pytest.raises(CorruptSample, match=r"0\.bin has changed .* restore it with its times"):
             await serves(storage)
-        if not in_place:
-            path.unlink()
-        shutil.copy2(backup, path)
+        put_back(backup, path, in_place=in_place)
         await serves(storage)
         os.truncate(path, 100)
         with pytest.raises(CorruptSample, match=r"0\.bin has changed"):
@@ -181,7 +189,7 @@ def test_a_shard_that_changed_between_its_listing_and_its_first_read(opener: Any
 
 def test_without_checksums_the_error_says_that_nobody_can_tell(opener: Any, shard: Path) -> None:
     async def work(storage: LocalStorage, path: Path) -> None:
-        path.chmod(0o600)
+        touch(path)
         with pytest.raises(CorruptSample, match=r"or was only touched.* no checksums .* index the dataset again"):
             await serves(storage)
 
@@ -191,7 +199,7 @@ def test_without_checksums_the_error_says_that_nobody_can_tell(opener: Any, shar
 def test_checksums_are_only_taken_of_what_was_listed(opener: Any, shard: Path) -> None:
     async def whole() -> None:
         storage = await opener(str(shard))
-        shard.chmod(0o600)
+        touch(shard)
         assert checksums.checksums_as_listed(shard, storage.shards[0], lambda: True) is None
 
         def change() -> bool:
@@ -211,11 +219,11 @@ def test_a_shard_that_never_comes_to_rest(opener: Any, shard: Path, monkeypatch:
 
     def copy_and_touch(self: LocalStorage, reads: Reads, opened: Any) -> int | None:
         failed = copy(self, reads, opened)
-        shard.chmod(0o600)
+        touch(shard)
         return failed
 
     async def work(storage: LocalStorage, path: Path) -> None:
-        path.chmod(0o600)
+        touch(path)
         monkeypatch.setattr(local.LocalStorage, "_copy", copy_and_touch)
         with pytest.raises(StorageUnavailable, match="is being changed while it is read"):
             await serves(storage)
