@@ -134,10 +134,11 @@ class Connection:
         """Returns what the dataset is; opens it in the daemon."""
         return self._call(self._stub.DescribeDataset, pb.DescribeDatasetRequest(dataset=dataset), timeout_s)
 
-    def index(self, dataset: pb.DatasetRef) -> Iterator[pb.IndexProgress]:
-        """Builds what is missing of the dataset's index; yields once per shard."""
+    def index(self, dataset: pb.DatasetRef, *, with_checksums: bool = False) -> Iterator[pb.IndexProgress]:
+        """Builds what is missing of the dataset's index, and of the checksums; yields once per shard."""
+        request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
         try:
-            yield from self._stub.IndexDataset(pb.IndexDatasetRequest(dataset=dataset), timeout=INDEX_TIMEOUT_S)
+            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
 

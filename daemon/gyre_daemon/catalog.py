@@ -26,7 +26,7 @@ class IndexProgress:
     Attributes:
         num_done: shards so far.
         num_shards: of the dataset.
-        num_samples: in the shards so far; 0 where nothing is scanned.
+        num_samples: in the shards so far, where they are scanned; in the last progress, of the dataset.
         shard: the one just done.
         reused: its sidecar was fresh, or nothing is scanned and it is what it was.
         change: what became of it since it was last indexed.
@@ -194,4 +194,4 @@ class Catalog:
         known = self._records.load_now(key, None)
         was = before.fingerprint if before else known["fingerprint"].tobytes().decode() if known else ""
         self._records.save_now(key, None, {"fingerprint": np.frombuffer(dataset.fingerprint.encode(), np.uint8)})
-        return replace(last, fingerprint=dataset.fingerprint, fingerprint_before=was)
+        return replace(last, num_samples=dataset.num_samples, fingerprint=dataset.fingerprint, fingerprint_before=was)
