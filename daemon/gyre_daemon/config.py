@@ -66,7 +66,7 @@ class DaemonConfig:
         cache_memory: bytes of object storage's blocks that are kept in memory, beside memory_budget; 0 for no cache at all.
         cache_dir: a folder for blocks that outlive the daemon; empty for none. One daemon at a time has it.
         cache_disk: bytes of blocks in that folder.
-        unpack_dir: where compressed shards are unpacked; empty for a folder beside that of the indexes.
+        unpack_dir: where compressed shards are unpacked; empty for a folder among the indexes.
         unpack_disk: bytes of unpacked shards there.
         log_level: debug, info, warning or error.
         metrics_listen: where Prometheus may ask for metrics, `tcp:HOST:PORT`; empty for nowhere.

@@ -120,8 +120,8 @@ class _Daemon:
         self._config = config
         self._cache = _make_cache(config, workers, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
-        unpack_dir = Path(config.unpack_dir or Path(config.index_dir or fallback_index_dir).with_name("unpacked"))
-        unpacked = UnpackedShards(unpack_dir, config.unpack_disk)
+        beside = Path(config.index_dir) / "unpacked" if config.index_dir else fallback_index_dir.with_name("unpacked")
+        unpacked = UnpackedShards(Path(config.unpack_dir) if config.unpack_dir else beside, config.unpack_disk)
         self._catalog = Catalog(config.datasets, opener, sidecars, self._cache, allow_ad_hoc=allow_ad_hoc, unpacked=unpacked)
         budget, mapped = Budget(config.memory_budget), Mapped(config.memory_budget, copiers)
         machinery = Machinery(budget, mapped, workers, config.session_memory, time.monotonic)

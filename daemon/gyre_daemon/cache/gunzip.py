@@ -46,8 +46,9 @@ class _Counts:
 def _member(source: BinaryIO, pending: bytes, counts: _Counts) -> Generator[bytes, None, bytes]:
     """One member; gives the bytes behind it."""
     decoder = zlib.decompressobj(_GZIP)
+    is_more_at_hand = False
     while not decoder.eof:
-        if not pending and not (pending := source.read(_READ_BYTES)):
+        if not pending and not is_more_at_hand and not (pending := source.read(_READ_BYTES)):
             raise ValueError("it is truncated")
         try:
             piece = decoder.decompress(pending, _PIECE_BYTES)
@@ -57,6 +58,7 @@ def _member(source: BinaryIO, pending: bytes, counts: _Counts) -> Generator[byte
         counts.read(len(pending) - len(rest))
         pending = rest
         counts.made(len(piece))
+        is_more_at_hand = len(piece) == _PIECE_BYTES
         if piece:
             yield piece
     return pending
