@@ -143,7 +143,7 @@ def take_checksums(storage: Storage) -> None:
     """Of all shards, as a daemon takes them of a dataset that it has opened."""
     assert isinstance(storage, LocalStorage)
     for shard, listed in enumerate(storage.shards):
-        checksums = checksums_as_listed(storage.path(shard), listed, lambda: True)
+        checksums = checksums_as_listed(storage.path(shard), listed, lambda _: True)
         assert checksums is not None
         storage.checksums.add(shard, checksums)
 

@@ -4,6 +4,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def taker(tmp_path: Path) -> Iterator[ChecksumTaker]:
 
 def opened(folder: Path) -> LocalStorage:
     paths = sorted(folder.glob("*.bin"))
-    workers: FairExecutor = None  # type: ignore[assignment]  # nothing is read through it
+    workers = FairExecutor(ThreadPoolExecutor(1), 1)  # nothing is read through it, so it starts no thread
     return LocalStorage(paths, [stat_shard(path, path.name) for path in paths], workers, Metrics())
 
 
@@ -100,6 +101,7 @@ def test_a_shard_that_cannot_be_read_has_none(taker: ChecksumTaker, folder: Path
 def test_a_dataset_that_is_gone_is_left_alone(taker: ChecksumTaker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that is being read when the daemon ends does not keep it."""
     monkeypatch.setattr(checksums, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(checksums, "_EAGER_BYTES", 0)
     monkeypatch.setattr(checksums, "_SHARE_OF_TIME", 10_000)
     (folder / "0.bin").write_bytes(bytes(64 << 20))
     storage = opened(folder)

@@ -200,9 +200,9 @@ def test_checksums_are_only_taken_of_what_was_listed(opener: Any, shard: Path) -
     async def whole() -> None:
         storage = await opener(str(shard))
         touch(shard)
-        assert checksums.checksums_as_listed(shard, storage.shards[0], lambda: True) is None
+        assert checksums.checksums_as_listed(shard, storage.shards[0], lambda _: True) is None
 
-        def change() -> bool:
+        def change(_: int) -> bool:
             os.utime(shard)
             return True
 

@@ -18,12 +18,15 @@ CHECKSUMS_SUFFIX = ".gyre-checksums"
 _KIND = "checksums/1"
 _NAME = "checksums"
 
-# Small datasets get their checksums before they are served: so much is hashed in 20 to 40 ms, which nobody waits for
+# Small datasets get their checksums before they are served: so much is hashed in 35 to 70 ms, which nobody waits for
 # again. Twice as much would double the time to the first batch of a dataset that is not in memory.
 _AT_ONCE_BYTES, _AT_ONCE_SHARDS = 16 << 20, 64
 # All others are read in the background, for one part of the time in this many: at 4 it is a quarter of one core, and
-# about 200 MiB/s where the file is in memory. At 2, a job that needs both cores of a small machine would notice.
+# about 100 to 200 MiB/s where the file is in memory. At 2, a job that needs both cores of a small machine would notice.
 _SHARE_OF_TIME = 4
+# The first of a dataset are taken without pauses while no job reads: most datasets on a laptop have all of theirs after a
+# second or two. Twice as much would be a core for some seconds more, whenever a large dataset is opened.
+_EAGER_BYTES = 1 << 30
 # Datasets that are read again within a second or two at the next start leave no files in the index folder.
 _MIN_KEPT_BYTES = 256 << 20
 
@@ -54,7 +57,7 @@ class ChecksumTaker:
         """Take the checksums of a dataset that was just opened: of a small one now, else in the background."""
         num_bytes = sum(shard.size_bytes for shard in storage.shards)
         if num_bytes <= _AT_ONCE_BYTES and len(storage.shards) <= _AT_ONCE_SHARDS:
-            self._take_all(_Waiting(location, weakref.ref(storage)), lambda: True)
+            self._take_all(_Waiting(location, weakref.ref(storage)), _no_pause)
             return
         self._waiting.put(_Waiting(location, weakref.ref(storage)))
         if self._thread is None:
@@ -67,7 +70,7 @@ class ChecksumTaker:
         Raises:
             OSError: it cannot be read.
         """
-        checksums = checksums_as_listed(storage.path(shard), storage.shards[shard], lambda: not self._closing.is_set())
+        checksums = checksums_as_listed(storage.path(shard), storage.shards[shard], lambda _: not self._closing.is_set())
         if checksums is not None:
             storage.checksums.add(shard, checksums)
             self._save(location, storage, shard, checksums)
@@ -89,18 +92,17 @@ class ChecksumTaker:
             self._thread.join()
 
     def _run(self) -> None:
-        pace = _Pace(self._closing.wait)
         while (waiting := self._waiting.get()) and not self._closing.is_set():
-            self._take_all(waiting, pace.pause)
+            self._take_all(waiting, _Pace(waiting.storage, self._closing).go_on)
 
-    def _take_all(self, waiting: _Waiting, pause: Callable[[], bool]) -> None:
+    def _take_all(self, waiting: _Waiting, go_on: Callable[[int], bool]) -> None:
         """Of all shards that have none; a shard that cannot be read has none."""
         for shard in range(_num_shards(waiting)):
             storage = waiting.storage()
             if storage is None or self._closing.is_set():
                 return
             if shard not in storage.checksums.known and not self._load(waiting.location, storage, shard):
-                self._take_quietly(waiting.location, storage, shard, pause)
+                self._take_quietly(waiting.location, storage, shard, go_on)
 
     def _load(self, location: str, storage: LocalStorage, shard: int) -> bool:
         arrays = self._sidecars.load_now(_key(location, storage, shard), None)
@@ -108,9 +110,10 @@ class ChecksumTaker:
             storage.checksums.add(shard, arrays[_NAME])
         return shard in storage.checksums.known
 
-    def _take_quietly(self, location: str, storage: LocalStorage, shard: int, pause: Callable[[], bool]) -> None:
+    def _take_quietly(self, location: str, storage: LocalStorage, shard: int, go_on: Callable[[int], bool]) -> None:
         try:
-            checksums = checksums_as_listed(storage.path(shard), storage.shards[shard], pause)
+            listed, stays = storage.shards[shard], storage.fits_into_memory
+            checksums = checksums_as_listed(storage.path(shard), listed, go_on, stays_in_memory=stays)
         except OSError:
             return
         if checksums is not None:
@@ -129,15 +132,28 @@ class ChecksumTaker:
 class _Pace:
     """Lets the others work most of the time."""
 
-    def __init__(self, wait: Callable[[float], bool]) -> None:
-        self._wait = wait
+    def __init__(self, storage: weakref.ref[LocalStorage], closing: threading.Event) -> None:
+        self._storage = storage
+        self._closing = closing
+        self._num_bytes = 0
         self._resumed = time.monotonic()
 
-    def pause(self) -> bool:
-        """Wait, and say whether there is anything to go on for."""
-        is_over = self._wait((time.monotonic() - self._resumed) * (_SHARE_OF_TIME - 1))
+    def go_on(self, num_bytes: int) -> bool:
+        """So much more was read: wait as it is due, and say whether anybody still wants the rest."""
+        self._num_bytes += num_bytes
+        if not (self._num_bytes <= _EAGER_BYTES and self._is_idle):
+            self._closing.wait((time.monotonic() - self._resumed) * (_SHARE_OF_TIME - 1))
         self._resumed = time.monotonic()
-        return not is_over
+        return not self._closing.is_set()
+
+    @property
+    def _is_idle(self) -> bool:
+        storage = self._storage()
+        return storage is not None and storage.is_idle
+
+
+def _no_pause(_: int) -> bool:
+    return True
 
 
 def _num_shards(waiting: _Waiting) -> int:

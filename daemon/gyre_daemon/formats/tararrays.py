@@ -47,14 +47,13 @@ def array_field(field: TarField, shards: Sequence[ScannedShard], columns: Sequen
     dtype, num_dims = _common_kind(field, shards)
     shapes = np.concatenate([_shapes(each, its, num_dims) for each, its in zip(shards, columns, strict=True)])
     present = np.concatenate([its.member for its in columns]) >= 0
-    distinct = np.unique(shapes[present], axis=0)
+    first = shapes[np.argmax(present)]
+    differs = (shapes != first)[present].any(axis=0)
     lengths = np.where(present, shapes.prod(axis=1) * dtype.itemsize, 0)
-    if len(distinct) == 1:
-        return ArrayField(
-            FieldSpec(field.name, dtype, tuple(distinct[0].tolist()), ragged=False, codec="npy"), None, None, shapes
-        )
-    rest = distinct[0, 1:]
-    if (distinct[:, 1:] == rest).all() and rest.all():
+    if not differs.any():
+        return ArrayField(FieldSpec(field.name, dtype, tuple(first.tolist()), ragged=False, codec="npy"), None, None, shapes)
+    rest = first[1:]
+    if not differs[1:].any() and rest.all():
         return ArrayField(FieldSpec(field.name, dtype, tuple(rest.tolist()), ragged=True, codec="npy"), lengths, None, shapes)
     shape = FieldSpec(field.name + SHAPE_SUFFIX, _INT64, (num_dims,), ragged=False, codec="known")
     return ArrayField(FieldSpec(field.name, dtype, (), ragged=True, codec="npy"), lengths, shape, shapes)

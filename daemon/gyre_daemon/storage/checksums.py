@@ -93,7 +93,9 @@ def num_blocks(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES)
 
 
-def take_checksums(descriptor: int, size_bytes: int, go_on: Callable[[], bool]) -> Checksums | None:
+def take_checksums(
+    descriptor: int, size_bytes: int, go_on: Callable[[int], bool], *, stays_in_memory: bool = True
+) -> Checksums | None:
     """Read a file whole.
 
     A file that is shorter than it should be gives checksums of nothing for the rest.
@@ -101,22 +103,30 @@ def take_checksums(descriptor: int, size_bytes: int, go_on: Callable[[], bool]) 
     Args:
         descriptor: of the file.
         size_bytes: its length.
-        go_on: called after every 8 MiB; may wait. Where it says no, nothing comes of it.
+        go_on: called after every 8 MiB and at the end with how much was read since; may wait. Where it says no, nothing
+            comes of it.
+        stays_in_memory: what was read; else the page cache need not keep it.
 
     Raises:
         OSError: it cannot be read.
     """
     checksums = np.empty((num_blocks(size_bytes), _CHECKSUM_BYTES), np.uint8)
-    for block in range(len(checksums)):
-        data = os.pread(descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
-        checksums[block] = np.frombuffer(_checksum(data), np.uint8)
-        if block % _PART_BLOCKS == _PART_BLOCKS - 1 and not go_on():
+    for first in range(0, len(checksums), _PART_BLOCKS):
+        part = range(first, min(first + _PART_BLOCKS, len(checksums)))
+        for block in part:
+            data = os.pread(descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
+            checksums[block] = np.frombuffer(_checksum(data), np.uint8)
+        if not stays_in_memory:  # what jobs have mapped stays all the same
+            os.posix_fadvise(descriptor, first * BLOCK_BYTES, len(part) * BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+        if not go_on(len(part) * BLOCK_BYTES):
             return None
     return checksums
 
 
-def checksums_as_listed(path: Path, listed: Shard, go_on: Callable[[], bool]) -> Checksums | None:
-    """The checksums of a shard that is what was listed; None where it is not, or where `go_on` said no.
+def checksums_as_listed(
+    path: Path, listed: Shard, go_on: Callable[[int], bool], *, stays_in_memory: bool = True
+) -> Checksums | None:
+    """The checksums of a shard that is what was listed; None where it is not, or where `go_on` said no; see `take_checksums`.
 
     Raises:
         OSError: it cannot be read.
@@ -125,7 +135,7 @@ def checksums_as_listed(path: Path, listed: Shard, go_on: Callable[[], bool]) ->
     try:
         if not _is_as_listed(descriptor, listed):
             return None
-        checksums = take_checksums(descriptor, listed.size_bytes, go_on)
+        checksums = take_checksums(descriptor, listed.size_bytes, go_on, stays_in_memory=stays_in_memory)
         return checksums if _is_as_listed(descriptor, listed) else None
     finally:
         os.close(descriptor)

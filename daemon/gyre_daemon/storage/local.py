@@ -19,7 +19,7 @@ from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.openfiles import OpenShard, OpenShards, file_error
 from gyre_daemon.storage.patterns import patterns_of
-from gyre_daemon.storage.readahead import ReadAhead
+from gyre_daemon.storage.readahead import ReadAhead, fits_into_memory
 from gyre_daemon.storage.stamps import Stamp
 
 _STREAM_CHUNK_BYTES = 8 << 20
@@ -118,6 +118,16 @@ class LocalStorage:
     def local_path(self, shard: int) -> Path | None:
         """See `Storage.local_path`."""
         return self._paths[shard]
+
+    @property
+    def is_idle(self) -> bool:
+        """No job of any dataset is being read or waits for it."""
+        return self._workers.is_idle
+
+    @property
+    def fits_into_memory(self) -> bool:
+        """Whether all of it may stay in the page cache."""
+        return fits_into_memory(self.shards)
 
     def path(self, shard: int) -> Path:
         """Where the shard lies."""
