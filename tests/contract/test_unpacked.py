@@ -3,11 +3,12 @@
 import gc
 import gzip
 import io
+import os
 import zlib
 from pathlib import Path
 
 import pytest
-from gyre_daemon.cache import UnpackedShards, gunzip, unpacked
+from gyre_daemon.cache import UnpackedDataset, UnpackedShards, gunzip
 from gyre_daemon.cache.gunzip import gunzipped
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.storage import Shard
@@ -108,7 +109,8 @@ class TestUnpackedShards:
         assert self.files(folder) == []
 
     def test_datasets_that_nobody_serves_make_room(self, folder: Path) -> None:
-        store, served = UnpackedShards(folder, 1000), []
+        store = UnpackedShards(folder, 1000)
+        served: list[UnpackedDataset] = []
         for number in range(3):
             packed = gzip.compress(bytes([number]) * 400)
             one = shard("a.tar.gz", packed)
@@ -141,7 +143,7 @@ class TestUnpackedShards:
         def full(_: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(unpacked.os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", full)
         one = shard("a.tar.gz", b"")
         with pytest.raises(
             Overloaded, match=r"shard a\.tar\.gz cannot be unpacked into .*: No space left on device; free some"

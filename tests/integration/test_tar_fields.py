@@ -133,7 +133,7 @@ def test_arrays_of_several_shapes_are_flattened(gyred: StartDaemon, tmp_path: Pa
 
 
 def test_the_command_line_shows_such_fields(gyred: StartDaemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples = [{"cls": 5, "npy": np.arange(3)}, {"npy": np.arange(2)}]
+    samples: list[Sample] = [{"cls": 5, "npy": np.arange(3)}, {"npy": np.arange(2)}]
     folder = write_shards(tmp_path / "set", [samples])
     definition = {"uri": str(folder), "format": "webdataset", "optional": ["cls"]}
     daemon = gyred({"datasets": {"set": definition}})
