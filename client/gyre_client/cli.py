@@ -24,6 +24,7 @@ from gyre_client.colour import painted
 from gyre_client.connection import Connection
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset, find_endpoint, given_address
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
+from gyre_client.indexing import Indexed, add_index_arguments
 from gyre_client.planning import add_plan_arguments, cost_of_orders, plan_of_steps
 from gyre_client.report import facts, page_width, size, table, to_json
 from gyre_client.status import full_text, to_plain
@@ -128,15 +129,8 @@ def _plan(connection: Connection, args: argparse.Namespace) -> Answer:
 
 
 def _index(connection: Connection, args: argparse.Namespace) -> Answer:
-    done = pb.IndexProgress()
-    num_reused = 0
-    for done in connection.index(_ref(args)):
-        num_reused += done.reused
-        _show_progress(f"{done.shards_done}/{done.num_shards} shards, {done.num_samples:,} samples, {done.shard}")
-    _show_progress("")
-    value = {"num_shards": done.num_shards, "num_reused": num_reused, "num_samples": done.num_samples}
-    shards = f"{done.num_shards:,}, of which {num_reused:,} were indexed already"
-    return Answer(value, facts([("samples", f"{done.num_samples:,}"), ("shards", shards)]))
+    indexed = Indexed.of(connection.index(_ref(args), with_checksums=args.checksums), _show_progress)
+    return Answer(indexed.to_plain(), indexed.to_text())
 
 
 def _show_progress(line: str) -> None:
@@ -226,7 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("datasets", parents=[common], help="what a daemon serves by name").set_defaults(run=_datasets)
     commands.add_parser("describe", parents=[dataset], help="what a dataset is").set_defaults(run=_describe)
-    commands.add_parser("index", parents=[dataset], help="build what is missing of a dataset's index").set_defaults(run=_index)
+    index = commands.add_parser("index", parents=[dataset], help="build what is missing of a dataset's index, say what changed")
+    index.set_defaults(run=_index)
+    add_index_arguments(index)
     commands.add_parser("status", parents=[common], help="what a daemon is doing").set_defaults(run=_status)
     live = commands.add_parser("top", parents=[common], help="what its sessions do, live: how fast, and what holds them up")
     live.set_defaults(run=_top)

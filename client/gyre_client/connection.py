@@ -148,9 +148,9 @@ class Connection:
         """Returns what the dataset is; opens it in the daemon."""
         return self._call(self._stub.DescribeDataset, pb.DescribeDatasetRequest(dataset=dataset), timeout_s)
 
-    def index(self, dataset: pb.DatasetRef) -> Iterator[pb.IndexProgress]:
-        """Builds what is missing of the dataset's index; yields once per shard."""
-        request = pb.IndexDatasetRequest(dataset=dataset)
+    def index(self, dataset: pb.DatasetRef, *, with_checksums: bool = False) -> Iterator[pb.IndexProgress]:
+        """Builds what is missing of the dataset's index, and of the checksums; yields once per shard."""
+        request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
         _check_length(request)
         try:
             yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)

@@ -48,6 +48,8 @@ def find_files(description: pb.DatasetDescription) -> list[Path]:
     name = f"the dataset at {description.uri}"
     if description.format not in PATTERNS:
         raise InvalidRequest(f"{name} has the format {description.format!r}: only {' and '.join(PATTERNS)} can be compared")
+    if description.format == "webdataset" and not all(map(_is_plain, description.fields)):
+        raise InvalidRequest(f"{name} has optional fields or arrays of several shapes: such fields cannot be compared")
     if description.num_samples > MAX_SAMPLES:
         raise InvalidRequest(
             f"{name} has more than {MAX_SAMPLES:,} samples: a DataLoader's shuffle of them would fill the memory"
@@ -69,6 +71,12 @@ def find_files(description: pb.DatasetDescription) -> list[Path]:
             f"{description.num_bytes} as the daemon sees it: they must be the same to be compared"
         )
     return files
+
+
+def _is_plain(field: pb.Field) -> bool:
+    """Whether a field is the bytes of one member that every sample has, or one number or array of one shape."""
+    is_array = field.name.rpartition(".")[2] == "npy"
+    return not field.name.endswith((".present", ".shape")) and not (field.ragged and (is_array or field.dtype != "uint8"))
 
 
 def token_stride(description: pb.DatasetDescription, files: list[Path], stride: int) -> int:

@@ -1,24 +1,27 @@
 """The memory of batches: which tensors one has, where each lies, and where in them each sample goes. Pure arithmetic.
 
 A batch buffer holds, each at a multiple of 64 bytes: `sample_id`, `mask` where the tail pads, and every field of the dataset. A
-ragged field is two tensors: the samples' elements back to back, and `NAME.offsets`, int64 [B + 1], where each begins. A strip
-is several successive batches in one piece of memory.
+ragged field is two tensors: the samples' elements back to back, and `NAME.offsets`, int64 [B + 1], the element each begins at.
+Fields that the index knows come last. A strip is several successive batches in one piece of memory.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.formats import MASK, OFFSETS_SUFFIX, SAMPLE_ID, FieldSpec, SampleIndex
+from gyre_daemon.formats import MASK, OFFSETS_SUFFIX, SAMPLE_ID, FieldSpec, SampleIndex, known_fields, stored_fields
 from gyre_daemon.steps import StripPlan
 
 ALIGNMENT_BYTES = 64
 _PAGE_BYTES = 4096
 _INT64, _BOOL = np.dtype("<i8"), np.dtype(np.bool_)
+
+Known = Mapping[str, npt.NDArray[np.generic]]
+NOTHING_KNOWN: Known = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class BatchLayout:
 
     Attributes:
         tensors: in the order of their offsets.
-        places: int64 [B, F, 2], first and end byte of each sample's part in each field.
+        places: int64 [B, F, 2], first and end byte of each sample's part in each stored field.
         gaps: byte ranges between the tensors.
         num_bytes: of the buffer.
     """
@@ -106,7 +109,7 @@ class LayoutMaker:
 
         Args:
             plan: the samples of K batches.
-            sizes: int64 [K * B, F], stored bytes of each field, which are a ragged field's length.
+            sizes: int64 [K * B, F], what each sample takes in each stored field that is ragged, in bytes.
         """
         key = (*plan.sample_ids.shape, plan.mask is not None)
         if not self._fixed:
@@ -134,7 +137,7 @@ def whole_pages(num_bytes: int) -> int:
 
 def max_batch_bytes(index: SampleIndex, num_samples: int) -> int:
     """An upper bound of the buffer of any batch of so many samples."""
-    fixed = sum(num_samples * _sample_bytes(spec) for spec in index.fields if not spec.ragged)
+    fixed = sum(num_samples * spec.element_bytes for spec in index.fields if not spec.ragged)
     offsets = sum((num_samples + 1) * 8 for spec in index.fields if spec.ragged)
     num_tensors = 3 + 2 * len(index.fields)
     return fixed + offsets + index.max_ragged_bytes(num_samples) + 9 * num_samples + num_tensors * ALIGNMENT_BYTES
@@ -150,11 +153,19 @@ def max_note_bytes(index: SampleIndex, num_samples: int) -> int:
     return num_samples * (8 + of_sample * len(index.fields)) + 128 + of_batch * len(index.fields)
 
 
-def write_own_tensors(plan: StripPlan, layout: StripLayout, memory: memoryview) -> None:
-    """Fill in what the plan alone decides: sample ids, mask, and the offsets of ragged fields.
+def write_own_tensors(plan: StripPlan, layout: StripLayout, memory: memoryview, known: Known = NOTHING_KNOWN) -> None:
+    """Fill in what is not read: sample ids, mask, the offsets of ragged fields, and the fields that the index knows.
 
     The gaps between a batch's tensors are zeroed: a payload is the same bytes on every run.
+
+    Args:
+        plan: the samples.
+        layout: of their batches.
+        memory: of the strip.
+        known: by field, the values of all samples, [K * B, *shape].
     """
+    if known:
+        _write_known(layout, memory, known)
     shared = layout.shared
     if shared and len(layout.batches) > 1:
         _write_alike(plan, shared, layout.offsets, memory)
@@ -177,14 +188,25 @@ def _write_alike(plan: StripPlan, layout: BatchLayout, offsets: npt.NDArray[np.i
             np.ndarray(values.shape, spec.dtype, memory, first + spec.offset_bytes, strides)[:] = values
 
 
+def _write_known(layout: StripLayout, memory: memoryview, known: Known) -> None:
+    size = len(layout.batches[0].places)
+    for row, (batch, offset) in enumerate(zip(layout.batches, layout.offsets.tolist(), strict=True)):
+        for spec in batch.tensors:
+            if spec.name in known:
+                tensor = np.ndarray(spec.shape, spec.dtype, memory, offset + spec.offset_bytes)
+                tensor[:] = known[spec.name][row * size : (row + 1) * size]
+
+
 def _write_offsets(layout: BatchLayout, payload: memoryview) -> None:
-    column = -1
+    column, element_bytes = -1, 1
     for spec in layout.tensors:
         if spec.name.endswith(OFFSETS_SUFFIX):
             offsets = np.frombuffer(payload, spec.dtype, spec.shape[0], spec.offset_bytes)
             offsets[0] = 0
-            offsets[1:] = layout.places[:, column, 1] - layout.places[0, column, 0]
-        elif spec.name not in (SAMPLE_ID, MASK):
+            offsets[1:] = (layout.places[:, column, 1] - layout.places[0, column, 0]) // element_bytes
+            continue
+        element_bytes = math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        if spec.name not in (SAMPLE_ID, MASK):
             column += 1
 
 
@@ -192,7 +214,8 @@ def _make_layout(sizes: npt.NDArray[np.int64], fields: Sequence[FieldSpec], *, p
     num_samples = len(sizes)
     tensors: list[TensorSpec] = []
     gaps: list[tuple[int, int]] = []
-    places = np.empty((num_samples, len(fields), 2), np.int64)
+    stored = stored_fields(fields)
+    places = np.empty((num_samples, len(stored), 2), np.int64)
     end = 0
 
     def align() -> None:
@@ -212,21 +235,20 @@ def _make_layout(sizes: npt.NDArray[np.int64], fields: Sequence[FieldSpec], *, p
     add(SAMPLE_ID, _INT64, (num_samples,))
     if pads:
         add(MASK, _BOOL, (num_samples,))
-    for column, spec in enumerate(fields):
-        ends = sizes[:, column].cumsum() if spec.ragged else np.arange(1, num_samples + 1) * _sample_bytes(spec)
-        base = add(spec.name, spec.dtype, (int(ends[-1]),) if spec.ragged else (num_samples, *spec.shape))
+    for column, spec in enumerate(stored):
+        ends = sizes[:, column].cumsum() if spec.ragged else np.arange(1, num_samples + 1) * spec.element_bytes
+        num_elements = int(ends[-1]) // spec.element_bytes if spec.ragged else num_samples
+        base = add(spec.name, spec.dtype, (num_elements, *spec.shape))
         if spec.ragged:
             add(spec.name + OFFSETS_SUFFIX, _INT64, (num_samples + 1,))
         ends += base
         places[:, column, 1] = ends
         places[0, column, 0] = base
         places[1:, column, 0] = ends[:-1]
+    for spec in known_fields(fields):
+        add(spec.name, spec.dtype, (num_samples, *spec.shape))
     align()
     return BatchLayout(tuple(tensors), places, tuple(gaps), end)
-
-
-def _sample_bytes(spec: FieldSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _aligned(num_bytes: int) -> int:

@@ -69,6 +69,8 @@ class DaemonConfig:
         cache_memory: bytes of object storage's blocks that are kept in memory, beside memory_budget; 0 for no cache at all.
         cache_dir: a folder for blocks that outlive the daemon; empty for none. One daemon at a time has it.
         cache_disk: bytes of blocks in that folder.
+        unpack_dir: where compressed shards are unpacked; empty for a folder among the indexes.
+        unpack_disk: bytes of unpacked shards there.
         log_level: debug, info, warning or error.
         log_format: text, json, or auto, which is text on a terminal and JSON elsewhere.
         metrics_listen: where Prometheus may ask for metrics, `tcp:HOST:PORT`; empty for nowhere.
@@ -92,6 +94,8 @@ class DaemonConfig:
     cache_memory: Size = Size(1 << 30)
     cache_dir: str = ""
     cache_disk: Size = Size(64 << 30)
+    unpack_dir: str = ""
+    unpack_disk: Size = Size(64 << 30)
     log_level: str = "info"
     log_format: str = "auto"
     metrics_listen: str = ""
@@ -104,7 +108,7 @@ class DaemonConfig:
         for name in ("memory_budget", "session_memory", "lease_s", "num_io_threads", "max_requests", "read_deadline_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive and finite, but is {getattr(self, name)}")
-        for name in ("drain_timeout_s", "num_copiers", "prefetch_batches", "cache_memory", "cache_disk"):
+        for name in ("drain_timeout_s", "num_copiers", "prefetch_batches", "cache_memory", "cache_disk", "unpack_disk"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must not be negative and must be finite, but is {getattr(self, name)}")
         if self.prefetch_batches > MAX_PREFETCH_BATCHES:

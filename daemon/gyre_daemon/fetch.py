@@ -19,7 +19,7 @@ from gyre_daemon.batch import LayoutMaker, StripLayout, write_own_tensors
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.fair import FairExecutor, Flow
-from gyre_daemon.formats import Extents
+from gyre_daemon.formats import Extents, known_fields, stored_fields
 from gyre_daemon.steps import StripPlan
 from gyre_daemon.storage import Delays, LocalStorage, NextUse, Reads
 from gyre_daemon.transform import CODECS
@@ -105,6 +105,7 @@ class _Bulk:
         stored: int64 [n, F], their sizes.
         place: int64 [n, F], addresses of the samples' places.
         placed: int64 [n, F], the sizes of the places.
+        absent: bool [n, F], which samples lack which fields; None where none may.
     """
 
     sample_ids: _Integers
@@ -114,12 +115,31 @@ class _Bulk:
     stored: _Integers
     place: _Integers
     placed: _Integers
+    absent: npt.NDArray[np.bool_] | None
 
     @classmethod
     def of(cls, fetch: Fetch, slot: Slot, some: slice) -> "_Bulk":
         places, extents = fetch.layout.places[some], fetch.extents.part(some)
         sample_ids, addresses = fetch.plan.sample_ids.reshape(-1)[some], places[:, :, 0] + slot.address
-        return cls(sample_ids, slot, extents.shard, extents.start, extents.size, addresses, places[:, :, 1] - places[:, :, 0])
+        sizes = places[:, :, 1] - places[:, :, 0]
+        return cls(sample_ids, slot, extents.shard, extents.start, extents.size, addresses, sizes, extents.absent)
+
+    def lack(self, column: int) -> npt.NDArray[np.bool_] | None:
+        """Which samples lack a field, bool [n]; None where none does."""
+        if self.absent is None or not self.absent[:, column].any():
+            return None
+        return self.absent[:, column]
+
+    def begins(self, column: int) -> list[int]:
+        """Where the places of a field begin in the slot."""
+        begins: list[int] = (self.place[:, column] - self.slot.address).tolist()
+        return begins
+
+    def clear_lacking(self, column: int, lacking: npt.NDArray[np.bool_]) -> None:
+        """Zeros for samples that lack a field."""
+        begins, sizes = self.begins(column), self.placed[:, column].tolist()
+        for sample in np.flatnonzero(lacking).tolist():
+            self.slot.memory[begins[sample] : begins[sample] + sizes[sample]] = bytes(sizes[sample])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +166,8 @@ class Fetcher:
     def __init__(self, dataset: Dataset, workers: FairExecutor) -> None:
         self._dataset = dataset
         self._workers = workers
-        self._codecs = [CODECS[spec.codec] for spec in dataset.fields]
+        self._codecs = [CODECS[spec.codec] for spec in stored_fields(dataset.fields)]
+        self._known = [spec.name for spec in known_fields(dataset.fields)]
         self._finishes = any(codec.finishes for codec in self._codecs)
         self._layouts = LayoutMaker(dataset.fields)
 
@@ -157,7 +178,7 @@ class Fetcher:
         for begin in range(0, len(plan), num_together):
             some = plan[begin : begin + num_together]
             its = extents.part(slice(begin * size, (begin + len(some)) * size))
-            fetches.append(Fetch(some, its, self._layouts.make(some, its.size)))
+            fetches.append(Fetch(some, its, self._layouts.make(some, its.served)))
         return fetches
 
     async def fill(
@@ -208,7 +229,8 @@ class Fetcher:
     def _make_reads(self, fetch: Fetch, slot: Slot, some: slice, placed: list[_Placed]) -> Reads:
         """Of some samples; with the first of them goes what a strip has beside its samples."""
         if not some.start:
-            write_own_tensors(fetch.plan, fetch.layout, slot.memory)
+            known = dict(zip(self._known, fetch.extents.known, strict=True))
+            write_own_tensors(fetch.plan, fetch.layout, slot.memory, known)
         bulk = _Bulk.of(fetch, slot, some)
         reads, scratches = self._place(bulk)
         placed.append((bulk, scratches))
@@ -221,7 +243,10 @@ class Fetcher:
         everyone = np.arange(len(bulk.start))
         for column, codec in enumerate(self._codecs):
             start, stored, placed = bulk.start[:, column], bulk.stored[:, column], bulk.placed[:, column]
-            misfits = codec.misfits(stored, placed)
+            misfits, lacking = codec.misfits(stored, placed), bulk.lack(column)
+            if lacking is not None:
+                misfits &= ~lacking
+                bulk.clear_lacking(column, lacking)
             if misfits.any():
                 first = int(np.argmax(misfits))
                 raise self._corrupt(
@@ -233,6 +258,8 @@ class Fetcher:
                     pieces.append((start, stored, bulk.place[:, column], everyone))
                 continue
             before = codec.scratch_bytes(stored, placed)
+            if lacking is not None:
+                before = np.where(lacking, 0, before)
             ends = np.concatenate(([0], np.cumsum(before)))
             scratch = _Scratch(np.empty(int(ends[-1]), np.uint8), ends)
             scratches.append(scratch)
@@ -256,8 +283,10 @@ class Fetcher:
     def _finish_column(self, bulk: _Bulk, column: int, scratch: _Scratch) -> None:
         codec, spec = self._codecs[column], self._dataset.fields[column]
         memory, ends = scratch.memory.data, scratch.ends.tolist()
-        begins = (bulk.place[:, column] - bulk.slot.address).tolist()
-        for sample, (begin, size) in enumerate(zip(begins, bulk.placed[:, column].tolist(), strict=True)):
+        lacking = bulk.lack(column)
+        for sample, (begin, size) in enumerate(zip(bulk.begins(column), bulk.placed[:, column].tolist(), strict=True)):
+            if lacking is not None and lacking[sample]:
+                continue
             try:
                 codec.finish(spec, memory[ends[sample] : ends[sample + 1]], bulk.slot.memory[begin : begin + size])
             except ValueError as error:

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from gyre_daemon.arena import Budget
 from gyre_daemon.arenas import Mapped
-from gyre_daemon.cache import NodeCache, SidecarStore, open_disk_cache
+from gyre_daemon.cache import NodeCache, SidecarStore, UnpackedShards, open_disk_cache
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.census import take_census
 from gyre_daemon.config import DaemonConfig
@@ -125,7 +125,9 @@ class _Daemon:
         self._config = config
         self._cache = _make_cache(config, workers, metrics)
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
-        self._catalog = Catalog(config.datasets, opener, sidecars, self._cache, allow_ad_hoc=allow_ad_hoc)
+        beside = Path(config.index_dir) / "unpacked" if config.index_dir else fallback_index_dir.with_name("unpacked")
+        unpacked = UnpackedShards(Path(config.unpack_dir) if config.unpack_dir else beside, config.unpack_disk)
+        self._catalog = Catalog(config.datasets, opener, sidecars, self._cache, allow_ad_hoc=allow_ad_hoc, unpacked=unpacked)
         budget, mapped = Budget(config.memory_budget), Mapped(config.memory_budget, copiers)
         machinery = Machinery(budget, mapped, workers, config.session_memory, time.monotonic)
         self._sessions = SessionTable(SessionEnvironment(machinery, metrics, config.lease_s), config.job_weights)

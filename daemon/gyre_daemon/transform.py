@@ -5,8 +5,7 @@ sample's stored bytes come before that and go to scratch memory instead (an npy 
 happen once all bytes are there: a check, or a conversion into the place.
 """
 
-import json
-import re
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -15,11 +14,10 @@ import numpy.typing as npt
 
 from gyre_daemon.formats import FieldSpec
 from gyre_daemon.formats.npy import parse_npy_header
+from gyre_daemon.formats.values import MAX_INTEGER_CHARS, check_json, check_text, parse_integer
 
 Sizes = npt.NDArray[np.int64]
 
-_INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
-_MAX_INTEGER_CHARS = 64
 _MAX_HEADER_BYTES = 1 << 16
 
 
@@ -82,7 +80,7 @@ class TextCodec(BytesCodec):
 
     def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
-        str(place, "utf-8")
+        check_text(place)
 
 
 class JsonCodec(BytesCodec):
@@ -92,10 +90,7 @@ class JsonCodec(BytesCodec):
 
     def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
-        try:
-            json.loads(str(place, "utf-8"))  # of bytes, it would take UTF-16 too
-        except RecursionError as error:
-            raise ValueError("the JSON is nested too deeply") from error
+        check_json(place)
 
 
 class IntegerCodec:
@@ -109,21 +104,15 @@ class IntegerCodec:
 
     def misfits(self, stored: Sizes, placed: Sizes) -> npt.NDArray[np.bool_]:
         """See `Codec.misfits`."""
-        return np.asarray((stored < 1) | (stored > _MAX_INTEGER_CHARS))
+        return np.asarray((stored < 1) | (stored > MAX_INTEGER_CHARS))
 
     def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
-        text = bytes(scratch)
-        if not _INTEGER.fullmatch(text):
-            raise ValueError(f"{text!r} is no decimal number")
-        value = int(text)
-        if not -(1 << 63) <= value < 1 << 63:
-            raise ValueError(f"{value} does not fit into int64")
-        np.frombuffer(place, np.int64)[0] = value
+        np.frombuffer(place, np.int64)[0] = parse_integer(bytes(scratch))
 
 
 class NpyCodec:
-    """An npy file; its header goes to scratch memory, its array straight into place."""
+    """An npy file; its header goes to scratch memory, its array straight into place, whatever its shape where it is ragged."""
 
     finishes = uses_scratch = True
 
@@ -138,7 +127,8 @@ class NpyCodec:
     def finish(self, spec: FieldSpec, scratch: memoryview, place: memoryview) -> None:
         """See `Codec.finish`."""
         header = parse_npy_header(scratch)
-        if header.shape != spec.shape or header.dtype.newbyteorder("<") != spec.dtype or header.num_bytes != scratch.nbytes:
+        fits = math.prod(header.shape) * spec.dtype.itemsize == place.nbytes if spec.ragged else header.shape == spec.shape
+        if not fits or header.dtype.newbyteorder("<") != spec.dtype or header.num_bytes != scratch.nbytes:
             raise ValueError(
                 f"it has shape {list(header.shape)} and type {header.dtype}, the dataset {list(spec.shape)} and {spec.dtype}"
             )

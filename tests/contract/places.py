@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 from gyre_daemon.errors import first_error
-from gyre_daemon.storage import Reads, StorageOpener
+from gyre_daemon.storage import Reads, StorageOpener, checksums_as_listed
 
 from tests.conftest import S3Server
 from tests.contract.objects import ObjectServer
@@ -137,6 +137,14 @@ class Targets:
             assert memory[16 : 16 + size].tobytes() == shards[shard][start : start + size]
             assert (memory[:16] == GUARD).all()
             assert (memory[16 + size :] == GUARD).all()
+
+
+def take_checksums(storage: Any) -> None:
+    """Of all shards of a local storage, as a daemon takes them of a dataset that it has opened."""
+    for shard, listed in enumerate(storage.shards):
+        checksums = checksums_as_listed(storage.path(shard), listed, lambda _: True)
+        assert checksums is not None
+        storage.checksums.add(shard, checksums)
 
 
 openers: list[StorageOpener] = []

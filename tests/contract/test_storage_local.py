@@ -16,7 +16,7 @@ from gyre_daemon.fair import NO_JOB, FairExecutor
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.storage import local
 
-from tests.contract.places import FailingDisk, LocalPlace, Place, Targets, first_of, noise, num_descriptors, run
+from tests.contract.places import FailingDisk, LocalPlace, Place, Targets, first_of, noise, num_descriptors, run, take_checksums
 from tests.contract.storage_contract import StorageContract
 
 
@@ -40,6 +40,7 @@ class TestLocal(StorageContract):
 
         async def read() -> None:
             storage = await opener(f"{place.root}/0.bin", {})
+            take_checksums(storage)
             await storage.read(first.reads())
             place.put("new.bin", noise(1, 1000))
             old, new = path.with_name("old.bin"), path.with_name("new.bin")

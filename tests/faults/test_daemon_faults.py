@@ -133,7 +133,11 @@ def test_truncated_shard_is_an_error_that_names_it(gyred: StartDaemon, token_fil
         read_some(daemon, 15)
     with grpc.insecure_channel(daemon.address) as channel:  # indexed again, it is another dataset, and sound
         request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="tokens"))
-        assert list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120)) == []
+        indexed = list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120))
+    assert {each.shard: each.change for each in indexed} == {
+        "a.bin": pb.SHARD_CHANGE_CHANGED,
+        **dict.fromkeys(("b.bin", "c.bin", "d.bin"), pb.SHARD_CHANGE_KEPT),
+    }
     assert read_some(daemon, 15)
 
 

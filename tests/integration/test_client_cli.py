@@ -140,8 +140,20 @@ def test_the_cost_of_each_order(gyre: Gyre) -> None:
 
 
 def test_index(gyre: Gyre) -> None:
-    assert gyre.json("index", "texts") == {"num_shards": 1, "num_reused": 0, "num_samples": 20}
-    assert gyre.text("index", "texts") == "samples  20\nshards   1, of which 1 were indexed already\n"
+    first = gyre.json("index", "texts")
+    fingerprint = first.pop("fingerprint")
+    (shard,) = first["shards"]
+    assert first == {
+        "num_shards": 1,
+        "num_reused": 0,
+        "num_samples": 20,
+        "shards": {shard: "indexed"},
+        "fingerprint_before": None,
+    }
+    assert gyre.text("index", "texts") == (
+        f"samples      20\nshards       1: 1 kept\nfingerprint  {fingerprint}\ncursors      all fit as before\n"
+    )
+    assert gyre.json("index", "numbers", "--checksums")["num_samples"] == 100
 
 
 def test_status(gyre: Gyre, daemon: Any) -> None:

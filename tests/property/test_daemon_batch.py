@@ -1,5 +1,6 @@
 """The layout of a batch: everything aligned, nothing overlapping, nothing left over, and never larger than was reserved."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -148,8 +149,9 @@ def ragged_index(sizes: list[list[int]]) -> SampleIndex:
     """A webdataset index of one shard with samples of these sizes; two fields `a` and `b`, and a number."""
     table = np.array([[*row, 1] for row in sizes], np.int64)
     num_samples = len(table)
+    meta = {"extensions": ["a", "b", "cls"], "npy": {}, "names": "", "kinds": [[[0, 1, 2], 0, 0, "a"]], "unsound": {}}
     scan: Arrays = {
-        "meta": np.frombuffer(b'{"extensions": ["a", "b", "cls"], "npy": {}, "names": ""}', np.uint8),
+        "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
         "start": np.zeros(num_samples * 3, np.int64),
         "size": table.ravel(),
         "extension": np.tile(np.arange(3, dtype=np.int32), num_samples),

@@ -52,15 +52,40 @@ class SidecarKey:
 class SidecarStore:
     """Loads and saves sidecars; safe for several daemons on one folder, since files only ever appear whole."""
 
-    def __init__(self, index_dir: str, fallback_dir: Path) -> None:
+    def __init__(self, index_dir: str, fallback_dir: Path, suffix: str = SUFFIX) -> None:
+        """Look nowhere yet.
+
+        Args:
+            index_dir: the folder of all sidecars; empty for beside their shards, or the fallback.
+            fallback_dir: where nothing can be written beside a shard.
+            suffix: of the files; sidecars of one kind have one.
+        """
         self._configured = Path(index_dir) if index_dir else None
         self._fallback = fallback_dir
+        self._suffix = suffix
+
+    def sibling(self, suffix: str) -> "SidecarStore":
+        """The sidecars of another kind, in the same places."""
+        return SidecarStore(str(self._configured or ""), self._fallback, suffix)
+
+    def load_outdated(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
+        """What was last stored of a shard, for whichever size and version, or None; waits for the disk."""
+        for path in self._places(key, local_path):
+            try:
+                return _read(path)
+            except (OSError, ValueError):
+                continue
+        return None
 
     async def load(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
         """The index of a shard, or None where there is no fresh one."""
+        return await asyncio.to_thread(self.load_now, key, local_path)
+
+    def load_now(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
+        """As `load`, in a thread that may wait."""
         for path in self._places(key, local_path):
             try:
-                arrays = await asyncio.to_thread(_read, path)
+                arrays = _read(path)
             except (OSError, ValueError):
                 continue
             if arrays[_KEY].tobytes() == key.encoded():
@@ -73,11 +98,15 @@ class SidecarStore:
         Raises:
             Overloaded: no place could take it; names the first one and why.
         """
+        await asyncio.to_thread(self.save_now, key, local_path, arrays)
+
+    def save_now(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
+        """As `save`, in a thread that may wait."""
         data = _encode({**arrays, _KEY: np.frombuffer(key.encoded(), np.uint8)})
         failures: list[tuple[Path, OSError]] = []
         for place in self._places(key, local_path):
             try:
-                await asyncio.to_thread(_write_whole, place, data)
+                _write_whole(place, data)
             except OSError as failure:
                 failures.append((place, failure))
             else:
@@ -90,10 +119,10 @@ class SidecarStore:
         ) from error
 
     def _places(self, key: SidecarKey, local_path: Path | None) -> Sequence[Path]:
-        name = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16).hexdigest() + SUFFIX
+        name = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16).hexdigest() + self._suffix
         if self._configured:
             return [self._configured / name]
-        beside = [local_path.with_name(local_path.name + SUFFIX)] if local_path else []
+        beside = [local_path.with_name(local_path.name + self._suffix)] if local_path else []
         return [*beside, self._fallback / name]
 
 

@@ -6,11 +6,32 @@ rest of the daemon knows of it.
 
 from gyre_daemon.config import DatasetConfig, parse_options
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.formats.base import MASK, OFFSETS_SUFFIX, SAMPLE_ID, Extents, FieldSpec, Format, SampleIndex
+from gyre_daemon.formats.base import (
+    MASK,
+    OFFSETS_SUFFIX,
+    SAMPLE_ID,
+    Extents,
+    FieldSpec,
+    Format,
+    SampleIndex,
+    known_fields,
+    stored_fields,
+)
 from gyre_daemon.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 
-__all__ = ["MASK", "OFFSETS_SUFFIX", "SAMPLE_ID", "Extents", "FieldSpec", "Format", "SampleIndex", "make_format"]
+__all__ = [
+    "MASK",
+    "OFFSETS_SUFFIX",
+    "SAMPLE_ID",
+    "Extents",
+    "FieldSpec",
+    "Format",
+    "SampleIndex",
+    "known_fields",
+    "make_format",
+    "stored_fields",
+]
 
 
 def make_format(name: str, config: DatasetConfig) -> Format:

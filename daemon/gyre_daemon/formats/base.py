@@ -1,5 +1,6 @@
 """The seam between the formats and the rest of the daemon."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, Protocol
@@ -14,8 +15,10 @@ from gyre_daemon.storage import Shard
 SAMPLE_ID = "sample_id"  # names of a batch's own tensors, which no field can have
 MASK = "mask"
 OFFSETS_SUFFIX = ".offsets"
+PRESENT_SUFFIX = ".present"  # of an optional field: which samples have it
+SHAPE_SUFFIX = ".shape"  # of a field whose samples are flattened arrays
 
-Codec = Literal["bytes", "text", "json", "integer", "npy"]
+Codec = Literal["bytes", "text", "json", "integer", "npy", "known"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,8 @@ class FieldSpec:
         dtype: of the tensor.
         shape: of one sample; of one element where ragged.
         ragged: samples differ in length along the first dim.
-        codec: how the stored bytes become the tensor; `bytes` are stored as the tensor lies in memory.
+        codec: how the stored bytes become the tensor; `bytes` are stored as the tensor lies in memory, and what is `known` is
+            in the index and is not read at all.
     """
 
     name: str
@@ -36,24 +40,53 @@ class FieldSpec:
     ragged: bool
     codec: Codec
 
+    @property
+    def element_bytes(self) -> int:
+        """Of a sample, or of one element where ragged."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def stored_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
+    """Those that are read; they come before those that are known."""
+    return [spec for spec in fields if spec.codec != "known"]
+
+
+def known_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
+    """Those that the index knows."""
+    return [spec for spec in fields if spec.codec == "known"]
+
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where the stored bytes of n samples with F fields lie.
+    """Where the stored bytes of n samples with F stored fields lie, and the values of those that are known.
 
     Attributes:
         shard: int64 [n], index of the shard.
         start: int64 [n, F], first byte in the shard.
-        size: int64 [n, F], in bytes.
+        size: int64 [n, F], in bytes; 0 where a sample lacks a field.
+        lengths: int64 [n, F], bytes that each takes in a ragged tensor; None where that is its size.
+        absent: bool [n, F], which samples lack which fields; None where none may.
+        known: of each known field the values, [n, *shape].
     """
 
     shard: npt.NDArray[np.int64]
     start: npt.NDArray[np.int64]
     size: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64] | None = None
+    absent: npt.NDArray[np.bool_] | None = None
+    known: tuple[npt.NDArray[np.generic], ...] = ()
+
+    @property
+    def served(self) -> npt.NDArray[np.int64]:
+        """int64 [n, F], bytes that each takes in its tensor, if that is ragged."""
+        return self.size if self.lengths is None else self.lengths
 
     def part(self, some: slice) -> "Extents":
         """Some of the samples."""
-        return Extents(self.shard[some], self.start[some], self.size[some])
+        lengths = None if self.lengths is None else self.lengths[some]
+        absent = None if self.absent is None else self.absent[some]
+        known = tuple(values[some] for values in self.known)
+        return Extents(self.shard[some], self.start[some], self.size[some], lengths, absent, known)
 
 
 class SampleIndex(Protocol):
@@ -65,7 +98,7 @@ class SampleIndex(Protocol):
 
     @property
     def fields(self) -> Sequence[FieldSpec]:
-        """The tensors of a sample."""
+        """The tensors of a sample, those that are stored before those that are known."""
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
         """Where the samples lie; vectorised, no I/O."""
@@ -84,7 +117,8 @@ class Format(Protocol):
     """One way to store samples in shards.
 
     Attributes:
-        pattern: which files of a folder are shards.
+        pattern: which files of a folder are shards; a brace list of several patterns, such as `*.{tar,tar.gz}`. Compressed
+            ones among them are unpacked before the format sees them.
         scanner: name and version of the scan, or None where offsets are arithmetic and nothing is scanned.
     """
 

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 _PREFIXES = {b"\x93NUMPY\x01\x00": struct.Struct("<H"), b"\x93NUMPY\x02\x00": struct.Struct("<I")}
 _MAGIC_BYTES = 8
 _TENSOR_TYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)")
+_USUAL_HEADER_BYTES = 128  # as numpy writes it
 _MAX_HEADER_BYTES = 10_000
 _MAX_DIMS = 32
 _MAX_ARRAY_BYTES = 1 << 40
@@ -48,7 +50,18 @@ def parse_npy_header(data: bytes | memoryview) -> NpyHeader:
     return NpyHeader(dtype, shape, begin + length)
 
 
-@functools.lru_cache(maxsize=64)  # the headers of a dataset are all the same
+def read_npy_header(read: Callable[[int], bytes]) -> NpyHeader:
+    """As `parse_npy_header`, of a file that is read no further than its header: `read` gives the next bytes."""
+    data = read(_USUAL_HEADER_BYTES)
+    length_format = _PREFIXES.get(data[:_MAGIC_BYTES])
+    if length_format and len(data) == _USUAL_HEADER_BYTES:
+        num_bytes = _MAGIC_BYTES + length_format.size + length_format.unpack_from(data, _MAGIC_BYTES)[0]
+        if len(data) < num_bytes <= _MAGIC_BYTES + length_format.size + _MAX_HEADER_BYTES:
+            data += read(num_bytes - len(data))
+    return parse_npy_header(data)
+
+
+@functools.lru_cache(maxsize=4096)  # the headers of a dataset are all the same, or differ in one length
 def _parse(text: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
     try:
         fields = ast.literal_eval(text.decode("latin-1").strip())

@@ -7,7 +7,7 @@ believes extended headers of any length.
 import contextlib
 import tarfile
 from collections.abc import Iterator
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 _EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
@@ -43,21 +43,32 @@ class TarReader:
                 if rest.count(0) != len(rest):
                     raise ValueError("there is more after its end mark; join archives with `tar --concatenate`")
 
-    def read(self, member: tarfile.TarInfo, max_bytes: int) -> bytes:
-        """The first bytes of the member that was yielded last.
-
-        Raises:
-            ValueError: the archive is truncated there.
-        """
-        with _damage_is_a_value_error():
-            content = self._archive.extractfile(member)
-            return content.read(max_bytes) if content else b""
+    def content(self, member: tarfile.TarInfo) -> "Content":
+        """The bytes of the member that was yielded last, from their beginning."""
+        return Content(self._archive.fileobj, member)
 
     def _next(self) -> tarfile.TarInfo | None:
         with _damage_is_a_value_error():
             member = self._archive.next()
         self._archive.members = []  # type: ignore[attr-defined]  # else it keeps every header it has seen, which is gigabytes in a large shard
         return member
+
+
+class Content:
+    """A member's bytes, read from the first to the last; what is behind a truncation is absent."""
+
+    def __init__(self, file: Any, member: tarfile.TarInfo) -> None:
+        with _damage_is_a_value_error():
+            file.seek(member.offset_data)
+        self._file = file
+        self._num_left = member.size
+
+    def read(self, num_bytes: int) -> bytes:
+        """The next bytes, or as many as there are."""
+        with _damage_is_a_value_error():
+            data: bytes = self._file.read(min(num_bytes, self._num_left))
+        self._num_left -= len(data)
+        return data
 
 
 class _Header(tarfile.TarInfo):

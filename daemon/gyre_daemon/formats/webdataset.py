@@ -1,38 +1,38 @@
 """`webdataset`: tar shards whose consecutive members with one key make a sample; what follows the key's first dot is the field.
 
-The scan is one pass over a shard's headers. It follows the conventions of the WebDataset library: members that are no regular
-files, and names that begin with `__...__`, are no samples. Unlike the library it passes over hidden files (`._0001.txt`) and
-over names that end with a dot.
+`tarscan` looks through a shard once, `tarfields` decides on the fields of all samples, `tararrays` on the shapes of arrays.
+Here the shards become one index.
 """
 
 import hashlib
 import json
-import math
-import re
-import tarfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
 from gyre_daemon.cache import Arrays
-from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.formats.base import MASK, OFFSETS_SUFFIX, SAMPLE_ID, Codec, Extents, FieldSpec
-from gyre_daemon.formats.npy import parse_npy_header
-from gyre_daemon.formats.tar import TarReader
+from gyre_daemon.formats.base import PRESENT_SUFFIX, Extents, FieldSpec
+from gyre_daemon.formats.tararrays import ArrayField, array_field
+from gyre_daemon.formats.tarfields import (
+    Column,
+    ScannedShard,
+    TarField,
+    all_fields,
+    check_inside,
+    check_members,
+    column,
+    parse_fields,
+)
+from gyre_daemon.formats.tarscan import SCANNER, scan_tar
 from gyre_daemon.storage import Shard
 
-_NO_SAMPLE = re.compile(r"__[^/]*__($|/)")
-_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
-_CODECS: dict[str, Codec] = {
-    "txt": "text", "text": "text", "json": "json", "cls": "integer", "cls2": "integer", "index": "integer", "id": "integer",
-    "npy": "npy",
-}  # fmt: skip
-_NPY_HEADER_BYTES = 12 + 10_000
-_UNSERVABLE = f"a batch has {SAMPLE_ID}, {MASK} and offsets of its own; name the other `fields` to serve"
+_INT64, _UINT8, _BOOL = np.dtype("<i8"), np.dtype(np.uint8), np.dtype(np.bool_)
+
+_Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,129 +40,83 @@ class WebdatasetOptions:
     """Keys of a `webdataset` dataset.
 
     Attributes:
-        fields: extensions to serve, such as `txt` and `cls`; empty for all that the first sample has.
+        fields: extensions to serve, such as `txt`, `jpg;png` or `image=jpg;png`; empty for all that any sample has.
+        optional: names of fields that samples may lack.
     """
 
     fields: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse fields that no batch can have."""
-        for name in self.fields:
-            if not is_servable(name):
-                raise ConfigError(f"a webdataset cannot serve a field `{name}`: {_UNSERVABLE}")
-        if len(set(self.fields)) < len(self.fields):
-            raise ConfigError(f"fields of a webdataset names one twice: {', '.join(self.fields)}")
+        parse_fields(self.fields, self.optional)
 
 
 class WebdatasetFormat:
     """Tar shards, indexed once by one pass over their headers."""
 
-    pattern = "*.tar"
-    scanner = "webdataset/2"
+    pattern = "*.{tar,tar.gz,tgz}"
+    scanner = SCANNER
 
     def __init__(self, options: WebdatasetOptions) -> None:
         self._options = options
 
     def scan(self, shard: str, file: BinaryIO) -> Arrays:
         """See `Format.scan`."""
-        builder = _ShardBuilder(shard)
-        try:
-            archive = TarReader(file)
-            for member in archive:
-                builder.add(member, archive)
-        except ValueError as error:
-            raise _corrupt(shard, file.tell(), f"it is no sound tar archive: {error}") from error
-        return builder.finish()
+        return scan_tar(shard, file)
 
     def assemble(self, shards: Sequence[Shard], scans: Sequence[Arrays]) -> "WebdatasetIndex":
         """See `Format.assemble`."""
         return WebdatasetIndex(self._options, shards, scans)
 
 
-@dataclass(slots=True)
-class _ShardBuilder:
-    """Gathers the members of one shard."""
-
-    shard: str
-    extensions: dict[str, int] = field(default_factory=dict)
-    headers: dict[str, Any] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    members: list[int] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
-    names: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
-    key: str | None = None
-    seen: set[str] = field(default_factory=set)
-
-    def add(self, member: tarfile.TarInfo, archive: TarReader) -> None:
-        match = _NAME.fullmatch(member.name)
-        if not match or _NO_SAMPLE.match(member.name):
-            return
-        key, extension = match[1], match[2].lower()
-        if member.issparse():
-            raise _corrupt(
-                self.shard, member.offset, f"member {member.name} is a sparse file; write the shard without --sparse"
-            )
-        if key != self.key:
-            self.key, self.seen = key, set()
-            self.firsts.append(len(self.starts))
-        if extension in self.seen:
-            raise _corrupt(self.shard, member.offset, f"sample `{key}` has two members .{extension}")
-        self.seen.add(extension)
-        if extension.rpartition(".")[2] == "npy" and extension not in self.headers:
-            self.headers[extension] = self._npy_header(member, archive)
-        self.names.update(f"{member.name}\n".encode(errors="surrogateescape"))
-        self.starts.append(member.offset_data)
-        self.sizes.append(member.size)
-        self.members.append(self.extensions.setdefault(extension, len(self.extensions)))
-
-    def finish(self) -> Arrays:
-        meta = {"extensions": list(self.extensions), "npy": self.headers, "names": self.names.hexdigest()}
-        return {
-            "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
-            "start": np.array(self.starts, np.int64),
-            "size": np.array(self.sizes, np.int64),
-            "extension": np.array(self.members, np.int32),
-            "first": np.array([*self.firsts, len(self.starts)], np.int64),
-        }
-
-    def _npy_header(self, member: tarfile.TarInfo, archive: TarReader) -> dict[str, Any]:
-        content = archive.read(member, _NPY_HEADER_BYTES)
-        try:
-            header = parse_npy_header(content)
-        except ValueError as error:
-            raise _corrupt(self.shard, member.offset_data, f"member {member.name}: {error}") from error
-        if header.num_bytes + math.prod(header.shape) * header.dtype.itemsize != member.size:
-            reason = f"member {member.name} has {member.size} bytes, its header declares an array of shape {list(header.shape)}"
-            raise _corrupt(self.shard, member.offset_data, reason)
-        return {"dtype": header.dtype.str, "shape": list(header.shape)}
-
-
 class WebdatasetIndex:
     """Dense arrays of where each field of each sample lies: 16 bytes per sample and field."""
 
     def __init__(self, options: WebdatasetOptions, shards: Sequence[Shard], scans: Sequence[Arrays]) -> None:
-        metas = [json.loads(scan["meta"].tobytes()) for scan in scans]
-        names = _field_names(options, shards, scans, metas)
-        columns = [_columns(shard, scan, meta, names) for shard, scan, meta in zip(shards, scans, metas, strict=True)]
-        self._start = np.concatenate([start for start, _ in columns])
-        self._size = np.concatenate([size for _, size in columns])
-        self._first = np.concatenate(([0], np.cumsum([len(start) for start, _ in columns])))
+        scanned = [ScannedShard(*each, json.loads(each[1]["meta"].tobytes())) for each in zip(shards, scans, strict=True)]
+        whole = [each for each in scanned if each.num_samples]
+        fields = parse_fields(options.fields, options.optional) or all_fields(whole, options.optional)
+        fields = fields if whole else ()
+        columns = [_columns(each, fields) for each in whole]
+        arrays = {
+            number: array_field(field, whole, [its[number] for its in columns])
+            for number, field in enumerate(fields)
+            if field.codec == "npy"
+        }
+        self._start = _table([[field.start for field in its] for its in columns], len(fields))
+        self._size = _table([[field.size for field in its] for its in columns], len(fields))
+        self._absent = _absent(fields, columns)
+        self._lengths = {number: its.lengths for number, its in arrays.items() if its.lengths is not None}
+        self._first = np.concatenate(([0], np.cumsum([each.num_samples for each in scanned]))).astype(np.int64)
         self.num_samples = len(self._start)
-        self.fields = tuple(_field_spec(name, metas) for name in names)
-        self._digest = hashlib.blake2b(json.dumps([names, metas]).encode(), digest_size=16)
-        self._digest.update(self._start.tobytes())
-        self._digest.update(self._size.tobytes())
+        stored = [arrays[number].spec if number in arrays else _field_spec(field) for number, field in enumerate(fields)]
+        known = [*_presence(fields, self._absent), *_shapes(arrays)]
+        self.fields = (*stored, *(spec for spec, _ in known))
+        self._known = [values for _, values in known]
+        self._is_ragged = [spec.ragged for spec in stored]
+        self._digest = _digest(fields, scanned, [self._start, self._size, *self._lengths.values(), *self._known])
         self._blocks = BlockTables(self._make_blocks)
 
-    def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
+    def locate(self, sample_ids: _Integers) -> Extents:
         """See `SampleIndex.locate`."""
         shard = np.searchsorted(self._first, sample_ids, side="right") - 1
-        return Extents(shard, self._start[sample_ids], self._size[sample_ids])
+        size = self._size[sample_ids]
+        lengths = self._lengths_of(sample_ids, size) if self._lengths else None
+        absent = None if self._absent is None else self._absent[sample_ids]
+        known = tuple(values[sample_ids] for values in self._known)
+        return Extents(shard, self._start[sample_ids], size, lengths, absent, known)
+
+    def _lengths_of(self, sample_ids: _Integers, size: _Integers) -> _Integers:
+        """What samples take in ragged tensors, which is less than what is stored of arrays."""
+        lengths = size.copy()
+        for number, its in self._lengths.items():
+            lengths[:, number] = its[sample_ids]
+        return lengths
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         """See `SampleIndex.max_ragged_bytes`; each sample occurs at most once in each epoch that the positions touch."""
-        totals = self._size[:, [spec.ragged for spec in self.fields]].sum(axis=1)
+        totals = self._size[:, self._is_ragged].sum(axis=1)
         num_epochs = num_samples // max(self.num_samples, 1) + 2
         num_largest = min(-(-num_samples // num_epochs), self.num_samples)
         largest = np.partition(totals, self.num_samples - num_largest)[self.num_samples - num_largest :]
@@ -179,75 +133,61 @@ class WebdatasetIndex:
 
     def digest(self) -> bytes:
         """See `SampleIndex.digest`."""
-        return self._digest.digest()
+        return self._digest
 
 
-def codec_of(name: str) -> Codec:
-    """How a field is stored, by the last part of its extension; unknown ones are served as they are."""
-    return _CODECS.get(name.rpartition(".")[2], "bytes")
+def _columns(each: ScannedShard, fields: Sequence[TarField]) -> list[Column]:
+    """Of one shard, each field's."""
+    check_inside(each)
+    for field in fields:
+        check_members(each, field)
+    return [column(each, field) for field in fields]
 
 
-def is_servable(name: str) -> bool:
-    """Whether a batch can have a field of this name beside its own tensors."""
-    return name.isprintable() and name != "" and name not in (SAMPLE_ID, MASK) and not name.endswith(OFFSETS_SUFFIX)
+def _table(parts: Sequence[Sequence[_Integers]], num_fields: int) -> _Integers:
+    """int64 [N, F] of the columns of all shards."""
+    nothing = np.empty((0, num_fields), np.int64)
+    return np.concatenate([nothing, *(np.stack(part, axis=1) for part in parts if part)])
 
 
-def _field_names(
-    options: WebdatasetOptions, shards: Sequence[Shard], scans: Sequence[Arrays], metas: Sequence[dict[str, Any]]
-) -> tuple[str, ...]:
-    """Those asked for, or all of the first sample; none where there is no sample."""
-    for shard, scan, meta in zip(shards, scans, metas, strict=True):
-        if len(scan["first"]) > 1:
-            return options.fields or _all_fields(shard, scan, meta)
-    return ()
+def _absent(fields: Sequence[TarField], columns: Sequence[Sequence[Column]]) -> npt.NDArray[np.bool_] | None:
+    """Bool [N, F], which samples lack which fields; None where none may."""
+    if not any(field.is_optional for field in fields):
+        return None
+    return _table([[each.member for each in its] for its in columns], len(fields)) < 0
 
 
-def _all_fields(shard: Shard, scan: Arrays, meta: dict[str, Any]) -> tuple[str, ...]:
-    """Of the first sample of a shard."""
-    names = tuple(meta["extensions"][member] for member in scan["extension"][: scan["first"][1]])
-    for name in names:
-        if not is_servable(name):
-            raise _corrupt(shard.name, int(scan["start"][0]), f"it has members .{ascii(name)[1:-1]}: {_UNSERVABLE}")
-    return names
+def _field_spec(field: TarField) -> FieldSpec:
+    """Of a field that is no array."""
+    if field.codec == "integer":
+        return FieldSpec(field.name, _INT64, (), ragged=False, codec="integer")
+    return FieldSpec(field.name, _UINT8, (), ragged=True, codec=field.codec)
 
 
-def _columns(
-    shard: Shard, scan: Arrays, meta: dict[str, Any], names: Sequence[str]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Start and size [samples, fields] of one shard."""
-    num_samples = len(scan["first"]) - 1
-    starts, sizes = scan["start"], scan["size"]
-    if ((starts < 0) | (sizes < 0) | (starts > shard.size_bytes - sizes)).any():
-        raise _corrupt(shard.name, 0, "its index points outside it; remove the index")
-    start, size = np.empty((num_samples, len(names)), np.int64), np.empty((num_samples, len(names)), np.int64)
-    sample = np.searchsorted(scan["first"], np.arange(len(starts)), side="right") - 1
-    for column, name in enumerate(names):
-        members = (
-            np.flatnonzero(scan["extension"] == meta["extensions"].index(name))
-            if name in meta["extensions"]
-            else np.array([], int)
-        )
-        if len(members) != num_samples:
-            missing = int(np.setdiff1d(np.arange(num_samples), sample[members])[0])
-            offset = int(starts[scan["first"][missing]])
-            raise _corrupt(
-                shard.name, offset, f"its sample {missing} has no member .{name}; name the fields that all samples have"
-            )
-        start[:, column], size[:, column] = starts[members], sizes[members]
-    return start, size
+def _presence(
+    fields: Sequence[TarField], absent: npt.NDArray[np.bool_] | None
+) -> list[tuple[FieldSpec, npt.NDArray[np.generic]]]:
+    """Of each optional field, which samples have it."""
+    if absent is None:
+        return []
+    return [
+        (FieldSpec(field.name + PRESENT_SUFFIX, _BOOL, (), ragged=False, codec="known"), ~absent[:, number])
+        for number, field in enumerate(fields)
+        if field.is_optional
+    ]
 
 
-def _field_spec(name: str, metas: Sequence[dict[str, Any]]) -> FieldSpec:
-    codec = codec_of(name)
-    if codec == "integer":
-        return FieldSpec(name, np.dtype("<i8"), (), ragged=False, codec=codec)
-    if codec == "npy":
-        header = next((meta["npy"][name] for meta in metas if name in meta["npy"]), None)
-        if header is None:
-            raise ConfigError(f"no shard has a member .{name}")
-        return FieldSpec(name, np.dtype(header["dtype"]).newbyteorder("<"), tuple(header["shape"]), ragged=False, codec=codec)
-    return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec=codec)
+def _shapes(arrays: Mapping[int, ArrayField]) -> list[tuple[FieldSpec, npt.NDArray[np.generic]]]:
+    """Of each field of flattened arrays, their shapes."""
+    return [(its.shape, its.shapes) for its in arrays.values() if its.shape]
 
 
-def _corrupt(shard: str, offset: int, reason: str) -> CorruptSample:
-    return CorruptSample(f"shard {shard} at byte {offset}: {reason}", {"shard": shard, "offset": offset, "reason": reason})
+def _digest(fields: Sequence[TarField], shards: Sequence[ScannedShard], tables: Sequence[npt.NDArray[np.generic]]) -> bytes:
+    """Of what the samples are; a dataset whose fields are single extensions that all samples have is known by these alone."""
+    is_plain = all(field.extensions == (field.name,) and not field.is_optional for field in fields)
+    named = [field.name if is_plain else [field.name, field.extensions, field.is_optional] for field in fields]
+    metas = [{name: each.meta[name] for name in ("extensions", "npy", "names")} for each in shards]
+    digest = hashlib.blake2b(json.dumps([named, metas]).encode(), digest_size=16)
+    for table in tables:
+        digest.update(table.tobytes())
+    return digest.digest()

@@ -11,6 +11,8 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_daemon.batch import BatchLayout
 from gyre_daemon.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.cache import shared_block_bytes
+from gyre_daemon.catalog import IndexProgress
+from gyre_daemon.changes import Change
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.cost import Prices, Question, Report
 from gyre_daemon.cursor import NUM_BEFORE
@@ -31,6 +33,12 @@ _MODES: dict[int, OrderMode] = {
     pb.ORDER_MODE_FULL: "full",
     pb.ORDER_MODE_BLOCK: "block",
     pb.ORDER_MODE_SEQUENTIAL: "sequential",
+}
+_CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
+    "indexed": pb.SHARD_CHANGE_INDEXED,
+    "kept": pb.SHARD_CHANGE_KEPT,
+    "restored": pb.SHARD_CHANGE_RESTORED,
+    "changed": pb.SHARD_CHANGE_CHANGED,
 }
 _MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 512, 1 << 30
 _MAX_WINDOW_BLOCKS = 1 << 16
@@ -116,6 +124,20 @@ def from_dataset(dataset: Dataset) -> pb.DatasetDescription:
         num_bytes=dataset.num_bytes,
         fingerprint=dataset.fingerprint,
         fields=from_fields(list(dataset.fields)),
+    )
+
+
+def from_progress(progress: IndexProgress) -> pb.IndexProgress:
+    """One more shard is indexed."""
+    return pb.IndexProgress(
+        shards_done=progress.num_done,
+        num_shards=progress.num_shards,
+        num_samples=progress.num_samples,
+        shard=progress.shard,
+        reused=progress.reused,
+        change=_CHANGES[progress.change],
+        fingerprint=progress.fingerprint,
+        fingerprint_before=progress.fingerprint_before,
     )
 
 

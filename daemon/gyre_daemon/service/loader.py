@@ -72,14 +72,9 @@ class LoaderService(pb_grpc.LoaderServicer):
     @answers_errors
     async def IndexDataset(self, request: pb.IndexDatasetRequest, context: Context) -> AsyncIterator[pb.IndexProgress]:
         """Build what is missing of an index."""
-        async for progress in self._catalog.index(*self._resolve(request.dataset)):
-            yield pb.IndexProgress(
-                shards_done=progress.num_done,
-                num_shards=progress.num_shards,
-                num_samples=progress.num_samples,
-                shard=progress.shard,
-                reused=progress.reused,
-            )
+        name, config = self._resolve(request.dataset)
+        async for progress in self._catalog.index(name, config, with_checksums=request.checksums):
+            yield convert.from_progress(progress)
 
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:

@@ -5,16 +5,19 @@ ranges of shards, each with the memory where its bytes belong. Reading waits; it
 """
 
 from gyre_daemon.storage.base import MAX_GAP_BYTES, Bounds, NextUse, Reads, Shard, Storage
+from gyre_daemon.storage.checksums import Checksums, checksums_as_listed
 from gyre_daemon.storage.delays import Delays, RequestDelays
 from gyre_daemon.storage.endpoint import Endpoint, Terms
-from gyre_daemon.storage.local import LocalStorage, list_files
+from gyre_daemon.storage.local import LocalStorage, check_listed, list_files, stat_shard
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.openfiles import file_error
+from gyre_daemon.storage.patterns import matches_any
 
 __all__ = [
     "MAX_GAP_BYTES",
     "Bounds",
+    "Checksums",
     "Delays",
     "Endpoint",
     "LocalStorage",
@@ -26,7 +29,11 @@ __all__ = [
     "Storage",
     "StorageOpener",
     "Terms",
+    "check_listed",
+    "checksums_as_listed",
     "file_error",
     "list_files",
+    "matches_any",
     "parse_location",
+    "stat_shard",
 ]

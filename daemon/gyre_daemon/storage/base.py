@@ -24,7 +24,7 @@ class Shard:
     Attributes:
         name: relative to the dataset's root, so that a mirror elsewhere has the same names.
         size_bytes: its length.
-        version: etag, or modification time in ns; changes when the shard does.
+        version: etag, or a local file's times of modification and of change in ns; changes when the shard does.
     """
 
     name: str
@@ -185,6 +185,7 @@ def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample
 def changed(name: str) -> CorruptSample:
     """The error for a shard that is no longer what was listed."""
     return CorruptSample(
-        f"shard {name} has changed since the dataset was opened; restore it, or index the dataset again",
+        f"shard {name} has changed since the dataset was opened; restore it with its times (`cp -p`), or index the dataset "
+        "again",
         {"shard": name, "reason": "changed"},
     )

@@ -12,22 +12,30 @@ import aiofiles
 import numpy as np
 
 from gyre_daemon.copiers import NO_COPIERS, Copiers, Ranges
-from gyre_daemon.errors import GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Region, Shard, changed
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.openfiles import OpenFiles, OpenShard, OpenShards, file_error
-from gyre_daemon.storage.readahead import ReadAhead, Wait
+from gyre_daemon.storage.patterns import patterns_of
+from gyre_daemon.storage.readahead import ReadAhead, Wait, fits_into_memory
+from gyre_daemon.storage.stamps import Stamp
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
 _MAX_COPIED_BYTES = 1 << 20  # mean of all: beyond it the memory is the limit either way, and the kernel is here already
+_MAX_LOOKS = 3  # at a shard that is being written to
 _MIN_JOB_BYTES = 16 << 20  # less is not worth a second thread: it takes 4 ms
 
 
 class LocalStorage:
-    """Shards in the local file system."""
+    """Shards in the local file system.
+
+    Attributes:
+        checksums: of the shards, as far as they were taken.
+    """
 
     reads_in_bulk = True
 
@@ -39,13 +47,27 @@ class LocalStorage:
         metrics: Metrics,
         copiers: Copiers = NO_COPIERS,
         open_files: OpenFiles | None = None,
+        owner: object = None,
     ) -> None:
+        """Open no file yet.
+
+        Args:
+            paths: of the shards.
+            shards: as listed.
+            workers: threads that read.
+            metrics: count the reads.
+            copiers: may copy for the threads.
+            open_files: shares open files among the daemon's datasets; None where there is one.
+            owner: keeps the files for as long as the storage refers to it; None where nobody does.
+        """
         self.shards = shards
+        self._owner = owner
         self._paths = paths
         self._bounds = Bounds(shards)
         self._workers = workers
         self._metrics = metrics
         self._open = OpenShards(paths, shards, copiers, open_files)
+        self.checksums = ShardChecksums(shards)
         self._copiers = copiers
         self._ahead = ReadAhead(shards)
         self._copies = is_allowed()
@@ -102,6 +124,20 @@ class LocalStorage:
         """See `Storage.local_path`."""
         return self._paths[shard]
 
+    @property
+    def is_idle(self) -> bool:
+        """No job of any dataset is being read or waits for it."""
+        return self._workers.is_idle
+
+    @property
+    def fits_into_memory(self) -> bool:
+        """Whether all of it may stay in the page cache."""
+        return fits_into_memory(self.shards)
+
+    def path(self, shard: int) -> Path:
+        """Where the shard lies."""
+        return self._paths[shard]
+
     async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int) -> float:
         outcome: Outcome = "error"
         made: list[tuple[int, int]] = []  # reads and bytes, once they are known
@@ -136,20 +172,47 @@ class LocalStorage:
     def _read_group(self, reads: Reads, touched: Sequence[int]) -> float:
         """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
         opened = {shard: self._open.get(shard) for shard in touched}
-        began = time.monotonic()
-        with self._ahead.around(reads, opened) as wait:  # in a thread of its own: copiers have work that can be done at once
-            failed = None if not wait.is_sure and self._have_copied(reads, opened, wait) else self._copy(reads, opened)
-        waited_s = time.monotonic() - began if wait.was_seen else 0.0
-        try:
-            for shard in opened.values():
-                shard.check_unchanged()
-            if failed is not None:
+        trusted = {shard: its.trusted for shard, its in opened.items()}  # another thread may trust it anew meanwhile
+        doubtful = [shard for shard, stamp in trusted.items() if stamp is None]
+        waited_s = 0.0
+        if not doubtful:
+            began = time.monotonic()
+            with self._ahead.around(reads, opened) as wait:  # in a thread: copiers have work that can be done at once
+                failed = None if not wait.is_sure and self._have_copied(reads, opened, wait) else self._copy(reads, opened)
+            waited_s = time.monotonic() - began if wait.was_seen else 0.0
+            doubtful = [shard for shard, its in opened.items() if its.stamp != trusted[shard]]
+            if not doubtful and failed is None:
+                return waited_s
+            for shard in doubtful or touched:
+                opened[shard].is_sound = False
+            if not doubtful:
                 raise _unreadable(self.shards[int(reads.shard[failed])].name)
-        except GyreError:
-            for shard in opened.values():
-                shard.is_sound = False
-            raise
-        return waited_s
+            for shard in doubtful:
+                opened[shard].trusted = None
+        return waited_s + self._read_doubtful(reads, doubtful, [shard for shard in touched if shard not in doubtful])
+
+    def _read_doubtful(self, reads: Reads, doubtful: Sequence[int], others: Sequence[int]) -> float:
+        """See `checksums`: the bytes of some shards must be compared, those of the others can be read at once."""
+        for shard in doubtful:
+            self._read_compared(reads.of_shards(np.array([shard])), shard)
+        return self._read_group(reads.of_shards(np.array(others)), others) if others else 0.0
+
+    def _read_compared(self, reads: Reads, shard: int) -> None:
+        """Copy from a shard whose times moved, and compare what was copied; nobody writes to it meanwhile."""
+        for _ in range(_MAX_LOOKS):
+            opened = self._open.get_moved(shard)
+            stamp = opened.stamp
+            stamp.settle()
+            is_copied = self._copy(reads, {shard: opened}) is None
+            try:
+                is_whole = self.checksums.compare(shard, opened.descriptor, stamp, reads.start, reads.start + reads.size)
+            except OSError as error:
+                raise file_error(opened.listed.name, error) from error
+            if is_copied and opened.is_at_its_path and opened.stamp == stamp:
+                if is_whole:
+                    opened.trusted, opened.is_sound = stamp, True
+                return
+        raise _restless(self.shards[shard].name)
 
     def _have_copied(self, reads: Reads, opened: Mapping[int, OpenShard], wait: Wait) -> bool:
         """Whether copiers did it, where they are faster; no second one dies of the same file."""
@@ -203,6 +266,12 @@ def _copy_one_by_one(reads: Reads, opened: Mapping[int, OpenShard]) -> int | Non
     return None
 
 
+def _restless(name: str) -> StorageUnavailable:
+    return StorageUnavailable(
+        f"shard {name} is being changed while it is read; it is served again once it is what it was", {"shard": name}
+    )
+
+
 def _unreadable(name: str) -> StorageUnavailable:
     return StorageUnavailable(
         f"shard {name} is what it was and yet cannot be read: its disk or file system fails; see the system's log",
@@ -240,7 +309,7 @@ def list_files(path: Path, pattern: str) -> list[Path]:
 def _matches(path: Path, pattern: str) -> list[Path]:
     """In the order in which object storages list: by the whole path as text."""
     if path.is_dir():
-        return sorted(path.glob(pattern), key=str)
+        return sorted({file for each in patterns_of(pattern) for file in path.glob(each)}, key=str)
     if path.exists() or not any(letter in str(path) for letter in "*?["):
         return [path]
     return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))), key=str)
@@ -253,7 +322,18 @@ def stat_shard(path: Path, name: str) -> Shard:
         ShardMissing, NotAllowed, StorageUnavailable: it cannot be looked at.
     """
     try:
-        stat = path.stat()
+        stamp = Stamp.of(path)
     except OSError as error:
         raise file_error(name, error) from error
-    return Shard(name, stat.st_size, str(stat.st_mtime_ns))
+    return Shard(name, stamp.size_bytes, stamp.version)
+
+
+def check_listed(path: Path, listed: Shard) -> None:
+    """See that a local file is still what was listed.
+
+    Raises:
+        CorruptSample: it is not.
+        ShardMissing, NotAllowed, StorageUnavailable: it cannot be looked at.
+    """
+    if stat_shard(path, listed.name) != listed:
+        raise changed(listed.name)

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
 from gyre_daemon.storage.location import Location, endpoints_in, relative_names
 from gyre_daemon.storage.openfiles import OpenFiles
+from gyre_daemon.storage.patterns import matches_any, patterns_of
 from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Source
 
@@ -65,7 +66,7 @@ class StorageOpener:
             loop = asyncio.get_running_loop()
             paths, shards = await loop.run_in_executor(self._workers.executor, _list_local, location, pattern)
             self._count_listing("file", len(location.paths), "ok")
-            return LocalStorage(paths, shards, self._workers, self._metrics, self._copiers, self._open_files)
+            return self.local(paths, shards, None)
         filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(filesystem, location, pattern)
         num_endpoints = len(self.endpoints)
@@ -74,6 +75,16 @@ class StorageOpener:
         source = await self._make_source(filesystem, location.scheme, settings, names[0], num_connections)
         self._sources.add(source)
         return RemoteStorage(source, endpoint, names, shards)
+
+    def local(self, paths: Sequence[Path], shards: Sequence[Shard], owner: object) -> LocalStorage:
+        """Files of this machine that are known already.
+
+        Args:
+            paths: of the shards.
+            shards: as they are.
+            owner: keeps them for as long as somebody reads; None where nobody does.
+        """
+        return LocalStorage(paths, shards, self._workers, self._metrics, self._copiers, self._open_files, owner)
 
     def close(self) -> None:
         """Hang up everywhere."""
@@ -188,12 +199,20 @@ async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Ent
         info = await filesystem._info(path)
         if info["type"] != "directory":
             return [(path, info)]
-        found = await filesystem._glob(path.rstrip("/") + "/" + pattern, detail=True)
+        found = await _in_folder(filesystem, path.rstrip("/"), pattern)
     return [
         (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
         for name, info in sorted(found.items())
         if info["type"] == "file"
     ]
+
+
+async def _in_folder(filesystem: AsyncFileSystem, folder: str, pattern: str) -> dict[str, dict[str, Any]]:
+    """What a folder has of the files that count, by one listing."""
+    if len(patterns_of(pattern)) == 1:
+        return dict(await filesystem._glob(f"{folder}/{pattern}", detail=True))
+    found = await filesystem._glob(f"{folder}/*", detail=True)
+    return {path: info for path, info in found.items() if matches_any(path.rpartition("/")[2], pattern)}
 
 
 def listing_error(place: str, error: Exception) -> GyreError:

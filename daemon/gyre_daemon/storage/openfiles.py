@@ -15,6 +15,7 @@ from gyre_daemon.copiers import NO_COPIERS, Copiers, new_key
 from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.limits import descriptor_shares
 from gyre_daemon.storage.base import Shard, changed
+from gyre_daemon.storage.stamps import Stamp
 
 _MIN_OPEN = 2  # of one dataset, however many there are
 
@@ -30,7 +31,7 @@ class OpenShard:
         descriptor: of the file, which this object owns.
         mapping: of the whole file.
         address: of its first byte.
-        unmoved: links and time of change of the file when it was seen at its path: a rename or a deletion changes them.
+        trusted: while the file has this stamp it is what was listed; None where its bytes must be compared first.
         copiers: told when nobody needs it any more.
         is_sound: no read of it has failed yet.
     """
@@ -41,7 +42,7 @@ class OpenShard:
     descriptor: int
     mapping: mmap.mmap
     address: int
-    unmoved: tuple[int, int]
+    trusted: Stamp | None
     copiers: Copiers
     is_sound: bool = True
 
@@ -50,23 +51,33 @@ class OpenShard:
         os.close(self.descriptor)
         self.copiers.forget(self.key)
 
-    def check_unchanged(self) -> None:
-        """Whether the file is still what was listed, and lies where it lay.
+    @property
+    def stamp(self) -> Stamp:
+        """Of the file now.
+
+        Raises:
+            NotAllowed, StorageUnavailable: nobody can tell.
+        """
+        try:
+            return Stamp.of(self.descriptor)
+        except OSError as error:
+            raise file_error(self.listed.name, error) from error
+
+    @property
+    def is_at_its_path(self) -> bool:
+        """Whether the file lies where it lay.
 
         One that was deleted or replaced can still be read here. But in the next process it could not, and of a dataset that is
         no longer there its owner should hear.
 
         Raises:
-            ShardMissing: it was deleted.
-            CorruptSample: it was written to, truncated or replaced.
+            ShardMissing: there is nothing at its path.
             NotAllowed, StorageUnavailable: nobody can tell.
         """
-        found = _checked(self.listed, self.descriptor)
-        if _links(found) != self.unmoved:
-            at_path = _checked(self.listed, self.path)
-            if not os.path.samestat(found, at_path):
-                raise changed(self.listed.name)
-            self.unmoved = _links(found)
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), self.path.stat())
+        except OSError as error:
+            raise file_error(self.listed.name, error) from error
 
 
 class OpenFiles:
@@ -137,7 +148,26 @@ class OpenShards:
             if found:
                 self._open.move_to_end(shard)
                 return found
-        opened = _open(self._paths[shard], self._shards[shard], self._copiers)
+        return self._keep(shard, _open(self._paths[shard], self._shards[shard], self._copiers))
+
+    def get_moved(self, shard: int) -> OpenShard:
+        """The file that lies at the shard's path now, which may be another than `get` gave.
+
+        Raises:
+            ShardMissing: there is none.
+            CorruptSample: its size or its time of modification is not what was listed.
+            NotAllowed, StorageUnavailable: it cannot be opened.
+        """
+        opened = self.get(shard)
+        if not opened.is_at_its_path:
+            with self._lock:
+                if self._open.get(shard) is opened:
+                    del self._open[shard]
+            opened = self.get(shard)
+        _check(opened.listed, opened.stamp)
+        return opened
+
+    def _keep(self, shard: int, opened: OpenShard) -> OpenShard:
         with self._lock:
             opened = self._open.setdefault(shard, opened)  # another thread may have been faster
             self._trim()
@@ -164,7 +194,8 @@ def _open(path: Path, listed: Shard, copiers: Copiers) -> OpenShard:
     except OSError as error:
         raise file_error(listed.name, error) from error
     try:
-        unmoved = _links(_checked(listed, descriptor))
+        stamp = Stamp.of(descriptor)
+        _check(listed, stamp)
         mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         mapping.madvise(mmap.MADV_RANDOM)  # a missed page may bring MiB around it otherwise: `readahead` says what is wanted
     except OSError as error:
@@ -174,19 +205,11 @@ def _open(path: Path, listed: Shard, copiers: Copiers) -> OpenShard:
         os.close(descriptor)
         raise
     address = np.frombuffer(mapping, np.uint8).ctypes.data
-    return OpenShard(new_key(), listed, path, descriptor, mapping, address, unmoved, copiers)
+    trusted = stamp if stamp.version == listed.version else None
+    return OpenShard(new_key(), listed, path, descriptor, mapping, address, trusted, copiers)
 
 
-def _checked(listed: Shard, file: Path | int) -> os.stat_result:
-    """What the system says of a file that has the size and the version that were listed."""
-    try:
-        stat = os.stat(file)  # noqa: PTH116  (of a descriptor too)
-    except OSError as error:
-        raise file_error(listed.name, error) from error
-    if (stat.st_size, str(stat.st_mtime_ns)) != (listed.size_bytes, listed.version):
+def _check(listed: Shard, stamp: Stamp) -> None:
+    """Refuse a file that cannot be what was listed."""
+    if stamp.size_bytes != listed.size_bytes or not stamp.is_restored(listed.version):
         raise changed(listed.name)
-    return stat
-
-
-def _links(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_nlink, stat.st_ctime_ns

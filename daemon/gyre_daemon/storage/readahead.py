@@ -52,8 +52,7 @@ class ReadAhead:
         A dataset that fits into memory will be there as a whole, and larger requests bring it there sooner; of one that does
         not, what lies around a sample would be dropped before it is used.
         """
-        fits = sum(shard.size_bytes for shard in shards) <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
-        self.grain_bytes = _WHOLE_GRAIN_BYTES if fits else mmap.PAGESIZE
+        self.grain_bytes = _WHOLE_GRAIN_BYTES if fits_into_memory(shards) else mmap.PAGESIZE
         self._stride = 1
         self._num_unseen = 0
 
@@ -94,6 +93,11 @@ class ReadAhead:
             for shard, start, stop in zip(shards.tolist(), starts.tolist(), stops.tolist(), strict=True):
                 os.posix_fadvise(opened[shard].descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
         return len(shards)
+
+
+def fits_into_memory(shards: Sequence[Shard]) -> bool:
+    """Whether the page cache may hold all of a dataset and leave half of the machine's memory to others."""
+    return sum(shard.size_bytes for shard in shards) <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE // 2
 
 
 def blocks(

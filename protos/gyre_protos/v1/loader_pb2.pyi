@@ -35,6 +35,35 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ShardChange:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ShardChangeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardChange.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SHARD_CHANGE_UNSPECIFIED: _ShardChange.ValueType  # 0
+    SHARD_CHANGE_INDEXED: _ShardChange.ValueType  # 1
+    """for the first time"""
+    SHARD_CHANGE_KEPT: _ShardChange.ValueType  # 2
+    """it is what it was"""
+    SHARD_CHANGE_RESTORED: _ShardChange.ValueType  # 3
+    """it was touched or put back, and has the bytes that it had"""
+    SHARD_CHANGE_CHANGED: _ShardChange.ValueType  # 4
+    """it has other bytes, or may have: no checksums of the earlier ones were taken"""
+
+class ShardChange(_ShardChange, metaclass=_ShardChangeEnumTypeWrapper): ...
+
+SHARD_CHANGE_UNSPECIFIED: ShardChange.ValueType  # 0
+SHARD_CHANGE_INDEXED: ShardChange.ValueType  # 1
+"""for the first time"""
+SHARD_CHANGE_KEPT: ShardChange.ValueType  # 2
+"""it is what it was"""
+SHARD_CHANGE_RESTORED: ShardChange.ValueType  # 3
+"""it was touched or put back, and has the bytes that it had"""
+SHARD_CHANGE_CHANGED: ShardChange.ValueType  # 4
+"""it has other bytes, or may have: no checksums of the earlier ones were taken"""
+Global___ShardChange: _TypeAlias = ShardChange  # noqa: Y015
+
 class _OrderMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -382,16 +411,20 @@ class IndexDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    checksums: _builtins.bool
+    """wait until every local shard has checksums, which reads all of it"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     def __init__(
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
+        checksums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "dataset", b"dataset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,6 +439,9 @@ class IndexProgress(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     REUSED_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_BEFORE_FIELD_NUMBER: _builtins.int
     shards_done: _builtins.int
     num_shards: _builtins.int
     num_samples: _builtins.int
@@ -414,6 +450,12 @@ class IndexProgress(_message.Message):
     """the one just done"""
     reused: _builtins.bool
     """its sidecar was fresh"""
+    change: Global___ShardChange.ValueType
+    """since it was last indexed"""
+    fingerprint: _builtins.str
+    """of the dataset; with the last shard"""
+    fingerprint_before: _builtins.str
+    """of the dataset as it was, likewise; empty where nobody knows"""
     def __init__(
         self,
         *,
@@ -422,10 +464,13 @@ class IndexProgress(_message.Message):
         num_samples: _builtins.int = ...,
         shard: _builtins.str = ...,
         reused: _builtins.bool = ...,
+        change: Global___ShardChange.ValueType = ...,
+        fingerprint: _builtins.str = ...,
+        fingerprint_before: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples", "num_shards", b"num_shards", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "num_samples", b"num_samples", "num_shards", b"num_shards", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

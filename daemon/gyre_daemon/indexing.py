@@ -1,0 +1,362 @@
+"""From a dataset's definition to an open dataset.
+
+Its shards are listed, unpacked where they are compressed, scanned where their format must look into them, and put together.
+"""
+
+import asyncio
+import io
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+import numpy as np
+
+from gyre_daemon.cache import (
+    Arrays,
+    BlockMap,
+    CachedStorage,
+    ChecksumTaker,
+    NodeCache,
+    SidecarKey,
+    SidecarStore,
+    UnpackedDataset,
+    UnpackedShards,
+    is_compressed,
+    unpacked_name,
+)
+from gyre_daemon.changes import Change, ShardChanges
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.dataset import Dataset, block_ranges, fingerprint, probe_ranges
+from gyre_daemon.errors import ConfigError, InvalidRequest, Overloaded, first_error
+from gyre_daemon.events import log_event
+from gyre_daemon.formats import Format, SampleIndex, make_format
+from gyre_daemon.storage import (
+    LocalStorage,
+    Location,
+    Reads,
+    Shard,
+    Storage,
+    StorageOpener,
+    check_listed,
+    file_error,
+    matches_any,
+    parse_location,
+    stat_shard,
+)
+
+Result = TypeVar("Result")
+
+_NUM_SCANS = 4  # shards that are scanned at once
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedShard:
+    """A shard has its index.
+
+    Attributes:
+        number: of the shard.
+        num_samples: in it; 0 where nothing is scanned.
+        reused: its sidecar was fresh, or there is nothing to scan.
+        change: what became of it since it was last indexed; None where nobody asked.
+    """
+
+    number: int
+    num_samples: int
+    reused: bool
+    change: Change | None
+
+
+@dataclass(slots=True)
+class Opening:
+    """A dataset while its shards are being indexed.
+
+    Attributes:
+        name: for people.
+        config: its definition.
+        format: of it.
+        location: where it lies, without credentials.
+        source: the shards as they are stored.
+        scans: of each shard, as far as it has been scanned.
+        unpacked: where compressed shards go; None where there are none.
+        paths: of each shard that was unpacked, where it lies now.
+    """
+
+    name: str
+    config: DatasetConfig
+    format: Format
+    location: str
+    source: Storage
+    scans: list[Arrays | None]
+    unpacked: UnpackedDataset | None
+    paths: dict[int, Path]
+
+    @property
+    def identity(self) -> str:
+        """Tells the data from other data that has the same location at another endpoint."""
+        endpoints = sorted(str(value) for key, value in self.config.storage.items() if "endpoint" in key.lower())
+        return " ".join([self.location, *endpoints])
+
+
+class Indexer:
+    """Indexes datasets, with threads of its own."""
+
+    def __init__(
+        self, opener: StorageOpener, sidecars: SidecarStore, unpacked: UnpackedShards | None, cache: NodeCache | None
+    ) -> None:
+        self._opener = opener
+        self._sidecars = sidecars
+        self._unpacked = unpacked
+        self._cache = cache
+        self._checksums = ChecksumTaker(sidecars)
+        self._scanners = ThreadPoolExecutor(_NUM_SCANS, thread_name_prefix="gyre-scan")
+
+    def close(self) -> None:
+        """Stop what is under way."""
+        self._scanners.shutdown(wait=False, cancel_futures=True)
+        self._checksums.close()
+
+    async def begin(self, name: str | None, config: DatasetConfig) -> Opening:
+        """The shards of a dataset; it is called by its location where it has no name."""
+        dataset_format = make_format(name or config.uri, config)
+        location = parse_location(config.uri)
+        source = await self._opener.open(location, config.storage, dataset_format.pattern)
+        scans: list[Arrays | None] = [None] * len(source.shards)
+        opening = Opening(name or location.text, config, dataset_format, location.text, source, scans, None, {})
+        if matches_any("compressed.tar.gz", dataset_format.pattern) and any(map(_is_packed, source.shards)):
+            opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
+        return opening
+
+    async def scan(self, opening: Opening, before: Dataset | None, *, is_ordered: bool) -> AsyncIterator[ScannedShard]:
+        """Fill in the scans of an opening, several shards at once.
+
+        Args:
+            opening: from `begin`.
+            before: the dataset as it was open until now, if it was.
+            is_ordered: by an operator, who wants to know what became of each shard, and of an index that cannot be stored.
+
+        Raises:
+            Overloaded: an index cannot be stored that was ordered, or a compressed shard not be unpacked.
+        """
+        if opening.format.scanner is None and opening.unpacked is None and not is_ordered:
+            return
+        changes = ShardChanges(opening.location, opening.source, before, self._checksums) if is_ordered else None
+        slots = asyncio.Semaphore(_NUM_SCANS)
+        tasks = [asyncio.create_task(self._scan(opening, shard, slots, changes)) for shard in range(len(opening.scans))]
+        try:
+            for task in asyncio.as_completed(tasks):
+                yield await task
+        finally:
+            for pending in tasks:
+                pending.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def finish(self, opening: Opening) -> Dataset:
+        """The dataset, once all shards are scanned."""
+        served = self._served(opening)
+        shards = served.shards
+        scans = cast("list[Arrays]", opening.scans) if opening.format.scanner else []
+        index = await self._in_thread(opening.format.assemble, shards, scans)
+        if index.num_samples == 0:
+            raise InvalidRequest(f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or too short")
+        identity = fingerprint(shards, index, await _probe(served))
+        storage = self._behind_cache(opening, served, index)
+        if isinstance(served, LocalStorage):
+            await self._in_thread(self._checksums.begin, opening.location, served)
+        dataset = Dataset(opening.name, opening.config.format, opening.location, storage, index, identity)
+        facts = {
+            "dataset": opening.name,
+            "samples": dataset.num_samples,
+            "shards": len(shards),
+            "fingerprint": dataset.fingerprint,
+        }
+        log_event("dataset open", facts)
+        return dataset
+
+    async def take_checksums(self, dataset: Dataset) -> None:
+        """Have a checksum of every block of a dataset on this machine's disk.
+
+        Raises:
+            StorageUnavailable: a shard cannot be read.
+        """
+        storage = dataset.storage
+        if not isinstance(storage, LocalStorage):
+            return
+        for shard in range(len(storage.shards)):
+            if shard not in storage.checksums.known:
+                await self._in_thread(self._take_checksums, dataset.uri, storage, shard)
+
+    def _take_checksums(self, location: str, storage: LocalStorage, shard: int) -> None:
+        try:
+            self._checksums.take(location, storage, shard)
+        except OSError as error:
+            raise file_error(storage.shards[shard].name, error) from error
+
+    async def _scan(self, opening: Opening, shard: int, slots: asyncio.Semaphore, changes: ShardChanges | None) -> ScannedShard:
+        """Load or make the index of one shard."""
+        listed, path = opening.source.shards[shard], opening.source.local_path(shard)
+        key = SidecarKey(opening.location, listed.name, listed.size_bytes, listed.version, str(opening.format.scanner))
+        async with slots:
+            if opening.unpacked and _is_packed(listed):
+                opening.paths[shard] = await self._unpack(opening, opening.unpacked, shard)
+            arrays = await self._sidecars.load(key, path) if opening.format.scanner else {}
+            is_fresh, change = arrays is not None, None
+            if changes:
+                was_indexed = await self._in_thread(self._sidecars.load_outdated, key, path) is not None
+                change = await self._in_thread(changes.of, shard, was_indexed, is_fresh)
+            if arrays is None:
+                arrays = await self._scan_shard(opening, shard)
+                await self._save(key, shard, opening, arrays, must_save=changes is not None)
+        opening.scans[shard] = arrays
+        num_samples = len(arrays["first"]) - 1 if opening.format.scanner else 0
+        return ScannedShard(shard, num_samples, is_fresh and change in (None, "kept"), change)
+
+    async def _unpack(self, opening: Opening, unpacked: UnpackedDataset, shard: int) -> Path:
+        listed, path = opening.source.shards[shard], opening.source.local_path(shard)
+        found = await self._in_thread(unpacked.find, listed)
+        if found:
+            return found
+        if path:
+            return await self._in_thread(_unpack_file, unpacked, listed, path)
+        return await self._in_thread(unpacked.unpack, listed, _stream(opening, shard))
+
+    async def _scan_shard(self, opening: Opening, shard: int) -> Arrays:
+        listed, path = opening.source.shards[shard], opening.source.local_path(shard)
+        if shard in opening.paths:
+            return await self._in_thread(_scan_file, opening.format, listed.name, opening.paths[shard])
+        if path:
+            return await self._in_thread(_scan_listed, opening.format, listed, path)
+        return await self._in_thread(opening.format.scan, listed.name, _stream(opening, shard))
+
+    async def _save(self, key: SidecarKey, shard: int, opening: Opening, arrays: Arrays, *, must_save: bool) -> None:
+        try:
+            await self._sidecars.save(key, opening.source.local_path(shard), arrays)
+        except Overloaded as error:
+            if must_save:
+                raise
+            log_event("index not stored", {"shard": key.shard, "reason": error}, logging.WARNING)
+
+    def _open_unpacked(self, opening: Opening, location: Location) -> UnpackedDataset:
+        shards = opening.source.shards
+        if self._unpacked is None:
+            raise ConfigError(f"dataset `{opening.name}` has compressed shards, and this daemon has no folder to unpack them")
+        if not opening.source.local_path(0) and not all(map(_is_packed, shards)):
+            raise InvalidRequest(
+                f"some shards of {location.text} are compressed and some are not; compress all of them or none, or name "
+                "those that are meant"
+            )
+        _check_distinct(shards, location)
+        return self._unpacked.open(opening.identity, shards)
+
+    def _served(self, opening: Opening) -> Storage:
+        """What batches are read from: the shards as they are stored, or unpacked."""
+        if not opening.unpacked:
+            return opening.source
+        source = opening.source
+        paths = [opening.paths.get(shard) or cast("Path", source.local_path(shard)) for shard in range(len(source.shards))]
+        names = [unpacked_name(each.name) if _is_packed(each) else each.name for each in source.shards]
+        shards = [
+            stat_shard(path, name) if shard in opening.paths else source.shards[shard]
+            for shard, (path, name) in enumerate(zip(paths, names, strict=True))
+        ]
+        return self._opener.local(paths, shards, opening.unpacked)
+
+    def _behind_cache(self, opening: Opening, storage: Storage, index: SampleIndex) -> Storage:
+        """The storage, behind the node's cache where its shards are not on this machine."""
+        if self._cache is None or not opening.config.cache or storage.local_path(0):
+            return storage
+
+        def block_map(block_bytes: int) -> BlockMap:
+            table = index.blocks(block_bytes)
+            ranges = block_ranges(index, table, np.arange(table.num_blocks))
+            return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
+
+        return CachedStorage(storage, opening.identity, self._cache, block_map)
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._scanners, work, *arguments)
+
+
+class _StreamFile(io.RawIOBase):
+    """A stream of the event loop as a file that a scanning thread reads from its beginning to its end."""
+
+    def __init__(self, chunks: AsyncIterator[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        self._chunks = chunks
+        self._loop = loop
+        self._rest = memoryview(b"")
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if not self._rest:
+            self._rest = memoryview(asyncio.run_coroutine_threadsafe(self._next(), self._loop).result())
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        self._position += count
+        return count
+
+    async def _next(self) -> bytes:
+        return await anext(self._chunks, b"")
+
+
+def _stream(opening: Opening, shard: int) -> BinaryIO:
+    return cast("BinaryIO", _StreamFile(opening.source.stream(shard), asyncio.get_running_loop()))
+
+
+def _is_packed(shard: Shard) -> bool:
+    return is_compressed(shard.name)
+
+
+def _check_distinct(shards: Sequence[Shard], location: Location) -> None:
+    """Refuse a folder that has the same shards twice, as they are and compressed."""
+    plain = {shard.name for shard in shards if not _is_packed(shard)}
+    twice = next((shard.name for shard in shards if _is_packed(shard) and unpacked_name(shard.name) in plain), None)
+    if twice:
+        raise InvalidRequest(
+            f"{location.text} has both {twice} and {unpacked_name(twice)}; name those that are meant, by a pattern"
+        )
+
+
+def _scan_file(dataset_format: Format, name: str, path: Path) -> Arrays:
+    try:
+        with path.open("rb") as file:
+            return dataset_format.scan(name, file)
+    except OSError as error:
+        raise file_error(name, error) from error
+
+
+def _scan_listed(dataset_format: Format, listed: Shard, path: Path) -> Arrays:
+    """Of a shard that is what was listed, from the beginning of its scan to the end."""
+    scan = _scan_file(dataset_format, listed.name, path)
+    check_listed(path, listed)
+    return scan
+
+
+def _unpack_file(unpacked: UnpackedDataset, listed: Shard, path: Path) -> Path:
+    try:
+        with path.open("rb") as file:
+            found = unpacked.unpack(listed, file)
+    except OSError as error:
+        raise file_error(listed.name, error) from error
+    check_listed(path, listed)
+    return found
+
+
+async def _probe(storage: Storage) -> Sequence[bytes]:
+    """The bytes that the fingerprint looks at."""
+    ranges = [wanted for wanted in probe_ranges(storage.shards) if wanted[2] > wanted[1]]
+    probes = [np.empty(stop - start, np.uint8) for _, start, stop in ranges]
+    try:
+        if probes:
+            await storage.read(Reads.into(probes, [shard for shard, _, _ in ranges], [start for _, start, _ in ranges]))
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return [probe.tobytes() for probe in probes]

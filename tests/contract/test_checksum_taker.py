@@ -1,0 +1,113 @@
+"""Checksums are taken of what was listed, at once or in the background, and those of large datasets are kept."""
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gyre_daemon.cache import ChecksumTaker, SidecarStore, checksums
+from gyre_daemon.fair import FairExecutor
+from gyre_daemon.metrics import Metrics
+from gyre_daemon.storage import LocalStorage, stat_shard
+
+from tests.contract.places import noise
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.bin").write_bytes(noise(number, (1 << 20) + number))
+    return folder
+
+
+@pytest.fixture
+def taker(tmp_path: Path) -> Iterator[ChecksumTaker]:
+    taker = ChecksumTaker(SidecarStore("", tmp_path / "kept"))
+    yield taker
+    taker.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "gyre-checksums"]
+
+
+def opened(folder: Path) -> LocalStorage:
+    paths = sorted(folder.glob("*.bin"))
+    workers = FairExecutor(ThreadPoolExecutor(1), 1)  # nothing is read through it, so it starts no thread
+    return LocalStorage(paths, [stat_shard(path, path.name) for path in paths], workers, Metrics())
+
+
+def await_all(storage: LocalStorage) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(storage.checksums.known) < len(storage.shards):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_small_datasets_have_theirs_at_once(taker: ChecksumTaker, folder: Path, tmp_path: Path) -> None:
+    storage = opened(folder)
+    taker.begin("data", storage)
+    assert {shard: its.shape for shard, its in storage.checksums.known.items()} == {0: (1, 16), 1: (2, 16), 2: (2, 16)}
+    assert not (tmp_path / "kept").exists(), "what is taken again in no time is not kept"
+
+
+def test_others_in_the_background(taker: ChecksumTaker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = opened(folder)
+    taker.begin("data", small)
+    monkeypatch.setattr(checksums, "_AT_ONCE_BYTES", 0)
+    for _ in range(2):
+        large = opened(folder)
+        taker.begin("data", large)
+        await_all(large)
+        assert all(np.array_equal(large.checksums.known[shard], its) for shard, its in small.checksums.known.items())
+
+
+def test_those_of_large_datasets_are_kept(
+    taker: ChecksumTaker, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksums, "_MIN_KEPT_BYTES", 0)
+    first = opened(folder)
+    taker.begin("data", first)
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+    (folder / "1.bin").write_bytes(noise(9, 1 << 20))
+    monkeypatch.setattr(checksums.ChecksumTaker, "_take_quietly", lambda *_: None)
+    second = opened(folder)
+    taker.begin("data", second)
+    assert sorted(second.checksums.known) == [0, 2], "those of another version are not believed"
+    assert taker.stored("data", second, 0) is not None
+    found = taker.stored("data", second, 1)
+    assert found is not None
+    assert not found[1]
+    assert np.array_equal(found[0], first.checksums.known[1]), "but they tell what it was"
+    assert taker.stored("other data", second, 1) is None
+
+
+def test_a_shard_that_cannot_be_read_has_none(taker: ChecksumTaker, folder: Path) -> None:
+    storage = opened(folder)
+    (folder / "0.bin").unlink()
+    (folder / "1.bin").write_bytes(b"another")
+    taker.begin("data", storage)
+    assert list(storage.checksums.known) == [2]
+    with pytest.raises(FileNotFoundError):
+        taker.take("data", storage, 0)
+    assert taker.take("data", storage, 1) is None
+
+
+def test_a_dataset_that_is_gone_is_left_alone(taker: ChecksumTaker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is being read when the daemon ends does not keep it."""
+    monkeypatch.setattr(checksums, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(checksums, "_EAGER_BYTES", 0)
+    monkeypatch.setattr(checksums, "_SHARE_OF_TIME", 10_000)
+    (folder / "0.bin").write_bytes(bytes(64 << 20))
+    storage = opened(folder)
+    seen = weakref.ref(storage)
+    taker.begin("data", storage)
+    taker.close()
+    assert 2 not in storage.checksums.known
+    del storage
+    assert seen() is None
