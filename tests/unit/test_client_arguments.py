@@ -131,7 +131,7 @@ def test_an_option_that_is_no_pair_is_shown_by_the_parser(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("option", "text"), [("--step", "1:x"), ("--step", "first"), ("--io-block", "1 MBit"), ("--cache", "-1B")]
+    ("option", "text"), [("--step", "1:x"), ("--step", "first"), ("--io-block", "1 Mb"), ("--cache", "-1B")]
 )
 def test_numbers_that_are_none_are_shown_by_the_parser(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
