@@ -47,4 +47,4 @@ def _link(found: re.Match[str], folder: PurePosixPath) -> str:
 
 def _named(text: str, place: str) -> str:
     name = place.removeprefix("../")
-    return text if name in text or "`" in text else f"{text} (`{name}`)"
+    return text if name in text or "`" in text else f"{text}: `{name}`"
