@@ -29,6 +29,7 @@ def read_samples(description: pb.DatasetDescription, args: argparse.Namespace) -
         reattach_timeout_s=WAIT_S,
         format=args.format,
         options=dict(args.option) or None,
+        token_dtype="stored",
     ) as loader:
         batch = next(loader)
     ids = batch["sample_id"].tolist()

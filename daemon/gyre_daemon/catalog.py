@@ -18,6 +18,7 @@ from gyre_daemon.dataset import Dataset, block_ranges, fingerprint, probe_ranges
 from gyre_daemon.errors import InvalidRequest, NotAllowed, Overloaded, UnknownDataset, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.formats import Format, SampleIndex, make_format
+from gyre_daemon.probing import Prober
 from gyre_daemon.storage import Endpoint, Reads, Storage, StorageOpener, file_error, parse_location
 
 _NUM_SCANS = 4  # shards that are scanned at once
@@ -74,6 +75,7 @@ class Catalog:
         self._open: dict[str, Dataset] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._scanners = ThreadPoolExecutor(_NUM_SCANS, thread_name_prefix="gyre-scan")
+        self._prober = Prober(opener, sidecars, self._scanners)
 
     @property
     def has_cache(self) -> bool:
@@ -133,7 +135,7 @@ class Catalog:
                 opening = await self._list(name, config)
                 async for _ in self._index(opening, must_save=False):
                     pass
-                return self._keep(name, config, await self._finish(opening))
+                return self._keep(name, config, await self._finish(opening, anew=False))
             return self._open[name]
 
     async def index(self, name: str, config: DatasetConfig) -> AsyncIterator[IndexProgress]:
@@ -146,7 +148,7 @@ class Catalog:
             opening = await self._list(name, config)
             async for progress in self._index(opening, must_save=True):
                 yield progress
-            self._keep(name, config, await self._finish(opening))
+            self._keep(name, config, await self._finish(opening, anew=True))
 
     def close(self) -> None:
         """Forget all datasets; sessions that still read keep theirs."""
@@ -213,9 +215,12 @@ class Catalog:
                 raise
             log_event("index not stored", {"shard": key.shard, "reason": error}, logging.WARNING)
 
-    async def _finish(self, opening: _Opening) -> Dataset:
+    async def _finish(self, opening: _Opening, *, anew: bool) -> Dataset:
         shards = opening.storage.shards
         scans = cast("list[Arrays]", opening.scans) if opening.format.scanner else []
+        if probe := opening.format.probe:
+            storage, settings = opening.storage, opening.config.storage
+            scans = [await self._prober.look(probe, storage, opening.location, settings, anew=anew)]
         index = await asyncio.get_running_loop().run_in_executor(self._scanners, opening.format.assemble, shards, scans)
         if index.num_samples == 0:
             raise InvalidRequest(f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or too short")

@@ -37,8 +37,14 @@ def daemon(gyred: Any, token_files: Path, tmp_path: Path) -> Any:
     return gyred(
         {
             "datasets": {
-                "tokens": {"uri": f"{token_files}/*.bin", "format": "tokens", "sequence_length": 16},
-                "overlapping": {"uri": str(token_files), "format": "tokens", "sequence_length": 16, "stride": 5},
+                "tokens": {"uri": f"{token_files}/*.bin", "format": "tokens", "dtype": "uint16", "sequence_length": 16},
+                "overlapping": {
+                    "uri": str(token_files),
+                    "format": "tokens",
+                    "dtype": "uint16",
+                    "sequence_length": 16,
+                    "stride": 5,
+                },
                 "mixed": {"uri": f"{shards}/{{000..001}}.tar", "format": "webdataset"},
             }
         }
@@ -74,7 +80,7 @@ def test_an_ad_hoc_dataset_as_json(token_files: Path, capsys: pytest.CaptureFixt
         "0.05",
         "--json",
     ]
-    assert main([*arguments, "--option", "sequence_length=16", "--option", "stride=5"]) == 0
+    assert main([*arguments, "--option", "dtype=uint16", "--option", "sequence_length=16", "--option", "stride=5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["batch_size"] == 8
     assert [loader["label"] for loader in found["loaders"]] == LABELS

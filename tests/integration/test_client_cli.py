@@ -24,7 +24,7 @@ def daemon(gyred: Any, tmp_path: Path) -> Any:
     return gyred(
         {
             "datasets": {
-                "numbers": {"uri": str(tokens), "format": "tokens", "sequence_length": 8},
+                "numbers": {"uri": str(tokens), "format": "tokens", "dtype": "uint16", "sequence_length": 8},
                 "texts": {"uri": str(tmp_path / "texts-000.tar"), "format": "webdataset", "fields": ["txt", "bin"]},
             }
         }

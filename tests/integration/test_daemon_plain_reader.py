@@ -55,7 +55,7 @@ def test_batches_are_those_of_a_plain_reader(gyred: Any, token_files: Path, tmp_
     daemon = gyred(
         {
             "datasets": {
-                "tokens": {"uri": str(token_files), "format": "tokens", "sequence_length": 8},
+                "tokens": {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 8},
                 "ragged": {"uri": str(shards), "format": "webdataset"},
             }
         }

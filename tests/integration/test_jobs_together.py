@@ -33,7 +33,7 @@ def storage() -> Iterator[ObjectServerProcess]:
 
 def remote(storage: ObjectServerProcess) -> dict[str, Any]:
     """A dataset of 1000 samples, each of which is a request."""
-    uri = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "sequence_length": 8, "cache": False}
+    uri = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "uint16", "sequence_length": 8, "cache": False}
     return {"tokens": {**uri, "storage": dict(storage.storage_settings)}}
 
 

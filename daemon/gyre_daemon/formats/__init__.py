@@ -6,11 +6,25 @@ rest of the daemon knows of it.
 
 from gyre_daemon.config import DatasetConfig, parse_options
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.formats.base import MASK, OFFSETS_SUFFIX, SAMPLE_ID, Extents, FieldSpec, Format, SampleIndex
+from gyre_daemon.formats.base import (
+    MASK,
+    OFFSETS_SUFFIX,
+    SAMPLE_ID,
+    Extents,
+    FieldSpec,
+    Format,
+    Found,
+    Probe,
+    SampleIndex,
+    Wanted,
+)
 from gyre_daemon.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 
-__all__ = ["MASK", "OFFSETS_SUFFIX", "SAMPLE_ID", "Extents", "FieldSpec", "Format", "SampleIndex", "make_format"]
+__all__ = [
+    "MASK", "OFFSETS_SUFFIX", "SAMPLE_ID", "Extents", "FieldSpec", "Format", "Found", "Probe", "SampleIndex", "Wanted",
+    "make_format",
+]  # fmt: skip
 
 
 def make_format(name: str, config: DatasetConfig) -> Format:

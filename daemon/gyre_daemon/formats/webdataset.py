@@ -59,6 +59,7 @@ class WebdatasetFormat:
 
     pattern = "*.tar"
     scanner = "webdataset/2"
+    probe = None
 
     def __init__(self, options: WebdatasetOptions) -> None:
         self._options = options

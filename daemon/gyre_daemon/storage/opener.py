@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from gyre_daemon.storage.base import Shard, Storage
 from gyre_daemon.storage.drivers import DriverSource
 from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
-from gyre_daemon.storage.location import Location, endpoints_in, relative_names
+from gyre_daemon.storage.location import Location, endpoints_in, redact, relative_names
 from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.splits import check_one_set, check_subfolders
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
 _LISTING_DEADLINE_S = 60.0
@@ -66,6 +67,34 @@ class StorageOpener:
         source = await self._make_source(filesystem, location.scheme, settings, names[0], num_connections)
         self._sources.add(source)
         return RemoteStorage(source, endpoint, names, shards)
+
+    async def open_beside(
+        self, storage: Storage, shards: Sequence[int], suffix: str, settings: Mapping[str, Any]
+    ) -> Storage | None:
+        """Stand ready to read the files that lie beside some shards and have their names, but for the suffix.
+
+        Args:
+            storage: of the shards.
+            shards: some, by index; their order is that of the files.
+            suffix: in place of theirs.
+            settings: as in `open`.
+
+        Returns:
+            None where one of the files is not there, or where the storage says so of what it does not show.
+
+        Raises:
+            NotAllowed, StorageUnavailable: nobody can tell.
+        """
+        paths = [_path(storage, shard).rpartition(".")[0] + suffix for shard in shards]
+        scheme = paths[0].partition("://")[0] if "://" in paths[0] else "file"
+        try:
+            return await self.open(Location(scheme, tuple(paths), paths[0]), settings, "*" + suffix)
+        except ShardMissing:
+            return None
+        except NotAllowed:
+            if scheme == "file":
+                raise
+            return None  # where keys may not be listed, S3 says so of absent ones
 
     def close(self) -> None:
         """Hang up everywhere."""
@@ -132,6 +161,8 @@ class StorageOpener:
             outcome = "ok"
         except ExceptionGroup as errors:
             error = first_error(errors)
+            if isinstance(error, GyreError):
+                raise error from errors
             if isinstance(error, ValueError | NotImplementedError):
                 raise InvalidRequest(f"the storage cannot list {location.text}: {error}") from errors
             raise listing_error(location.text, error) from errors
@@ -153,6 +184,11 @@ class StorageOpener:
         self._metrics.count_requests(RequestLabels(scheme, "list", outcome), num_requests, 0)
 
 
+def _path(storage: Storage, shard: int) -> str:
+    """Where a shard lies, with scheme but for local files."""
+    return storage.path(shard) if isinstance(storage, RemoteStorage) else str(storage.local_path(shard))
+
+
 def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:
     paths = [file for path in location.paths for file in list_files(Path(path), pattern)]
     names = relative_names([str(path) for path in paths])
@@ -169,11 +205,22 @@ async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Ent
         if info["type"] != "directory":
             return [(path, info)]
         found = await filesystem._glob(path.rstrip("/") + "/" + pattern, detail=True)
+        await _check_folder(filesystem, path, found, pattern)
     return [
         (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
         for name, info in sorted(found.items())
         if info["type"] == "file"
     ]
+
+
+async def _check_folder(filesystem: AsyncFileSystem, path: str, found: Mapping[str, Any], pattern: str) -> None:
+    """Whoever names a folder means all its files; see `splits`."""
+    shown = redact(path)
+    check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
+    if not found:
+        entries = await filesystem._ls(path, detail=True)
+        folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+        check_subfolders(shown, [name.rstrip("/").rpartition("/")[2] for name in folders], pattern)
 
 
 def listing_error(place: str, error: Exception) -> GyreError:
