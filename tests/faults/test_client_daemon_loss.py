@@ -27,7 +27,7 @@ def daemon(gyred: Any, tmp_path: Path) -> Any:
     return gyred(
         {
             "lease_s": 1.0,
-            "datasets": {"numbers": {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": LENGTH}},
+            "datasets": {"numbers": {"uri": str(path), "format": "tokens", "dtype": "int16", "sequence_length": LENGTH}},
         }
     )
 

@@ -29,7 +29,7 @@ LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
 def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
     """A daemon with a short lease that serves 20,000 samples."""
     np.random.default_rng(5).integers(0, 60_000, 20_000 * LENGTH).astype("<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
     return gyred({"lease_s": 3.0, "datasets": {"tokens": tokens}})
 
 
