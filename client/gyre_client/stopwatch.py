@@ -85,7 +85,7 @@ def _own_samples(task: dict[str, Any]) -> OwnTokens | OwnTars:
     files = [Path(file) for file in task["files"]]
     fields = [Field(name, dtype, tuple(shape), ragged) for name, dtype, shape, ragged in task["fields"]]
     if task["stride"]:
-        return OwnTokens(files, fields[0], task["stride"])
+        return OwnTokens(files, fields[0], task["stride"], task["header_bytes"])
     with np.load(task["places"]) as places:
         return OwnTars(files, fields, TarPlaces(places["shard"], places["start"], places["size"]))
 
