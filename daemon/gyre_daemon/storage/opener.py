@@ -42,13 +42,16 @@ class StorageOpener:
         self.endpoints: dict[str, Endpoint] = {}
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
-    async def open(self, location: Location, settings: Mapping[str, Any], pattern: str) -> Storage:
+    async def open(
+        self, location: Location, settings: Mapping[str, Any], pattern: str, *, may_be_absent: bool = False
+    ) -> Storage:
         """List the shards of a location and stand ready to read them.
 
         Args:
             location: where.
             settings: the driver's: endpoint, region, credentials.
             pattern: which files count where the location is a folder.
+            may_be_absent: that nothing is there is no failed request.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: nothing is there, or it cannot be listed.
@@ -60,7 +63,7 @@ class StorageOpener:
             self._count_listing("file", len(location.paths), "ok")
             return LocalStorage(paths, shards, self._workers, self._metrics, self._copiers)
         filesystem = await self._make_filesystem(location, settings)
-        names, shards = await self._list_remote(filesystem, location, pattern)
+        names, shards = await self._list_remote(filesystem, location, pattern, may_be_absent=may_be_absent)
         num_endpoints = len(self.endpoints)
         endpoint = self._endpoint(location.scheme, settings, names[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
@@ -88,7 +91,7 @@ class StorageOpener:
         paths = [_path(storage, shard).rpartition(".")[0] + suffix for shard in shards]
         scheme = paths[0].partition("://")[0] if "://" in paths[0] else "file"
         try:
-            return await self.open(Location(scheme, tuple(paths), paths[0]), settings, "*" + suffix)
+            return await self.open(Location(scheme, tuple(paths), paths[0]), settings, "*" + suffix, may_be_absent=True)
         except ShardMissing:
             return None
         except NotAllowed:
@@ -144,7 +147,7 @@ class StorageOpener:
             raise listing_error(location.text, error) from error
 
     async def _list_remote(
-        self, filesystem: AsyncFileSystem, location: Location, pattern: str
+        self, filesystem: AsyncFileSystem, location: Location, pattern: str, *, may_be_absent: bool
     ) -> tuple[list[str], list[Shard]]:
         outcome: Outcome = "error"
         found: list[_Entries] = [[] for _ in location.paths]
@@ -165,7 +168,10 @@ class StorageOpener:
                 raise error from errors
             if isinstance(error, ValueError | NotImplementedError):
                 raise InvalidRequest(f"the storage cannot list {location.text}: {error}") from errors
-            raise listing_error(location.text, error) from errors
+            listing = listing_error(location.text, error)
+            if may_be_absent and isinstance(listing, ShardMissing | NotAllowed):
+                outcome = "ok"
+            raise listing from errors
         except TimeoutError as error:
             raise listing_error(location.text, error) from error
         finally:
