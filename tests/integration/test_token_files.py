@@ -177,6 +177,25 @@ def test_names_that_only_look_alike_are_one_set(serve: Serve, tmp_path: Path) ->
     assert len(epoch(serve("set", dtype="uint16"))) == 1500
 
 
+def test_what_many_shards_told_is_kept_until_one_of_them_changes(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for number in range(20):
+        (tmp_path / f"set/{number:02}.bin").write_bytes(llm_c(IDS[:20].astype("<u2")))
+    daemon = serve("set")
+    with Connection(parse_address(daemon.address)) as connection:
+        assert connection.describe(dataset_ref("set"), 10.0).num_samples == 40
+    daemon.stop()
+    assert len(list((daemon.config_path.parent / "index").iterdir())) == 1
+    daemon.restart()
+    with Connection(parse_address(daemon.address)) as connection:
+        assert connection.describe(dataset_ref("set"), 10.0).num_samples == 40
+    daemon.stop()
+    (tmp_path / "set/07.bin").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1056))
+    daemon.restart()
+    for refused in refusals(daemon):
+        assert "shard 07.bin holds no token ids: it looks like a PNG image" in str(refused)
+
+
 def test_object_storage_is_asked_once_for_each_head_and_not_again(s3_server: S3Server, serve: Serve) -> None:
     s3_server.make_bucket("heads")
     for number in range(30):
