@@ -22,7 +22,7 @@ class Workload:
     """One comparison.
 
     Attributes:
-        name: `T`, `S10k` or `S100k`.
+        name: `T`, `S10k` or `S100k`; `T16`, of uint16 ids, for Gyre alone.
         batch_size: samples per batch.
         num_samples: in the dataset.
         config: the dataset's table for the daemon.
@@ -41,8 +41,8 @@ class Workload:
 
     @property
     def is_tokens(self) -> bool:
-        """Samples of one size, of int32 tokens; otherwise of bytes that differ in length."""
-        return self.name == "T"
+        """Samples of one size, of tokens; otherwise of bytes that differ in length."""
+        return self.name.startswith("T")
 
     def read_files(self) -> None:
         """All its files are in the page cache now; systems there are that drop what nobody read for a minute."""

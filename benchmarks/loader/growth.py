@@ -72,7 +72,8 @@ def grow_tokens(folder: Path, counts: Sequence[int]) -> list[Size]:
         path = folder / f"sparse-{count}.bin"
         with path.open("wb") as file:
             file.truncate(count * SAMPLE_TOKENS * 2)
-        sizes.append(_measure(folder, count, {"uri": str(path), "format": "tokens", "sequence_length": SAMPLE_TOKENS}))
+        of_tokens = {"format": "tokens", "dtype": "uint16", "sequence_length": SAMPLE_TOKENS}
+        sizes.append(_measure(folder, count, {"uri": str(path), **of_tokens}))
         path.unlink()
     return sizes
 
@@ -98,7 +99,7 @@ def _measure(folder: Path, num_samples: int, config: dict[str, object]) -> Size:
     with daemon(folder, {"it": config}) as server:
         idle = server.memory_bytes()
         began = time.perf_counter()
-        with Loader("it", batch_size=BATCH_SIZE, address=server.address) as loader:
+        with Loader("it", batch_size=BATCH_SIZE, address=server.address, token_dtype="stored") as loader:
             index_s = time.perf_counter() - began
             for _ in range(NUM_BATCHES):
                 next(loader)
@@ -111,7 +112,7 @@ def _measure(folder: Path, num_samples: int, config: dict[str, object]) -> Size:
 
 
 def _first_batch_s(address: str) -> float:
-    with Loader("it", batch_size=BATCH_SIZE, address=address) as loader:
+    with Loader("it", batch_size=BATCH_SIZE, address=address, token_dtype="stored") as loader:
         began = time.perf_counter()
         next(loader)
         return time.perf_counter() - began

@@ -87,12 +87,13 @@ def mosaic(workload: Workload, num_workers: int, seed: int) -> Batches:
     return _for_ever(loader)
 
 
-def gyre(workload: Workload, address: str, seed: int, job: str | None = None) -> Batches:
+def gyre(workload: Workload, address: str, seed: int, job: str | None = None, token_dtype: str = "int64") -> Batches:
     """Gyre's loader, on a daemon that is there."""
     from gyre_client import Loader  # noqa: PLC0415  (the DataLoader's workers are forked: no thread of gRPC may be there)
 
     field = "tokens" if workload.is_tokens else "bin"
-    with Loader(workload.name, batch_size=workload.batch_size, seed=seed, address=address, job=job) as loader:
+    name, size = workload.name, workload.batch_size
+    with Loader(name, batch_size=size, seed=seed, address=address, job=job, token_dtype=token_dtype) as loader:
         for batch in loader:
             yield batch[field]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.loader import compare, growth, identical, sessions, transport
+from benchmarks.loader import compare, growth, identical, sessions, transport, widened
 from benchmarks.loader.compare import Form, Rates, best
 from benchmarks.loader.data import Workload, workloads, write_tokens
 from benchmarks.loader.markdown import table
@@ -32,6 +32,8 @@ class Findings:
 
     sets: list[Workload]
     rates: Rates
+    ids: Workload
+    widened: dict[Contender, Result]
     transport: transport.Transport
     same: list[identical.Sameness]
     tokens: list[growth.Size]
@@ -57,6 +59,9 @@ class Findings:
             f"![Samples/s of every loader]({name}-rates.png)",
             "",
             *compare.report(self.sets, self.rates),
+            "## Token ids widened",
+            "",
+            *widened.report(self.ids, self.widened),
             "## The arena transport",
             "",
             *self.transport.report(),
@@ -152,6 +157,10 @@ def prove(folder: Path, form: Form, is_full: bool) -> Findings:
         rates = compare.compare(sets, server, form)
         _say("the same bytes, the first batch")
         same = [identical.verify(workload, server, 40, 15) for workload in sets]
+    _say("token ids widened")
+    ids = widened.workload(folder, form.scale.tokens)
+    with daemon(folder, {ids.name: ids.config}) as holder:
+        wider = widened.measure(ids, holder, form)
     _say("the arena transport")
     path = folder / "transport.bin"
     write_tokens(path, transport.FILE_BYTES // transport.TOKEN_BYTES)
@@ -164,7 +173,7 @@ def prove(folder: Path, form: Form, is_full: bool) -> Findings:
     counts = sessions.FULL_COUNTS if is_full else sessions.BRIEF_COUNTS
     crowds, host = sessions.crowd(folder, sets[0], counts, 1.0 if is_full else 0.5)
     daemons = {"beside others": server, "transport": carrier, "64 sessions": host}
-    return Findings(sets, rates, carried, same, tokens, tars, crowds, daemons)
+    return Findings(sets, rates, ids, wider, carried, same, tokens, tars, crowds, daemons)
 
 
 def _say(what: str) -> None:

@@ -29,6 +29,7 @@ class Contender:
         num_workers: of the DataLoader.
         num_jobs: at once.
         same_seed: all jobs read the same order.
+        token_dtype: what Gyre's unsigned token ids become.
     """
 
     label: str
@@ -36,6 +37,7 @@ class Contender:
     num_workers: int = 0
     num_jobs: int = 1
     same_seed: bool = False
+    token_dtype: str = "int64"
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Reader:
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._kind: str = task["kind"]
+        self._token_dtype: str = task["token_dtype"]
         self._num_workers: int = task["num_workers"]
         self._warmup_s = warmup_s(task["num_jobs"])
         self._address: str = task["address"]
@@ -53,7 +54,7 @@ class Reader:
         self._batch_size = workload.batch_size
         began = time.perf_counter()
         if self._kind == "gyre":
-            self._batches = libraries.gyre(workload, self._address, seed)
+            self._batches = libraries.gyre(workload, self._address, seed, token_dtype=self._token_dtype)
         else:
             self._batches = libraries.OPPONENTS[self._kind](workload, self._num_workers, seed)
         touch(next(self._batches))

@@ -25,7 +25,7 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The mean over all bytes of the batch."""
-        tokens = batch["tokens"].long()
+        tokens = batch["tokens"].long()  # as Gyre's arrive; the others have bytes
         return F.cross_entropy(self.gpt(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 

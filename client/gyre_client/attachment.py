@@ -15,6 +15,7 @@ from gyre_client.batch import Cursors, Layout, PayloadBuffer, Strip, read_cursor
 from gyre_client.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
 from gyre_client.outbox import Outbox
+from gyre_client.tokens import Widened
 from gyre_client.wire import chunk_data
 
 HEARTBEATS_PER_LEASE = 4
@@ -28,10 +29,12 @@ class Session:
     Attributes:
         opened: Its answer.
         arenas: Where the batches lie; None where their payload comes through gRPC.
+        widened: Which tensors are converted when they are taken out.
     """
 
     opened: pb.SessionOpened
     arenas: Arenas | None
+    widened: Widened
 
 
 class Attachment:
@@ -63,6 +66,7 @@ class Attachment:
         self._session_id = opened.session_id
         self._lease_s = opened.lease_s
         self._arenas = session.arenas
+        self._widened = session.widened
         self._num_granted = opened.prefetch_batches
         self._max_kept = opened.max_kept_batches
         self._on_word = on_word
@@ -119,7 +123,7 @@ class Attachment:
         self.outbox.grant(more, max(1, self._num_granted // TOGETHER_PER_GRANT))
 
     def _receive(self, strip: pb.Strip) -> Iterator[Strip]:
-        cursors, layouts = read_cursors(strip.cursors), read_layouts(strip)
+        cursors, layouts = read_cursors(strip.cursors), read_layouts(strip, self._widened)
         match strip.WhichOneof("payload"):
             case "arena" if arenas := self._arenas:
                 yield self._lent(strip, arenas, cursors, layouts)

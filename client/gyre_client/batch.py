@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import DaemonFault
+from gyre_client.tokens import Widened, widen
 
 
 @dataclass(slots=True)  # one is made for each batch, and a frozen one takes three times as long
@@ -21,28 +22,30 @@ class Batch:
         step: The global step.
         cursor: Resumes after this batch.
         memory: uint8 [num_bytes], one piece that nobody else writes to.
-        places: Where the tensors lie in it.
+        layout: What is in it.
     """
 
     step: int
     cursor: bytes
     memory: npt.NDArray[np.uint8]
-    places: "Sequence[TensorPlace]"
+    layout: "Layout"
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name; views of the memory, which lives as long as one of them.
+        """By name; views of the memory, which lives as long as one of them. Where one is widened, all are copies instead.
 
         Raises:
             DaemonFault: One does not fit.
         """
-        return {place.name: place.view(self.memory) for place in self.places}
+        layout = self.layout
+        tensors = {place.name: place.view(self.memory) for place in layout.places}
+        return widen(tensors, layout.widened) if layout.widened else tensors
 
     def copied(self) -> "Batch":
         """Returns the same batch in memory of its own."""
         copy = PayloadBuffer(len(self.memory))
         copy.append(self.memory.data)
-        return Batch(self.step, self.cursor, copy.memory, self.places)
+        return Batch(self.step, self.cursor, copy.memory, self.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Strip:
         self._num_taken = row + 1
         layout, offset = self._layouts[row], self._offsets[row]
         memory = self._memory[offset : offset + layout.num_bytes]
-        return Batch(self.first_step + row, self._cursors.at(row), memory, layout.places)
+        return Batch(self.first_step + row, self._cursors.at(row), memory, layout)
 
 
 class PayloadBuffer:
@@ -195,19 +198,25 @@ class Layout:
     Attributes:
         places: Of its tensors.
         num_bytes: Of all of it.
+        widened: What its tensors become when they are taken out, by name, where they do not stay as they are.
     """
 
     places: "Sequence[TensorPlace]"
     num_bytes: int
+    widened: Widened = field(default_factory=dict)
 
 
-def read_layouts(strip: pb.Strip) -> list[Layout]:
+def read_layouts(strip: pb.Strip, widened: Widened) -> list[Layout]:
     """Returns the layouts of a strip's batches, one each.
+
+    Args:
+        strip: As it came.
+        widened: See `Layout`.
 
     Raises:
         DaemonFault: A tensor has no dtype that torch knows, or is not aligned; or they are not as many as the batches.
     """
-    layouts = [Layout([_place(tensor) for tensor in each.tensors], each.num_bytes) for each in strip.layouts]
+    layouts = [Layout([_place(tensor) for tensor in each.tensors], each.num_bytes, widened) for each in strip.layouts]
     num_batches = len(strip.cursors.own)
     if len(layouts) == 1:
         return layouts * num_batches

@@ -176,7 +176,8 @@ def _prepared(
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         folder, scan_s = Path(name), 0.0
         if description.format == "tokens":
-            task["stride"] = token_stride(description, files, int(options.get("stride", 0)))
+            header_bytes = task["header_bytes"] = options.get("header_bytes")
+            task["stride"] = token_stride(description, files, int(options.get("stride", 0)), header_bytes)
         else:
             _say("reading the headers of the shards")
             began = time.perf_counter()

@@ -10,7 +10,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,9 +18,10 @@ import numpy.typing as npt
 import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.batch import TensorPlace
+from gyre_client.batch import Layout
 from gyre_client.errors import GyreError, InvalidRequest
 from gyre_client.stream import JOIN_TIMEOUT_S, BatchStream
+from gyre_client.tokens import widen
 
 NUM_AHEAD = 2
 
@@ -51,14 +51,18 @@ class DeviceBatch:
 
     step: int
     cursor: bytes
-    places: Sequence[TensorPlace]
+    layout: Layout
     copy: Copy
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name; views of the batch's own memory on the device. To be asked for where they will be used."""
-        payload = self.copy.result()
-        return {place.name: place.view_on_device(payload) for place in self.places}
+        """By name; views of the batch's own memory on the device, or copies, where one is widened there.
+
+        To be asked for where they will be used.
+        """
+        payload, layout = self.copy.result(), self.layout
+        tensors = {place.name: place.view_on_device(payload) for place in layout.places}
+        return widen(tensors, layout.widened) if layout.widened else tensors
 
 
 class DeviceStream:
@@ -133,7 +137,7 @@ class DeviceStream:
         if batch is None:
             return False
         copy = self._copier.begin(batch.memory)
-        self._copied.put(DeviceBatch(batch.step, batch.cursor, batch.places, copy))
+        self._copied.put(DeviceBatch(batch.step, batch.cursor, batch.layout, copy))
         copy.wait_until_read()
         return True  # and this frame lets go of the batch
 

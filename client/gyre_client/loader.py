@@ -20,6 +20,7 @@ from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
 from gyre_client.one_thread import OneThread
 from gyre_client.outage import Outage
 from gyre_client.stream import BatchStream
+from gyre_client.tokens import widened
 from gyre_client.wire import dataset_ref, join_value
 
 
@@ -62,6 +63,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         prefetch_batches: int = 0,
         reattach_timeout_s: float = 60.0,
         device: str | torch.device | None = None,
+        token_dtype: str = "int64",
         format: str | None = None,  # noqa: A002  (the word that the daemon's configuration uses)
         options: Mapping[str, object] | None = None,
     ) -> None:
@@ -89,6 +91,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             prefetch_batches: Batches that the daemon keeps in flight, and as many the loader; 0 for the daemon's default.
             reattach_timeout_s: How long the daemon may be away.
             device: A CUDA device to copy batches to, each while the one before is in use; None, or the CPU, for none.
+            token_dtype: What token ids of an unsigned dtype become: `int64`, `int32` where they fit, or `stored`. Signed ones
+                stay as they are stored.
             format: Makes `dataset` an ad-hoc definition: "tokens" or "webdataset". A daemon must allow it; a private one does.
             options: The ad-hoc definition's other keys, such as {"sequence_length": 1024}.
 
@@ -108,12 +112,14 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         )
         self._reattach_timeout_s = reattach_timeout_s
         self._one_thread = OneThread("this Loader")
+        self._token_dtype = token_dtype
         self._cursor = b""
         self._step = 0
         self._held = _Held(endpoint_of_dataset(address, dataset, format))
         self._finalizer = weakref.finalize(self, self._held.give_back)
         try:
             self._description = self._describe()
+            widened(self._description.fields, token_dtype)  # now and not with the first batch
         except BaseException:
             self.close()
             raise
@@ -226,7 +232,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
 
     def _open(self) -> BatchStream | DeviceStream:
         copier = None if self._device is None else CudaCopier(self._device)
-        stream = BatchStream(self._held.endpoint, self._request, self._reattach_timeout_s)
+        stream = BatchStream(self._held.endpoint, self._request, self._reattach_timeout_s, self._token_dtype)
         return stream if copier is None else DeviceStream(stream, copier)
 
     def _locate(self) -> None:

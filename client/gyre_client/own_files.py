@@ -4,6 +4,7 @@ The daemon says what the dataset is; the files must be local, readable by this u
 """
 
 import re
+import struct
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from gyre_client.errors import InvalidRequest
 
 PATTERNS = {"tokens": "*.bin", "webdataset": "*.tar"}
 MAX_SAMPLES = 100_000_000  # the DataLoader's shuffle takes 8 bytes for each, and more while it is made
+
+LLM_C_BYTES = 1024
+LLM_C_HEADS = (struct.pack("<ii", 20240520, 1), struct.pack("<ii", 20240801, 7))  # magic number and version
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -79,13 +83,30 @@ def _is_plain(field: pb.Field) -> bool:
     return not field.name.endswith((".present", ".shape")) and not (field.ragged and (is_array or field.dtype != "uint8"))
 
 
-def token_stride(description: pb.DatasetDescription, files: list[Path], stride: int) -> int:
+def token_start(file: Path, header_bytes: int | None) -> int:
+    """Returns the first byte of a file's token ids: behind the header of npy or of llm.c, where it has one.
+
+    Args:
+        file: A shard that the daemon serves.
+        header_bytes: As the dataset's definition says; None where it does not, or is not known.
+    """
+    if header_bytes is not None:
+        return header_bytes
+    with file.open("rb") as opened:
+        head = opened.read(8)
+    if head.startswith(b"\x93NUMPY"):
+        return int(np.load(file, mmap_mode="r").offset)
+    return LLM_C_BYTES if head in LLM_C_HEADS else 0
+
+
+def token_stride(description: pb.DatasetDescription, files: list[Path], stride: int, header_bytes: int | None = None) -> int:
     """Returns how many tokens lie between the starts of two samples.
 
     Args:
         description: Of a `tokens` dataset.
         files: Its shards.
         stride: As the dataset's definition says; 0 where it does not, or is not known.
+        header_bytes: See `token_start`.
 
     Raises:
         InvalidRequest: The number of samples contradicts it.
@@ -93,11 +114,12 @@ def token_stride(description: pb.DatasetDescription, files: list[Path], stride: 
     field = description.fields[0]
     itemsize, length = np.dtype(field.dtype).itemsize, int(field.shape[0])
     stride = stride or length
-    counts = [max(0, (file.stat().st_size // itemsize - length) // stride + 1) for file in files]
+    sizes = [(file.stat().st_size - token_start(file, header_bytes)) // itemsize for file in files]
+    counts = [max(0, (size - length) // stride + 1) for size in sizes]
     if sum(counts) != description.num_samples:
         raise InvalidRequest(
             f"the samples of the dataset at {description.uri} do not begin every {stride} tokens: name its files with "
-            "--format tokens and the --option stride=... that it has"
+            "--format tokens and the --option stride=... and --option header_bytes=... that it has"
         )
     return stride
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gyre_client.own_files import TarPlaces
+from gyre_client.own_files import TarPlaces, token_start
 
 PREFETCHED_BATCHES = 4  # of each worker; the default of 2 is slower
 Batch = dict[str, torch.Tensor]
@@ -35,14 +35,15 @@ class Field:
 
 
 class OwnTokens(Dataset[Batch]):
-    """Windows of the tokens in flat files."""
+    """Windows of the tokens in files."""
 
-    def __init__(self, files: Sequence[Path], field: Field, stride: int) -> None:
+    def __init__(self, files: Sequence[Path], field: Field, stride: int, header_bytes: int | None) -> None:
         length = field.shape[0]
         self._name = field.name
         self._shards = []
         for file in files:
-            tokens = np.memmap(file, np.dtype(field.dtype).newbyteorder("<"), "r") if file.stat().st_size else np.empty(0)
+            start, dtype = token_start(file, header_bytes), np.dtype(field.dtype).newbyteorder("<")
+            tokens = np.memmap(file, dtype, "r", start) if file.stat().st_size > start else np.empty(0)
             if len(tokens) >= length:
                 windows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), length)[::stride]
                 self._shards.append(windows)

@@ -77,7 +77,7 @@ def _gyre(task: dict[str, Any]) -> Generator[Batch, None, None]:
     from gyre_client.loader import Loader  # noqa: PLC0415  (the DataLoader's workers are forked: no thread of gRPC may be there)
 
     names = ("dataset", "batch_size", "seed", "address", "format", "options")
-    with Loader(**{name: task[name] for name in names}) as loader:
+    with Loader(**{name: task[name] for name in names}, token_dtype="stored") as loader:  # as the DataLoader has them
         yield from loader
 
 
@@ -85,7 +85,7 @@ def _own_samples(task: dict[str, Any]) -> OwnTokens | OwnTars:
     files = [Path(file) for file in task["files"]]
     fields = [Field(name, dtype, tuple(shape), ragged) for name, dtype, shape, ragged in task["fields"]]
     if task["stride"]:
-        return OwnTokens(files, fields[0], task["stride"])
+        return OwnTokens(files, fields[0], task["stride"], task["header_bytes"])
     with np.load(task["places"]) as places:
         return OwnTars(files, fields, TarPlaces(places["shard"], places["start"], places["size"]))
 

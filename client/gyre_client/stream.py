@@ -22,6 +22,7 @@ from gyre_client.errors import DaemonFault, GyreError
 from gyre_client.outage import Outage
 from gyre_client.outbox import LONG_WAIT_S
 from gyre_client.sidechannel import NotShared, SideChannel
+from gyre_client.tokens import widened
 
 JOIN_TIMEOUT_S = 10.0
 
@@ -35,19 +36,23 @@ class BatchStream:
         opened: What the daemon granted when the stream began.
     """
 
-    def __init__(self, endpoint: Endpoint, request: pb.OpenSessionRequest, reattach_timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, request: pb.OpenSessionRequest, reattach_timeout_s: float, token_dtype: str = "int64"
+    ) -> None:
         """Opens a session and starts to receive; waits up to `reattach_timeout_s` for a daemon to be there.
 
         Args:
             endpoint: Where the daemon is.
             request: What to open. The stream keeps it and moves its cursor and generation on.
             reattach_timeout_s: How long the daemon may be away, now or later.
+            token_dtype: What unsigned token ids become; see `tokens.widened`.
 
         Raises:
             GyreError: The daemon refuses, or stays away.
         """
         self._endpoint = endpoint
         self._request = request
+        self._token_dtype = token_dtype
         self._connection = Connection(endpoint.address)
         self._outage = Outage(reattach_timeout_s)
         self._inbox: queue.SimpleQueue[Strip | GyreError | None] = queue.SimpleQueue()
@@ -88,7 +93,7 @@ class BatchStream:
         batch = strip.take()
         self._num_taken += 1
         self._strip = None if strip.is_taken else strip
-        return batch.copied() if self._must_copy else batch
+        return batch.copied() if self._must_copy and not batch.layout.widened else batch  # widened, it holds no slot
 
     def _take_strip(self, *, is_ahead: bool) -> Strip | None:
         """Returns the batches that came next; None where there are none any more."""
@@ -215,12 +220,15 @@ class BatchStream:
         opened = self._open_one(timeout_s, side.token if side else "")
         if side is None or not opened.arena_bytes:
             self._tell_of_transport("there is no memory to share")
-            return Session(opened, None)
+            return self._session(opened, None)
         try:
-            return Session(opened, Arenas(side, opened.session_id))
+            return self._session(opened, Arenas(side, opened.session_id))
         except NotShared as failure:
             self._go_without_memory(failure)
-            return Session(self._open_one(timeout_s), None)
+            return self._session(self._open_one(timeout_s), None)
+
+    def _session(self, opened: pb.SessionOpened, arenas: Arenas | None) -> Session:
+        return Session(opened, arenas, widened(opened.fields, self._token_dtype))
 
     def _open_one(self, timeout_s: float, side_token: str = "") -> pb.SessionOpened:
         self._request.reader.generation += 1  # so that one that was not answered, or is not used, is fenced by the next

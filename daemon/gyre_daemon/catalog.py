@@ -145,7 +145,7 @@ class Catalog:
                 opening = await self._indexer.begin(self._shown(name), config)
                 async for _ in self._indexer.scan(opening, None, is_ordered=False):
                     pass
-                return self._keep(name, config, await self._indexer.finish(opening))
+                return self._keep(name, config, await self._indexer.finish(opening, anew=False))
             return self._open[name]
 
     async def index(self, name: str, config: DatasetConfig, *, with_checksums: bool = False) -> AsyncIterator[IndexProgress]:
@@ -167,7 +167,7 @@ class Catalog:
                 if progress.num_done:
                     yield progress
                 progress = progress.after(opening.source.shards[scanned.number].name, scanned)
-            dataset = await self._indexer.finish(opening)
+            dataset = await self._indexer.finish(opening, anew=True)
             if with_checksums:
                 await self._indexer.take_checksums(dataset)
             self._keep(name, config, dataset)

@@ -22,7 +22,7 @@ from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.formats import Extents, known_fields, stored_fields
 from gyre_daemon.steps import StripPlan
 from gyre_daemon.storage import Delays, LocalStorage, NextUse, Reads
-from gyre_daemon.transform import CODECS
+from gyre_daemon.transform import CODECS, first_unknown_id
 
 _Integers = npt.NDArray[np.int64]
 _Columns = tuple[_Integers, _Integers, _Integers, _Integers]  # start, size, target, sample
@@ -166,9 +166,10 @@ class Fetcher:
     def __init__(self, dataset: Dataset, workers: FairExecutor) -> None:
         self._dataset = dataset
         self._workers = workers
-        self._codecs = [CODECS[spec.codec] for spec in stored_fields(dataset.fields)]
+        stored = stored_fields(dataset.fields)
+        self._codecs = [CODECS[spec.codec] for spec in stored]
         self._known = [spec.name for spec in known_fields(dataset.fields)]
-        self._finishes = any(codec.finishes for codec in self._codecs)
+        self._finishes = any(CODECS[spec.codec].finishes or spec.codec == "ids" for spec in stored)
         self._layouts = LayoutMaker(dataset.fields)
 
     def prepare(self, plan: StripPlan, num_together: int) -> list[Fetch]:
@@ -279,6 +280,8 @@ class Fetcher:
             for column, (codec, scratch) in enumerate(zip(self._codecs, scratches, strict=True)):
                 if codec.finishes:
                     self._finish_column(bulk, column, scratch)
+                elif self._dataset.fields[column].codec == "ids":
+                    self._check_ids(bulk, column)
 
     def _finish_column(self, bulk: _Bulk, column: int, scratch: _Scratch) -> None:
         codec, spec = self._codecs[column], self._dataset.fields[column]
@@ -291,6 +294,20 @@ class Fetcher:
                 codec.finish(spec, memory[ends[sample] : ends[sample + 1]], bulk.slot.memory[begin : begin + size])
             except ValueError as error:
                 raise self._corrupt(bulk, sample, column, str(error)) from error
+
+    def _check_ids(self, bulk: _Bulk, column: int) -> None:
+        """Where places follow each other, as those of a batch do, their ids are looked at together."""
+        spec, size = self._dataset.fields[column], int(bulk.placed[0, column])
+        begins = bulk.place[:, column] - bulk.slot.address
+        runs = [0, *(np.flatnonzero(np.diff(begins) != size) + 1).tolist(), len(begins)]
+        for first, stop in itertools.pairwise(runs):
+            begin, end = int(begins[first]), int(begins[stop - 1]) + size
+            unknown = first_unknown_id(spec, bulk.slot.memory[begin:end])
+            if unknown is not None:
+                row, position = divmod(unknown, size // spec.dtype.itemsize)
+                value = np.frombuffer(bulk.slot.memory[begin:end], spec.dtype)[unknown]
+                reason = f"id {value} at position {position} is outside the vocabulary of {spec.vocabulary} ids"
+                raise self._corrupt(bulk, first + row, column, reason)
 
     def _corrupt(self, bulk: _Bulk, sample: int, column: int, reason: str) -> CorruptSample:
         sample_id, offset = int(bulk.sample_ids[sample]), int(bulk.start[sample, column])

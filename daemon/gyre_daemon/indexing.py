@@ -33,6 +33,7 @@ from gyre_daemon.dataset import Dataset, block_ranges, fingerprint, probe_ranges
 from gyre_daemon.errors import ConfigError, InvalidRequest, Overloaded, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.formats import Format, SampleIndex, make_format
+from gyre_daemon.probing import Prober
 from gyre_daemon.storage import (
     LocalStorage,
     Location,
@@ -112,6 +113,7 @@ class Indexer:
         self._cache = cache
         self._checksums = ChecksumTaker(sidecars)
         self._scanners = ThreadPoolExecutor(_NUM_SCANS, thread_name_prefix="gyre-scan")
+        self._prober = Prober(opener, sidecars, self._scanners)
 
     def close(self) -> None:
         """Stop what is under way."""
@@ -153,11 +155,19 @@ class Indexer:
                 pending.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def finish(self, opening: Opening) -> Dataset:
-        """The dataset, once all shards are scanned."""
+    async def finish(self, opening: Opening, *, anew: bool) -> Dataset:
+        """The dataset, once all shards are scanned.
+
+        Args:
+            opening: from `begin`.
+            anew: where shards are probed instead, forget what they told before.
+        """
         served = self._served(opening)
         shards = served.shards
         scans = cast("list[Arrays]", opening.scans) if opening.format.scanner else []
+        if probe := opening.format.probe:
+            settings = opening.config.storage
+            scans = [await self._prober.look(probe, served, opening.location, settings, anew=anew)]
         index = await self._in_thread(opening.format.assemble, shards, scans)
         if index.num_samples == 0:
             raise InvalidRequest(f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or too short")

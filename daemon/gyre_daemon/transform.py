@@ -136,8 +136,22 @@ class NpyCodec:
             np.frombuffer(place, spec.dtype).byteswap(inplace=True)
 
 
+def first_unknown_id(spec: FieldSpec, place: memoryview) -> int | None:
+    """Which of many samples' token ids is the first outside the field's vocabulary, counted in ids; None where all are within.
+
+    Args:
+        spec: a field of the codec `ids`.
+        place: the samples' bytes, back to back.
+    """
+    ids = np.frombuffer(place, f"<u{spec.dtype.itemsize}")  # a negative one is beyond all vocabularies
+    if not len(ids) or ids.max() < spec.vocabulary:
+        return None
+    return int(np.argmax(ids >= spec.vocabulary))
+
+
 CODECS: Mapping[str, Codec] = {
     "bytes": BytesCodec(),
+    "ids": BytesCodec(),  # checked by `first_unknown_id`, many samples at once
     "text": TextCodec(),
     "json": JsonCodec(),
     "integer": IntegerCodec(),

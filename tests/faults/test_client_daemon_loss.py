@@ -29,7 +29,12 @@ LENGTH = 64
 def daemon(gyred: Any, tmp_path: Path) -> Any:
     path = tmp_path / "tokens.bin"
     np.arange(NUM_SAMPLES * LENGTH, dtype=np.uint16).tofile(path)
-    return gyred({"lease_s": 1.0, "datasets": {"numbers": {"uri": str(path), "format": "tokens", "sequence_length": LENGTH}}})
+    return gyred(
+        {
+            "lease_s": 1.0,
+            "datasets": {"numbers": {"uri": str(path), "format": "tokens", "dtype": "int16", "sequence_length": LENGTH}},
+        }
+    )
 
 
 def steps(loader: Loader, num: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ from gyre_client import Loader
 from gyre_client.errors import ConfigError, DaemonUnavailable, ShardMissing, UnknownDataset
 from gyre_client.private_folder import PrivateFolder
 
-OPTIONS = {"sequence_length": 8}
+OPTIONS = {"dtype": "uint16", "sequence_length": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_it_is_gone_when_its_parent_is_killed(tokens: Path) -> None:
         [
             "import sys, time",
             "from gyre_client import Loader",
-            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'sequence_length': 8})",
+            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'dtype': 'uint16', 'sequence_length': 8})",
             "next(loader)",
             "print('reading', flush=True)",
             "time.sleep(60)",
@@ -106,7 +106,7 @@ def test_it_is_gone_when_its_parent_ends_without_closing(tokens: Path) -> None:
         [
             "import sys",
             "from gyre_client import Loader, embedded",
-            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'sequence_length': 8})",
+            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'dtype': 'uint16', 'sequence_length': 8})",
             "next(loader)",
             "print(embedded.acquire().address.text)",
         ]

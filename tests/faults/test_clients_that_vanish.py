@@ -66,7 +66,7 @@ except GyreError as error:
 
 @pytest.fixture
 def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
-    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "int16", "sequence_length": 10}
     return gyred({"lease_s": LEASE_S, "datasets": {"tokens": tokens}}, command=("-c", COUNTED))
 
 
@@ -152,7 +152,7 @@ def test_a_client_that_stops_in_the_middle_of_a_payload_keeps_no_memory(gyred: S
     """Over TCP; its call waits for as long as the client is there."""
     (tmp_path / "zeros.bin").touch()
     os.truncate(tmp_path / "zeros.bin", 4 * SAMPLE_BYTES)
-    zeros = {"uri": str(tmp_path / "zeros.bin"), "format": "tokens", "dtype": "uint16", "sequence_length": SAMPLE_BYTES // 2}
+    zeros = {"uri": str(tmp_path / "zeros.bin"), "format": "tokens", "dtype": "int16", "sequence_length": SAMPLE_BYTES // 2}
     daemon = gyred({"listen": ["tcp:127.0.0.1:0"], "lease_s": LEASE_S, "datasets": {"zeros": zeros}}, command=("-c", COUNTED))
     (address,) = next(event["listen"] for event in daemon.events() if event["event"] == "ready")
     with grpc.insecure_channel(address.removeprefix("tcp:")) as channel:

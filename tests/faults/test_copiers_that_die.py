@@ -19,7 +19,7 @@ from tests.faults.test_daemon_faults import eventually
 
 NUM_TOKENS = 1 << 20
 NUM_THREADS = 4  # that a daemon has unless it is told otherwise
-TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 512}
+TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 512}
 
 
 @pytest.fixture

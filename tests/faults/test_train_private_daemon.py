@@ -25,7 +25,7 @@ threads = 1
 [data]
 dataset = "{tokens}"
 format = "tokens"
-options = {{ sequence_length = 9 }}
+options = {{ dtype = "uint16", sequence_length = 9 }}
 batch_size = 4
 sequence_length = 8
 [model]

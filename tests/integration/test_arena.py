@@ -21,7 +21,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon
 
-TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
+TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_memory_of_a_session_is_its_share(daemon: Daemon) -> None:
 
 def test_no_memory_outlives_its_session(gyred: StartDaemon, tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(bytes(32 << 20))
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint16", "sequence_length": 1 << 15}
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int16", "sequence_length": 1 << 15}
     daemon = gyred({"datasets": {"tokens": tokens}})
     assert daemon.process
     maps = Path(f"/proc/{daemon.process.pid}/maps")

@@ -37,8 +37,14 @@ def daemon(gyred: Any, token_files: Path, tmp_path: Path) -> Any:
     return gyred(
         {
             "datasets": {
-                "tokens": {"uri": f"{token_files}/*.bin", "format": "tokens", "sequence_length": 16},
-                "overlapping": {"uri": str(token_files), "format": "tokens", "sequence_length": 16, "stride": 5},
+                "tokens": {"uri": f"{token_files}/*.bin", "format": "tokens", "dtype": "uint16", "sequence_length": 16},
+                "overlapping": {
+                    "uri": str(token_files),
+                    "format": "tokens",
+                    "dtype": "uint16",
+                    "sequence_length": 16,
+                    "stride": 5,
+                },
                 "mixed": {"uri": f"{shards}/{{000..001}}.tar", "format": "webdataset"},
             }
         }
@@ -73,11 +79,24 @@ def test_an_ad_hoc_dataset_as_json(token_files: Path, capsys: pytest.CaptureFixt
         "0.05",
         "--json",
     ]
-    assert main([*arguments, "--option", "sequence_length=16", "--option", "stride=5"]) == 0
+    assert main([*arguments, "--option", "dtype=uint16", "--option", "sequence_length=16", "--option", "stride=5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["batch_size"] == 8
     assert [loader["label"] for loader in found["loaders"]] == LABELS
     assert all(loader["samples_per_s"] > 0 and loader["first_batch_s"] > 0 for loader in found["loaders"])
+
+
+def test_files_with_a_header_are_read_behind_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches of both sides are compared first."""
+    ids = np.arange(4000, dtype=np.uint16)
+    np.save(tmp_path / "ids.npy", ids)
+    (tmp_path / "llm_c.bin").write_bytes(np.array([20240520, 1, 4000, *[0] * 253], np.int32).tobytes() + ids.tobytes())
+    (tmp_path / "own.bin").write_bytes(bytes(10) + ids.tobytes())
+    for name, options in (("ids.npy", []), ("llm_c.bin", []), ("own.bin", ["dtype=uint16", "header_bytes=10"])):
+        arguments = ["bench", "--dataset", str(tmp_path / name), "--format", "tokens", "--batch-size", "8"]
+        arguments += ["--seconds", "0.02", "--option", "sequence_length=16"]
+        assert main([*arguments, *(part for option in options for part in ("--option", option))]) == 0
+        assert "250 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -111,7 +130,7 @@ def test_files_that_hold_something_else_are_told_apart(daemon: Any, token_files:
     """As large as the daemon's, but not them: a user's stale copy."""
     task = {
         "dataset": "tokens", "batch_size": 8, "seed": 1, "address": daemon.address, "format": None, "options": None,
-        "files": [str(token_files / f"{name}.bin") for name in "abcd"], "stride": 16,
+        "files": [str(token_files / f"{name}.bin") for name in "abcd"], "stride": 16, "header_bytes": None,
         "fields": [("tokens", "uint16", [16], False)],
     }  # fmt: skip
     assert differing(task, 20) == ""

@@ -24,7 +24,7 @@ def daemon(gyred: Any, tmp_path: Path) -> Any:
     return gyred(
         {
             "datasets": {
-                "numbers": {"uri": str(tokens), "format": "tokens", "sequence_length": 8},
+                "numbers": {"uri": str(tokens), "format": "tokens", "dtype": "uint16", "sequence_length": 8},
                 "texts": {"uri": str(tmp_path / "texts-000.tar"), "format": "webdataset", "fields": ["txt", "bin"]},
             }
         }
@@ -75,7 +75,7 @@ def test_datasets(gyre: Gyre) -> None:
 def test_describe(gyre: Gyre) -> None:
     found = gyre.json("describe", "numbers")
     assert (found["num_samples"], found["num_shards"], found["num_bytes"]) == (100, 1, 1600)
-    assert found["fields"] == [{"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False}]
+    assert found["fields"] == [{"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False, "token_ids": True}]
     text = gyre.text("describe", "texts")
     assert "samples      20\n" in text
     assert "txt    uint8  [*]" in text

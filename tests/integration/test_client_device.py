@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +74,7 @@ def daemon(gyred: StartDaemon, token_files: Path, tmp_path: Path) -> Daemon:
         for n in range(8):
             writer.write({"__key__": f"{n:03d}", "json": b"{" if n == 3 else b"{}"})
     texts = {"uri": str(tmp_path / "texts.tar"), "format": "webdataset", "fields": ["json"]}
-    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "int16", "sequence_length": 10}
     return gyred({"datasets": {"tokens": tokens, "texts": texts}})
 
 
@@ -282,6 +283,19 @@ def test_a_device_that_is_not_there_is_refused_at_once(daemon: Daemon) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(InvalidRequest, match="torch sees 0 CUDA devices here"):
             Loader("tokens", batch_size=8, address=daemon.address, device="cuda")
+
+
+@pytest.mark.usefixtures("on_thread")
+def test_ids_are_widened_where_they_were_copied_to(gyred: StartDaemon, token_files: Path, copier: ThreadCopier) -> None:
+    unsigned = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    daemon = gyred({"datasets": {"tokens": unsigned}})
+    for token_dtype, arrives in (("int64", torch.int64), ("int32", torch.int32), ("stored", torch.uint16)):
+        arguments: dict[str, Any] = {"batch_size": 8, "seed": 3, "address": daemon.address, "token_dtype": token_dtype}
+        with Loader("tokens", **arguments, device="thread") as copied, Loader("tokens", **arguments) as direct:
+            for batch, wanted in islice(zip(copied, direct, strict=True), 30):
+                assert batch["tokens"].dtype == arrives
+                assert same(batch, wanted)
+    assert copier.num_begun
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

@@ -51,7 +51,7 @@ def tokens(tmp_path: Path) -> Path:
 def address(gyred: Any, tokens: Path) -> str:
     half = tokens.with_name("half.bin")
     half.write_bytes(tokens.read_bytes()[: NUM_SAMPLES * LENGTH])
-    common = {"format": "tokens", "sequence_length": LENGTH}
+    common = {"format": "tokens", "dtype": "int16", "sequence_length": LENGTH}
     daemon = gyred({"datasets": {"numbers": {"uri": str(tokens), **common}, "half": {"uri": str(half), **common}}})
     address: str = daemon.address
     return address
@@ -135,7 +135,7 @@ def test_batches_hold_their_samples_and_are_the_same_on_every_run(address: str) 
     assert same(*runs)
     for batch in runs[0]:
         expected = batch["sample_id"][:, None] * LENGTH + torch.arange(LENGTH)
-        assert batch["tokens"].dtype == torch.uint16
+        assert batch["tokens"].dtype == torch.int16
         assert torch.equal(batch["tokens"].to(torch.int64), expected)
     assert sorted(ids(runs[0])[:NUM_SAMPLES]) == list(range(NUM_SAMPLES))
 
@@ -303,7 +303,7 @@ def test_a_corrupt_sample_is_an_error_after_all_batches_before_it(gyred: Any, tm
 
 
 def test_no_room_is_waited_for_and_then_an_error(gyred: Any, tokens: Path) -> None:
-    dataset = {"uri": str(tokens), "format": "tokens", "sequence_length": LENGTH}
+    dataset = {"uri": str(tokens), "format": "tokens", "dtype": "int16", "sequence_length": LENGTH}
     daemon = gyred({"memory_budget": 300 << 10, "datasets": {"numbers": dataset}})
 
     def loader(batch_size: int) -> Loader:

@@ -25,7 +25,16 @@ def address(gyred: Any, tmp_path: Path) -> str:
     """Serves `numbers`: sample i is [8i, 8i + 8)."""
     np.arange(NUM_SAMPLES * LENGTH, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     daemon = gyred(
-        {"datasets": {"numbers": {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "sequence_length": LENGTH}}}
+        {
+            "datasets": {
+                "numbers": {
+                    "uri": str(tmp_path / "tokens.bin"),
+                    "format": "tokens",
+                    "dtype": "uint16",
+                    "sequence_length": LENGTH,
+                }
+            }
+        }
     )
     address: str = daemon.address
     return address

@@ -157,7 +157,7 @@ def test_a_batch_that_was_on_its_way_when_the_client_gave_up_is_no_fault(tmp_pat
         first_step=3, cursors=pb.Cursors(own=[b"4"]), layouts=[pb.Layout(num_bytes=8)], arena=pb.ArenaSlot(offsets_bytes=[0])
     )
     with Connection(parse_address(f"unix:{tmp_path}/nobody.sock")) as connection:
-        attachment = Attachment(connection, Session(opened, None), 1, lambda: None, lambda: 0)
+        attachment = Attachment(connection, Session(opened, None, {}), 1, lambda: None, lambda: 0)
         with pytest.raises(DaemonFault, match="payload of step 3"):
             next(attachment._receive(strip))
         attachment.close()

@@ -31,7 +31,7 @@ ENTER, LEAVE = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l"
 @pytest.fixture
 def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
     np.arange(8000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    dataset = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "sequence_length": 8}
+    dataset = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint16", "sequence_length": 8}
     return gyred({"datasets": {"numbers": dataset}})
 
 

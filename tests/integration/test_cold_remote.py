@@ -152,7 +152,7 @@ def test_two_jobs_with_seeds_of_their_own_ask_for_each_byte_once(
     order_options: dict[str, Any] = {"order": order, "io_block_bytes": BLOCK_BYTES} if order == "block" else {}
     together(lambda seed: read(daemon, tokens, 2048, 256, seed, **order_options), (1, 2))
     (count,) = (count for count in status(daemon).storage if count.kind == "read")
-    probes = 1  # of each object, for the fingerprint
+    probes = 2  # of each object: its head, and for the fingerprint
     blocks = OBJECT_BYTES // BLOCK_BYTES
     assert server.counts()["by_path"] == {f"/data/{number}.bin": blocks + probes for number in range(NUM_OBJECTS)}
     assert count.num_bytes == NUM_OBJECTS * (OBJECT_BYTES + probes * 4096)

@@ -55,14 +55,14 @@ def test_batches_are_those_of_a_plain_reader(gyred: Any, token_files: Path, tmp_
     daemon = gyred(
         {
             "datasets": {
-                "tokens": {"uri": str(token_files), "format": "tokens", "sequence_length": 8},
+                "tokens": {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 8},
                 "ragged": {"uri": str(shards), "format": "webdataset"},
             }
         }
     )
     for name, field, samples in (("tokens", "tokens", token_samples(token_files)), ("ragged", "bin", tar_samples(shards))):
         arguments = {"batch_size": BATCH_SIZE, "seed": SEED, "address": daemon.address, "prefetch_batches": prefetch_batches}
-        with Loader(name, **arguments) as loader:
+        with Loader(name, **arguments, token_dtype="stored") as loader:
             assert loader.num_samples == len(samples)
             for (ids, expected), batch in zip(plain_batches(samples), loader, strict=False):
                 assert batch["sample_id"].tolist() == ids

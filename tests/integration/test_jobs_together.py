@@ -33,7 +33,7 @@ def storage() -> Iterator[ObjectServerProcess]:
 
 def remote(storage: ObjectServerProcess) -> dict[str, Any]:
     """A dataset of 1000 samples, each of which is a request."""
-    uri = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "sequence_length": 8, "cache": False}
+    uri = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "uint16", "sequence_length": 8, "cache": False}
     return {"tokens": {**uri, "storage": dict(storage.storage_settings)}}
 
 
@@ -132,7 +132,7 @@ def read_slowly(loader: Loader) -> Iterator[None]:
 def test_memory_beyond_the_first_arena_comes_after_the_first_batch(gyred: StartDaemon, tmp_path: Path) -> None:
     """Until then, to make it would only take the processor away from that batch."""
     np.zeros(16 << 18, "<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": 1 << 18}
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": 1 << 18}
     daemon = gyred({"datasets": {"tokens": tokens}})
     with grpc.insecure_channel(daemon.address) as channel:
         request = pb.OpenSessionRequest(
@@ -152,7 +152,7 @@ def test_memory_beyond_the_first_arena_comes_after_the_first_batch(gyred: StartD
 
 def test_memory_stays_within_the_budget_whoever_is_slow_or_stopped(gyred: StartDaemon, tmp_path: Path) -> None:
     np.zeros(2000 * LENGTH, "<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
     daemon = gyred({"memory_budget": "64MiB", "datasets": {"tokens": tokens}})
 
     def loader(job: str, seed: int) -> Loader:

@@ -21,7 +21,7 @@ def own_bytes(pid: int) -> int:
 
 def test_many_sessions_of_small_samples_take_no_more_than_they_reserve(gyred: StartDaemon, tmp_path: Path) -> None:
     np.arange(1_000_000, dtype="<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": 4}
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": 4}
     daemon = gyred({"memory_budget": "512MiB", "datasets": {"tokens": tokens}})
     assert daemon.process
 

@@ -27,6 +27,7 @@ NUM_SAMPLES = NUM_SHARDS * SHARD_BYTES // (2 * SEQUENCE)
 NUM_BLOCKS = NUM_SHARDS * SHARD_BYTES // (256 << 10)
 BATCH = 128
 NUM_PROBES = NUM_SHARDS  # of the fingerprint, whenever the dataset is opened
+NUM_HEADS = NUM_SHARDS  # once, and not by the next daemon
 
 numbers = itertools.count()
 
@@ -50,7 +51,7 @@ class Objects:
 
     @property
     def num_gets(self) -> int:
-        """Of shards; the fingerprint's probes left out by the caller."""
+        """Of shards; their heads and the fingerprint's probes left out by the caller."""
         return self.server.num_requests("GET", f"/{self.bucket}/shard")
 
 
@@ -114,10 +115,10 @@ def test_two_jobs_read_each_byte_once_and_the_next_epochs_none(gyred: StartDaemo
     daemon = gyred({"hedge": False, "datasets": {"set": objects.dataset}})
     with ThreadPoolExecutor(2) as executor:
         list(executor.map(lambda seed: read(daemon, seed), (1, 2)))
-    assert objects.num_gets == NUM_BLOCKS + NUM_PROBES
-    assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 4096)
+    assert objects.num_gets == NUM_BLOCKS + NUM_PROBES + NUM_HEADS
+    assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 2 * 4096)
     read(daemon, seed=3, num_epochs=2)
-    assert objects.num_gets == NUM_BLOCKS + NUM_PROBES
+    assert objects.num_gets == NUM_BLOCKS + NUM_PROBES + NUM_HEADS
     cache = cache_of(daemon)
     assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted, cache.num_corrupt) == (NUM_BLOCKS, 0, 0, 0)
     assert cache.num_hits + cache.num_misses + cache.num_joined == 4 * NUM_SAMPLES
@@ -146,7 +147,7 @@ def test_a_small_cache_hits_what_it_holds_and_the_rest_is_read_by_the_sample(gyr
     """Nothing that was read is read again within the epoch, and nothing ever goes: the job would need it."""
     daemon = gyred({"hedge": False, "cache_memory": 3 * SHARD_BYTES, "datasets": {"set": objects.dataset}})
     read(daemon)
-    assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 4096)
+    assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 2 * 4096)
     cache = cache_of(daemon)
     assert cache.memory_bytes == 3 * SHARD_BYTES
     assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted) == (12, NUM_SAMPLES // 4, 0)
@@ -158,8 +159,8 @@ def test_blocks_of_the_order_block_are_one_request_each(gyred: StartDaemon, obje
     order: dict[str, Any] = {"order": "block", "io_block_bytes": 64 << 10, "window_blocks": 8}
     read(daemon, **order)
     num_blocks = NUM_SHARDS * SHARD_BYTES // (64 << 10)
-    assert objects.num_gets == num_blocks + NUM_PROBES
-    assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 4096)
+    assert objects.num_gets == num_blocks + NUM_PROBES + NUM_HEADS
+    assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 2 * 4096)
     read(daemon, num_epochs=2, **order)
     assert objects.num_gets < 3 * num_blocks + NUM_PROBES
     cache = cache_of(daemon)

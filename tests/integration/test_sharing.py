@@ -38,7 +38,7 @@ cli.main(["serve", "--config", sys.argv[1]])
 def config(tmp_path: Path) -> dict[str, Any]:
     """Of a daemon with a short lease that serves 20,000 samples."""
     np.random.default_rng(5).integers(0, 60_000, 20_000 * LENGTH).astype("<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
     return {"lease_s": 3.0, "datasets": {"tokens": tokens}}
 
 

@@ -27,7 +27,7 @@ from tests.conftest import Daemon, StartDaemon
 
 @pytest.fixture
 def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
-    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "int16", "sequence_length": 10}
     listen = [f"unix:{token_files.parent}/daemon-0/run/gyre.sock", "tcp:127.0.0.1:0"]
     return gyred({"listen": listen, "datasets": {"tokens": tokens}})
 

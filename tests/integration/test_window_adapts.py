@@ -36,7 +36,7 @@ def answering_after(delay_s: float) -> Script:
 @pytest.fixture
 def daemon(gyred: StartDaemon, storage: ObjectServerProcess) -> Daemon:
     """A daemon with memory for three sessions."""
-    tokens = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    tokens = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
     return gyred(
         {
             "memory_budget": "56MiB",
@@ -126,7 +126,7 @@ def local(gyred: StartDaemon, tmp_path: Path) -> Daemon:
     """A daemon that serves a file, with memory for three sessions: each has 66 MiB."""
     samples = np.arange(2000, dtype="<u4")[:, None] + np.zeros(LENGTH, "<u4")
     samples.tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint32", "sequence_length": LENGTH}
+    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
     return gyred({"memory_budget": "220MiB", "datasets": {"tokens": tokens}})
 
 

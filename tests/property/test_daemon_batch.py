@@ -190,7 +190,9 @@ def test_no_batch_is_larger_than_its_bound(
 @given(st.integers(1, 200), st.integers(1, 50), st.sampled_from(["wrap", "pad"]))
 def test_the_bound_of_fixed_sizes_is_close(length: int, size: int, tail: Tail) -> None:
     shard = Shard("0.bin", 1000 * length * 2, "")
-    index = make_format("wiki", DatasetConfig("/", "tokens", {"sequence_length": length})).assemble([shard], [])
+    index = make_format("wiki", DatasetConfig("/", "tokens", {"dtype": "uint16", "sequence_length": length})).assemble(
+        [shard], []
+    )
     batch = Plan(Order("full", tail, 0, size), 1000).batches(0, 1, 0, 1)
     (layout,) = LayoutMaker(index.fields).make(batch, index.locate(batch.sample_ids.reshape(-1)).size).batches
     bound = max_batch_bytes(index, size)

@@ -17,7 +17,7 @@ def filled(*chunks: bytes) -> PayloadBuffer:
 
 
 def places_of(layout: list[pb.Tensor]) -> Sequence[TensorPlace]:
-    (read,) = read_layouts(pb.Strip(cursors=pb.Cursors(own=[b"x"]), layouts=[pb.Layout(tensors=layout)]))
+    (read,) = read_layouts(pb.Strip(cursors=pb.Cursors(own=[b"x"]), layouts=[pb.Layout(tensors=layout)]), {})
     return read.places
 
 
@@ -96,11 +96,11 @@ def test_a_layout_that_lies_is_refused(place: pb.Tensor) -> None:
 def test_a_strip_has_one_layout_for_all_batches_or_one_each() -> None:
     layouts = [pb.Layout(num_bytes=num_bytes) for num_bytes in (64, 128, 192)]
     three = pb.Cursors(own=[b"a", b"b", b"c"])
-    assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts[:1]))] == [64, 64, 64]
-    assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts))] == [64, 128, 192]
+    assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts[:1]), {})] == [64, 64, 64]
+    assert [each.num_bytes for each in read_layouts(pb.Strip(cursors=three, layouts=layouts), {})] == [64, 128, 192]
     for wrong in (layouts[:2], []):
         with pytest.raises(DaemonFault, match=f"the 3 batches from step 7 on come with {len(wrong)} layouts"):
-            read_layouts(pb.Strip(first_step=7, cursors=three, layouts=wrong))
+            read_layouts(pb.Strip(first_step=7, cursors=three, layouts=wrong), {})
 
 
 def test_a_strip_hands_out_its_batches_in_turn_each_where_it_lies() -> None:

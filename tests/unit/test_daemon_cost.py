@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 def tokens(num_samples: int) -> SampleIndex:
     """Samples of 2 KiB in one shard."""
-    config = DatasetConfig("/data", "tokens", {"sequence_length": 1024})
+    config = DatasetConfig("/data", "tokens", {"dtype": "uint16", "sequence_length": 1024})
     return make_format("set", config).assemble([Shard("a", num_samples * 2048, "1")], [])
 
 

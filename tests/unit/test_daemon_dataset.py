@@ -14,7 +14,9 @@ PROBES = [b"the middle of a", b"the middle of b"]
 
 
 def print_of(shards: list[Shard], probes: list[bytes], length: int = 10) -> str:
-    index = make_format("wiki", DatasetConfig("/", "tokens", {"sequence_length": length})).assemble(shards, [])
+    index = make_format("wiki", DatasetConfig("/", "tokens", {"dtype": "uint16", "sequence_length": length})).assemble(
+        shards, []
+    )
     return fingerprint(shards, index, probes)
 
 

@@ -32,7 +32,7 @@ def declared(descr: str = "'<f4'", order: str = "False", shape: str = "(2, 3)") 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (0, 7), (1, 2, 3, 4)])
 def test_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, dtype)
-    for version in ((1, 0), (2, 0)):
+    for version in ((1, 0), (2, 0), (3, 0)):
         data = npy(array, version)
         header = parse_npy_header(data)
         assert (header.dtype, header.shape) == (np.dtype(dtype), shape)
@@ -67,7 +67,7 @@ def test_large_arrays_are_only_declared() -> None:
         (npy(np.zeros(2, np.longdouble)), "is no tensor"),
         (npy(np.zeros(2, np.clongdouble)), "is no tensor"),
         (npy(np.asfortranarray(np.zeros((2, 3)))), "Fortran order; store it in C order"),
-        (npy(np.zeros(2), version=(3, 0)), "version 1.0 or 2.0"),
+        (with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }", version=4), "version 1.0, 2.0 or 3.0"),
         (declared(shape="(1 << 60,)"), None),
         (declared(shape=f"({1 << 60},)"), "declares an array of shape"),
         (declared(shape="(" + "100000, " * 40 + ")"), "declares an array of shape"),

@@ -50,11 +50,11 @@ def test_windows(num_tokens: list[int], length: int, stride: int, dtype: str) ->
 def test_the_field() -> None:
     (spec,) = index_of([100], sequence_length=7, dtype="uint16").fields
     assert (spec.name, spec.dtype, spec.shape, spec.ragged, spec.codec) == ("tokens", np.dtype("<u2"), (7,), False, "bytes")
-    assert index_of([100], sequence_length=7).max_ragged_bytes(10) == 0
+    assert index_of([100], sequence_length=7, dtype="uint16").max_ragged_bytes(10) == 0
 
 
 def test_a_dataset_of_many_terabytes() -> None:
-    index = index_of([1 << 40] * 1000, sequence_length=2048)
+    index = index_of([1 << 40] * 1000, sequence_length=2048, dtype="uint16")
     assert index.num_samples == 1000 << 29
     last = index.locate(np.array([index.num_samples - 1]))
     assert (last.shard.tolist(), last.start.tolist()) == ([999], [[(1 << 41) - 4096]])
@@ -62,7 +62,7 @@ def test_a_dataset_of_many_terabytes() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 101])
 def test_half_a_token(num_bytes: int) -> None:
-    dataset_format = make_format("wiki", DatasetConfig("/data", "tokens", {"sequence_length": 1}))
+    dataset_format = make_format("wiki", DatasetConfig("/data", "tokens", {"sequence_length": 1, "dtype": "uint16"}))
     with pytest.raises(
         CorruptSample, match=rf"shard b\.bin has {num_bytes} bytes, no multiple of the 2 bytes of a uint16"
     ) as caught:
@@ -94,8 +94,8 @@ def test_options_that_make_no_sense(options: dict[str, Any], sentence: str) -> N
 
 
 def test_extreme_options_make_no_sample() -> None:
-    assert index_of([100], sequence_length=1 << 40).num_samples == 0
-    assert index_of([100], sequence_length=1, stride=1 << 40).num_samples == 1
+    assert index_of([100], sequence_length=1 << 40, dtype="uint16").num_samples == 0
+    assert index_of([100], sequence_length=1, stride=1 << 40, dtype="uint16").num_samples == 1
 
 
 def test_the_digest_tells_windows_apart() -> None:
@@ -106,4 +106,5 @@ def test_the_digest_tells_windows_apart() -> None:
         for dtype in ("uint16", "int16")
     }
     assert len(digests) == 8
-    assert index_of([100], sequence_length=4).digest() == index_of([100], sequence_length=4, stride=4).digest()
+    unstrided = index_of([100], sequence_length=4, dtype="uint16")
+    assert unstrided.digest() == index_of([100], sequence_length=4, stride=4, dtype="uint16").digest()

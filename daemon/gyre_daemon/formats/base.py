@@ -1,7 +1,7 @@
 """The seam between the formats and the rest of the daemon."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, Protocol
 
@@ -18,7 +18,7 @@ OFFSETS_SUFFIX = ".offsets"
 PRESENT_SUFFIX = ".present"  # of an optional field: which samples have it
 SHAPE_SUFFIX = ".shape"  # of a field whose samples are flattened arrays
 
-Codec = Literal["bytes", "text", "json", "integer", "npy", "known"]
+Codec = Literal["bytes", "ids", "text", "json", "integer", "npy", "known"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class FieldSpec:
         ragged: samples differ in length along the first dim.
         codec: how the stored bytes become the tensor; `bytes` are stored as the tensor lies in memory, and what is `known` is
             in the index and is not read at all.
+        token_ids: its elements are token ids; clients may widen those of an unsigned dtype.
+        vocabulary: with the codec `ids`, each id must be at least 0 and below it.
     """
 
     name: str
@@ -39,6 +41,8 @@ class FieldSpec:
     shape: tuple[int, ...]
     ragged: bool
     codec: Codec
+    token_ids: bool = False
+    vocabulary: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -113,6 +117,42 @@ class SampleIndex(Protocol):
         """Changes whenever a sample id would mean other bytes of the same shards."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Bytes that a format wants to see of its shards, or of files beside them, before it assembles.
+
+    Attributes:
+        shard: n indices of shards.
+        start: n first bytes.
+        stop: n ends, exclusive; the end of a file cuts a range off.
+        suffix: of the files beside the shards, in place of their own; empty for the shards themselves.
+        is_optional: the files beside them need not be there.
+    """
+
+    shard: Sequence[int]
+    start: Sequence[int]
+    stop: Sequence[int]
+    suffix: str = ""
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was wanted.
+
+    Attributes:
+        pieces: n byte strings.
+        file_bytes: n sizes of the whole files.
+    """
+
+    pieces: Sequence[bytes]
+    file_bytes: Sequence[int]
+
+
+# Asks for bytes and gets them, or None where an optional file is absent; returns what `assemble` needs to know.
+Probe = Generator[Wanted, Found | None, Arrays]
+
+
 class Format(Protocol):
     """One way to store samples in shards.
 
@@ -120,6 +160,8 @@ class Format(Protocol):
         pattern: which files of a folder are shards; a brace list of several patterns, such as `*.{tar,tar.gz}`. Compressed
             ones among them are unpacked before the format sees them.
         scanner: name and version of the scan, or None where offsets are arithmetic and nothing is scanned.
+        probe: where nothing is scanned, what looks at some bytes of the shards instead; None for none. Raises
+            CorruptSample where they are nothing that this format stores.
     """
 
     @property
@@ -130,6 +172,10 @@ class Format(Protocol):
     def scanner(self) -> str | None:
         """See above."""
 
+    @property
+    def probe(self) -> Callable[[Sequence[Shard]], Probe] | None:
+        """See above."""
+
     def scan(self, shard: str, file: BinaryIO) -> Arrays:
         """The index of one shard, in one pass over its bytes; seeks where the file can.
 
@@ -138,7 +184,11 @@ class Format(Protocol):
         """
 
     def assemble(self, shards: Sequence[Shard], scans: Sequence[Arrays]) -> SampleIndex:
-        """The index of the dataset from those of its shards, in their order; no scans where there is no scanner.
+        """The index of the dataset from those of its shards, in their order.
+
+        Args:
+            shards: of the dataset.
+            scans: one a shard; where there is no scanner, what `probe` returned, or nothing.
 
         Raises:
             CorruptSample: the shards do not make one dataset; names the first that does not fit.

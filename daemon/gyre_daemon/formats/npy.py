@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_PREFIXES = {b"\x93NUMPY\x01\x00": struct.Struct("<H"), b"\x93NUMPY\x02\x00": struct.Struct("<I")}
+NPY_MAGIC = b"\x93NUMPY"
+_PREFIXES = {
+    NPY_MAGIC + b"\x01\x00": struct.Struct("<H"),
+    NPY_MAGIC + b"\x02\x00": struct.Struct("<I"),
+    NPY_MAGIC + b"\x03\x00": struct.Struct("<I"),  # as 2.0, with names in UTF-8, which no tensor has
+}
 _MAGIC_BYTES = 8
 _TENSOR_TYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)")
 _USUAL_HEADER_BYTES = 128  # as numpy writes it
@@ -41,7 +46,7 @@ def parse_npy_header(data: bytes | memoryview) -> NpyHeader:
     """
     length_format = _PREFIXES.get(bytes(data[:_MAGIC_BYTES]))
     if length_format is None:
-        raise ValueError("it is no npy file of version 1.0 or 2.0")
+        raise ValueError("it is no npy file of version 1.0, 2.0 or 3.0")
     begin = _MAGIC_BYTES + length_format.size
     length = length_format.unpack(data[_MAGIC_BYTES:begin])[0] if len(data) >= begin else _MAX_HEADER_BYTES + 1
     if length > _MAX_HEADER_BYTES or len(data) < begin + length:

@@ -57,6 +57,7 @@ class WebdatasetFormat:
 
     pattern = "*.{tar,tar.gz,tgz}"
     scanner = SCANNER
+    probe = None
 
     def __init__(self, options: WebdatasetOptions) -> None:
         self._options = options

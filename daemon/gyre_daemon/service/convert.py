@@ -110,7 +110,10 @@ def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
 
 def from_fields(fields: tuple[FieldSpec, ...] | list[FieldSpec]) -> list[pb.Field]:
     """The tensors of a sample."""
-    return [pb.Field(name=spec.name, dtype=spec.dtype.name, shape=spec.shape, ragged=spec.ragged) for spec in fields]
+    return [
+        pb.Field(name=spec.name, dtype=spec.dtype.name, shape=spec.shape, ragged=spec.ragged, token_ids=spec.token_ids)
+        for spec in fields
+    ]
 
 
 def from_dataset(dataset: Dataset) -> pb.DatasetDescription:

@@ -12,7 +12,7 @@ import aiofiles
 import numpy as np
 
 from gyre_daemon.copiers import NO_COPIERS, Copiers, Ranges
-from gyre_daemon.errors import InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.storage.base import Bounds, Reads, Region, Shard, changed
@@ -21,6 +21,7 @@ from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.openfiles import OpenFiles, OpenShard, OpenShards, file_error
 from gyre_daemon.storage.patterns import patterns_of
 from gyre_daemon.storage.readahead import ReadAhead, Wait, fits_into_memory
+from gyre_daemon.storage.splits import check_one_set, check_subfolders
 from gyre_daemon.storage.stamps import Stamp
 
 _STREAM_CHUNK_BYTES = 8 << 20
@@ -289,14 +290,18 @@ def list_files(path: Path, pattern: str) -> list[Path]:
     Raises:
         ShardMissing: there is none.
         NotAllowed: it is neither a regular file nor a folder, or the daemon may not look.
-        InvalidRequest: no glob can be written so.
+        InvalidRequest: no glob can be written so, or a folder's files are several sets.
         StorageUnavailable: the file system fails.
     """
     try:
         files = [file for file in _matches(path, pattern) if file.is_file()]
         exists = bool(files) or path.exists()
+        if path.is_dir():
+            _check_folder(path, files, pattern)
     except OSError as error:
         raise file_error(str(path), error) from error
+    except GyreError:
+        raise
     except ValueError as error:
         raise InvalidRequest(f"{path} is no glob: {error}") from error
     if files:
@@ -304,6 +309,13 @@ def list_files(path: Path, pattern: str) -> list[Path]:
     if exists and not path.is_dir():
         raise NotAllowed(f"{path} is neither a regular file nor a folder", {"path": path})
     raise ShardMissing(f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path})
+
+
+def _check_folder(path: Path, files: Sequence[Path], pattern: str) -> None:
+    """Whoever names a folder means all its files; see `splits`."""
+    check_one_set(str(path), [file.name for file in files], pattern)
+    if not files:
+        check_subfolders(str(path), [entry.name for entry in path.iterdir() if entry.is_dir()], pattern)
 
 
 def _matches(path: Path, pattern: str) -> list[Path]:

@@ -22,11 +22,12 @@ from gyre_daemon.storage.connections import Connections
 from gyre_daemon.storage.drivers import DriverSource
 from gyre_daemon.storage.endpoint import Endpoint, Terms
 from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
-from gyre_daemon.storage.location import Location, endpoints_in, relative_names
+from gyre_daemon.storage.location import Location, endpoints_in, redact, relative_names
 from gyre_daemon.storage.openfiles import OpenFiles
 from gyre_daemon.storage.patterns import matches_any, patterns_of
 from gyre_daemon.storage.remote import RemoteStorage
 from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.splits import check_one_set, check_subfolders
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # of the others' driver: s3
@@ -50,13 +51,16 @@ class StorageOpener:
         self._open_files = OpenFiles()
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
-    async def open(self, location: Location, settings: Mapping[str, Any], pattern: str) -> Storage:
+    async def open(
+        self, location: Location, settings: Mapping[str, Any], pattern: str, *, may_be_absent: bool = False
+    ) -> Storage:
         """List the shards of a location and stand ready to read them.
 
         Args:
             location: where.
             settings: the driver's: endpoint, region, credentials.
             pattern: which files count where the location is a folder.
+            may_be_absent: that nothing is there is no failed request.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: nothing is there, or it cannot be listed.
@@ -68,7 +72,7 @@ class StorageOpener:
             self._count_listing("file", len(location.paths), "ok")
             return self.local(paths, shards, None)
         filesystem = await self._make_filesystem(location, settings)
-        names, shards = await self._list_remote(filesystem, location, pattern)
+        names, shards = await self._list_remote(filesystem, location, pattern, may_be_absent=may_be_absent)
         num_endpoints = len(self.endpoints)
         endpoint = self._endpoint(location.scheme, settings, names[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
@@ -85,6 +89,34 @@ class StorageOpener:
             owner: keeps them for as long as somebody reads; None where nobody does.
         """
         return LocalStorage(paths, shards, self._workers, self._metrics, self._copiers, self._open_files, owner)
+
+    async def open_beside(
+        self, storage: Storage, shards: Sequence[int], suffix: str, settings: Mapping[str, Any]
+    ) -> Storage | None:
+        """Stand ready to read the files that lie beside some shards and have their names, but for the suffix.
+
+        Args:
+            storage: of the shards.
+            shards: some, by index; their order is that of the files.
+            suffix: in place of theirs.
+            settings: as in `open`.
+
+        Returns:
+            None where one of the files is not there, or where the storage says so of what it does not show.
+
+        Raises:
+            NotAllowed, StorageUnavailable: nobody can tell.
+        """
+        paths = [_path(storage, shard).rpartition(".")[0] + suffix for shard in shards]
+        scheme = paths[0].partition("://")[0] if "://" in paths[0] else "file"
+        try:
+            return await self.open(Location(scheme, tuple(paths), paths[0]), settings, "*" + suffix, may_be_absent=True)
+        except ShardMissing:
+            return None
+        except NotAllowed:
+            if scheme == "file":
+                raise
+            return None  # where keys may not be listed, S3 says so of absent ones
 
     def close(self) -> None:
         """Hang up everywhere."""
@@ -138,7 +170,7 @@ class StorageOpener:
             raise listing_error(location.text, error) from error
 
     async def _list_remote(
-        self, filesystem: AsyncFileSystem, location: Location, pattern: str
+        self, filesystem: AsyncFileSystem, location: Location, pattern: str, *, may_be_absent: bool
     ) -> tuple[list[str], list[Shard]]:
         outcome: Outcome = "error"
         found: list[_Entries] = [[] for _ in location.paths]
@@ -156,9 +188,14 @@ class StorageOpener:
             outcome = "ok"
         except ExceptionGroup as errors:
             error = first_error(errors)
+            if isinstance(error, GyreError):
+                raise error from errors
             if isinstance(error, ValueError | NotImplementedError):
                 raise InvalidRequest(f"the storage cannot list {location.text}: {error}") from errors
-            raise listing_error(location.text, error) from errors
+            listing = listing_error(location.text, error)
+            if may_be_absent and isinstance(listing, ShardMissing | NotAllowed):
+                outcome = "ok"
+            raise listing from errors
         except TimeoutError as error:
             raise listing_error(location.text, error) from error
         finally:
@@ -184,6 +221,11 @@ def _no_driver(scheme: str, error: ImportError) -> ConfigError:
     return ConfigError(f"no driver for {scheme}:// is installed: {error}")
 
 
+def _path(storage: Storage, shard: int) -> str:
+    """Where a shard lies, with scheme but for local files."""
+    return storage.path(shard) if isinstance(storage, RemoteStorage) else str(storage.local_path(shard))
+
+
 def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:
     paths = [file for path in location.paths for file in list_files(Path(path), pattern)]
     names = relative_names([str(path) for path in paths])
@@ -200,6 +242,7 @@ async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Ent
         if info["type"] != "directory":
             return [(path, info)]
         found = await _in_folder(filesystem, path.rstrip("/"), pattern)
+        await _check_folder(filesystem, path, found, pattern)
     return [
         (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
         for name, info in sorted(found.items())
@@ -213,6 +256,16 @@ async def _in_folder(filesystem: AsyncFileSystem, folder: str, pattern: str) -> 
         return dict(await filesystem._glob(f"{folder}/{pattern}", detail=True))
     found = await filesystem._glob(f"{folder}/*", detail=True)
     return {path: info for path, info in found.items() if matches_any(path.rpartition("/")[2], pattern)}
+
+
+async def _check_folder(filesystem: AsyncFileSystem, path: str, found: Mapping[str, Any], pattern: str) -> None:
+    """Whoever names a folder means all its files; see `splits`."""
+    shown = redact(path)
+    check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
+    if not found:
+        entries = await filesystem._ls(path, detail=True)
+        folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+        check_subfolders(shown, [name.rstrip("/").rpartition("/")[2] for name in folders], pattern)
 
 
 def listing_error(place: str, error: Exception) -> GyreError:

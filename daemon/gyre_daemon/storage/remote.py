@@ -75,6 +75,10 @@ class RemoteStorage:
         """See `Storage.local_path`: nowhere."""
         return None
 
+    def path(self, shard: int) -> str:
+        """Where the shard lies, with scheme."""
+        return self._paths[shard]
+
     async def _get(self, shard: int, start: int, stop: int) -> bytes:
         """The bytes `[start, stop)` of a shard."""
         arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -91,7 +91,7 @@ class Collator:
                 f"`data.sequence_length` {self._data.sequence_length} needs samples of {length} tokens, "
                 f"but a sample of {self._data.dataset!r} is {shape}"
             )
-        rows = tokens.long()
+        rows = tokens.long()  # no copy of unsigned ids, which arrive so; signed ones come as they are stored
         return Examples(rows[:, :-1], rows[:, 1:], None)
 
     def _documents(self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int) -> Examples:
