@@ -93,7 +93,7 @@ def gyre(workload: Workload, address: str, seed: int, job: str | None = None) ->
 
     field = "tokens" if workload.is_tokens else "bin"
     with Loader(workload.name, batch_size=workload.batch_size, seed=seed, address=address, job=job) as loader:
-        for batch in loader:
+        for batch in loader.stream():
             yield batch[field]
 
 
