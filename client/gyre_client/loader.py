@@ -156,7 +156,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             InvalidRequest: With `restart` nothing is read beyond the end of an iteration.
         """
         if self._restart:
-            raise InvalidRequest("a Loader with restart=True ends with its epochs: make another one for a stream without an end")
+            raise InvalidRequest("a Loader with restart=True ends with its epochs: make a second one for an endless stream")
         self._stream()
         return Pass(self, None, restart=False)
 
