@@ -9,7 +9,7 @@ DataLoader over a Loader becomes a `Prepared`; all others stay accelerate's. Not
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -71,6 +71,15 @@ class Prepared:
                 f"the Loader makes the batches, of {local_size} samples on each rank, but a batch size of {self.batch_size} is "
                 f"asked for: use DataLoader(loader, batch_size=None), or per_device_train_batch_size={local_size} in a Trainer"
             )
+
+    @property
+    def drop_last(self) -> NoReturn:
+        """What `skip_first_batches` asks for, to read and drop as many batches.
+
+        Raises:
+            InvalidRequest: A Loader goes to its place by its state.
+        """
+        raise InvalidRequest("resume a Loader by `load_state_dict` instead of `skip_first_batches`")
 
     def __iter__(self) -> Iterator[Any]:
         self.end_of_dataloader = False
@@ -150,5 +159,5 @@ def check_reader(loader: object) -> None:
     if is_read and not isinstance(active, Prepared):
         raise InvalidRequest(
             "accelerate would share out the batches of this Loader, of which each rank reads its own part already: import "
-            "accelerate before you make the Loader, and resume by `load_state_dict` instead of `skip_first_batches`"
+            "accelerate before you make the Loader, and read what `Accelerator.prepare` then makes of it"
         )

@@ -217,5 +217,5 @@ def test_the_older_of_two_iterators_says_so(address: str, whole: list[list[int]]
 def test_keywords_of_the_dataloader_are_refused_with_the_equivalent(address: str) -> None:
     with pytest.raises(TypeError, match="order='sequential' for shuffle=False"):
         loader(address, shuffle=False)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'shufle'$"):
-        loader(address, shufle=False)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+        loader(address, colour=False)

@@ -130,8 +130,8 @@ def test_what_the_dataloader_has_and_a_loader_has_not_is_told() -> None:
         refuse_unknown(["drop_last"])
     with pytest.raises(TypeError, match=r"argument 'num_workers': leave it out"):
         refuse_unknown(["num_workers"])
-    with pytest.raises(TypeError, match=r"argument 'shufle'$"):
-        refuse_unknown(["shufle"])
+    with pytest.raises(TypeError, match=r"argument 'colour'$"):
+        refuse_unknown(["colour"])
 
 
 def test_every_keyword_of_the_dataloader_is_explained() -> None:
