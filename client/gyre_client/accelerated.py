@@ -26,6 +26,13 @@ class PartReader(Protocol):
     def local_batch_size(self) -> int:
         """Samples in a batch."""
 
+    @property
+    def step(self) -> int:
+        """The step that comes next."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next batch is the first of this epoch."""
+
     def __len__(self) -> int: ...
     def __iter__(self) -> Pass: ...
     def state_dict(self) -> dict[str, Any]:
@@ -79,7 +86,10 @@ class Prepared:
         Raises:
             InvalidRequest: A Loader goes to its place by its state.
         """
-        raise InvalidRequest("resume a Loader by `load_state_dict` instead of `skip_first_batches`")
+        raise InvalidRequest(
+            "a Loader is resumed by its state instead of `skip_first_batches`: by `load_state_dict` or `Accelerator.load_state`, "
+            "and in Hugging Face's Trainer the callback gyre_client.huggingface.LoaderState"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         self.end_of_dataloader = False
@@ -96,7 +106,9 @@ class Prepared:
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Changes nothing: accelerate counts epochs from 0 in every process, and the Loader goes on by itself."""
+        """A Loader of which nothing was read goes to this epoch; any other goes on by itself, whatever is counted here."""
+        if epoch > 0 and self.dataset.step == 0:
+            self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the Loader's."""

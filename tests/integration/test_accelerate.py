@@ -51,13 +51,20 @@ with loader() as reading, loader() as plain:
     try:
         accelerator.skip_first_batches(batches, 3)
     except InvalidRequest as error:
-        assert "`load_state_dict` instead of `skip_first_batches`" in str(error), error
+        assert "by its state instead of `skip_first_batches`" in str(error), error
     else:
         raise AssertionError("it would be read ahead")
     reading.reset()
     inside = iter(batches)
     next(inside)
     assert [batch["sample_id"].tolist() for batch in reading] == expected[1:10], "the bare loader may be read beside"
+
+with loader() as reading:
+    batches = accelerator.prepare(DataLoader(reading, batch_size=None))
+    batches.set_epoch(1)
+    assert [batch["sample_id"].tolist() for batch in batches] == expected[10:]
+    batches.set_epoch(1)
+    assert reading.epoch == 2, "what was read from goes on by itself"
 
 with loader() as reading, loader(order="sequential") as plain:
     try:

@@ -1,5 +1,6 @@
 """The arithmetic of epochs, and the passes over a stream that is not there."""
 
+import inspect
 from itertools import islice
 from typing import Any
 
@@ -135,8 +136,6 @@ def test_what_the_dataloader_has_and_a_loader_has_not_is_told() -> None:
 
 
 def test_every_keyword_of_the_dataloader_is_explained() -> None:
-    import inspect
-
     names = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {"self", "dataset", "batch_size"}
     for name in names:
         with pytest.raises(TypeError, match=f"argument '{name}': "):
