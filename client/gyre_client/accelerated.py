@@ -87,8 +87,8 @@ class Prepared:
             InvalidRequest: A Loader goes to its place by its state.
         """
         raise InvalidRequest(
-            "a Loader is resumed by its state, not by `skip_first_batches`: "
-            "call `load_state_dict` or `Accelerator.load_state`, or give a Trainer the callback gyre_client.huggingface.LoaderState"
+            "a Loader is resumed by its state, not by `skip_first_batches`: call `load_state_dict` or "
+            "`Accelerator.load_state`, or give a Trainer the callback gyre_client.huggingface.LoaderState"
         )
 
     def __iter__(self) -> Iterator[Any]:
