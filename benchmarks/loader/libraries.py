@@ -94,7 +94,7 @@ def gyre(workload: Workload, address: str, seed: int, job: str | None = None, to
     field = "tokens" if workload.is_tokens else "bin"
     name, size = workload.name, workload.batch_size
     with Loader(name, batch_size=size, seed=seed, address=address, job=job, token_dtype=token_dtype) as loader:
-        for batch in loader:
+        for batch in loader.stream():
             yield batch[field]
 
 

@@ -124,7 +124,8 @@ def _warm(place: Place, folder: Path) -> list[tuple[Figures, Figures]]:
 
 def _epoch(serving: Daemon, dataset: str, seed: int, **options: Any) -> Figures:
     began, first_batch_s, num_samples = time.perf_counter(), 0.0, 0
-    with Loader(dataset, batch_size=BATCH_SIZE, seed=seed, address=serving.address, epochs=1, tail="drop", **options) as loader:
+    where: dict[str, Any] = {"address": serving.address, "restart": True}  # nothing is read beyond the epoch
+    with Loader(dataset, batch_size=BATCH_SIZE, seed=seed, tail="drop", **where, **options) as loader:
         for batch in loader:
             batch["tokens"].sum()
             first_batch_s = first_batch_s or time.perf_counter() - began

@@ -23,7 +23,7 @@ def prepare(task: dict[str, Any]) -> Callable[[], Batches]:
     if task["kind"] == "rinas":
         return lambda: _rinas(task)
     loader = Loader("set", batch_size=task["batch_size"], seed=task["seed"], address=task["address"])
-    return lambda: (batch["tokens"] for batch in loader)
+    return lambda: (batch["tokens"] for batch in loader.stream())
 
 
 def _rinas(task: dict[str, Any]) -> Batches:

@@ -111,7 +111,7 @@ def _block(task: dict[str, Any]) -> Callable[[], Batches]:
     from gyre_client import Loader  # noqa: PLC0415  (the others fork workers: no thread of gRPC may be there)
 
     loader = Loader("set", batch_size=task["batch_size"], seed=task["seed"], address=task["address"], order="block")
-    return lambda: (batch["tokens"] for batch in loader)
+    return lambda: (batch["tokens"] for batch in loader.stream())
 
 
 def mixing(batches: list[Ids], num_samples: int) -> float:

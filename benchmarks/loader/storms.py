@@ -65,7 +65,7 @@ class Job:
             if self._state:
                 loader.load_state_dict(self._state)
             try:
-                for batch in loader:
+                for batch in loader.stream():
                     self._take(batch)
                     if self._is_over():
                         return

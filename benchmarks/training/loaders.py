@@ -87,7 +87,7 @@ def opener(kind: Kind, source: Source) -> Callable[[], Batches]:
         return lambda: data_loader(Samples(source.stored, Files(source.stored.folder)), source.seed, num_workers=0)
     if kind in ("full", "block"):
         loader = gyre(kind, source.address, source.seed, source.window)  # the daemon has read the index then
-        return lambda: loader
+        return loader.stream
     samples: Any = Samples(source.stored, Web(source.url))
     return lambda: data_loader(Rinas(samples) if kind == "rinas" else samples, source.seed, NUM_WORKERS)
 

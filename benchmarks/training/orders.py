@@ -37,7 +37,7 @@ class Gyre:
     def __init__(self, order: Literal["full", "block"], address: str, window: Window, seed: int) -> None:
         self._address = address
         self._loader = gyre(order, address, seed, window)
-        self.batches: Batches = iter(self._loader)
+        self.batches: Batches = self._loader.stream()
 
     def quality(self) -> Quality:
         """As the daemon reports it, of what it sent lately."""

@@ -7,21 +7,27 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
 import torch
-import torch.distributed
 from gyre_protos.v1 import loader_pb2 as pb
 from torch.utils.data import IterableDataset
 
-from gyre_client.arguments import MAX_UINT32, MAX_UINT64, reader, whole
+from gyre_client import accelerated
+from gyre_client.arguments import MAX_UINT32, reader, whole
 from gyre_client.arguments import order as order_spec
 from gyre_client.connection import Connection
 from gyre_client.device import CudaCopier, DeviceStream, parse_device
 from gyre_client.endpoint import Endpoint, endpoint_of_dataset
+from gyre_client.epochs import epochs_of
 from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
 from gyre_client.one_thread import OneThread
 from gyre_client.outage import Outage
+from gyre_client.passes import Pass, Turn
+from gyre_client.ranks import place_of
 from gyre_client.stream import BatchStream
 from gyre_client.tokens import widened
+from gyre_client.torch_names import refuse_unknown
 from gyre_client.wire import dataset_ref, join_value
+
+NEVER = 1 << 64  # a step that no job reaches
 
 
 class Loader(IterableDataset[dict[str, torch.Tensor]]):
@@ -30,14 +36,22 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     **`batch_size` is the global batch size**, over all ranks: with `batch_size=256` on 8 ranks each rank's batches have 32
     samples. So the same arguments give the same global batches on any number of ranks.
 
-    Iterating yields dicts of tensors by field name, for ever or for `epochs` epochs. The tensors are the caller's: writable,
-    and valid as long as they are held; with `device`, they are in that device's memory. A field whose samples differ in length
-    is two tensors, `NAME` and `NAME.offsets`: sample i is `NAME[offsets[i]:offsets[i + 1]]` (see also `gyre_client.texts`).
-    `sample_id` says which samples they are.
+    Iterating yields dicts of tensors by field name, one epoch at a time:
 
-    `iter()` continues where the stream stands. `state_dict()` is that place, after the last batch yielded: what was merely
-    prefetched counts as unread. If the daemon goes away, the loader waits for it up to `reattach_timeout_s` and reads on at
-    that place, without a loss or a repetition.
+        for epoch in range(num_epochs):
+            for batch in loader:
+                ...
+
+    The tensors are the caller's: writable, and valid as long as they are held; with `device`, they are in that device's
+    memory. A field whose samples differ in length is two tensors, `NAME` and `NAME.offsets`: sample i is
+    `NAME[offsets[i]:offsets[i + 1]]` (see also `gyre_client.texts`). `sample_id` says which samples they are.
+
+    `iter()` continues where the loader stands: inside an epoch with the rest of it, at the end of one with the next. The
+    daemon reads on across that end. `stream()` has no end. All iterators of a loader take from one stream, so only the
+    youngest of them may go on; `next(loader)` is the next batch of that stream, whatever its epoch.
+
+    `state_dict()` is the place after the last batch yielded: what was merely prefetched counts as unread. If the daemon goes
+    away, the loader waits for it up to `reattach_timeout_s` and reads on at that place, without a loss or a repetition.
 
     Use it bare, or as `DataLoader(loader, batch_size=None, num_workers=0)`. It belongs to the process that made it and to one
     thread at a time. Close it, or use it as a context manager, to end its session at once; a forgotten one is closed when it
@@ -58,7 +72,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         io_block_bytes: int = 0,
         window_blocks: int = 0,
         join: str = "alone",
-        epochs: int | None = None,
+        epochs: int | None = 1,
+        restart: bool = False,
         job: str | None = None,
         prefetch_batches: int = 0,
         reattach_timeout_s: float = 60.0,
@@ -66,6 +81,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         token_dtype: str = "int64",
         format: str | None = None,  # noqa: A002  (the word that the daemon's configuration uses)
         options: Mapping[str, object] | None = None,
+        **unknown: object,
     ) -> None:
         """Finds the daemon and the dataset; waits up to `reattach_timeout_s` for the daemon.
 
@@ -85,7 +101,9 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             window_blocks: With `block`, how many blocks are mixed with each other; 0 for four times `batch_size`.
             join: `alone`, or `rotate`: to begin where a running job of the same order on the same data reads now, so that both
                 read what is at hand; every epoch goes round from there. With several ranks, give each rank 0's state.
-            epochs: How many epochs until the stream ends; None for no end.
+            epochs: How many epochs one iteration passes over; None for an iteration without an end.
+            restart: Every iteration begins at the first batch again, and nothing is read beyond its end: for validation, with
+                order="sequential" and tail="pad".
             job: Who reads; two loaders of one job and rank displace each other, the younger the older. A name of its own if
                 None.
             prefetch_batches: Batches that the daemon keeps in flight, and as many the loader; 0 for the daemon's default.
@@ -95,18 +113,24 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 stay as they are stored.
             format: Makes `dataset` an ad-hoc definition: "tokens" or "webdataset". A daemon must allow it; a private one does.
             options: The ad-hoc definition's other keys, such as {"sequence_length": 1024}.
+            unknown: Nothing: what the DataLoader has instead is told by the error.
 
         Raises:
+            TypeError: An argument that a Loader does not have.
             InvalidRequest: An argument that cannot be meant.
             GyreError: What the daemon says against it; DaemonUnavailable if it stays away.
         """
-        rank, world_size = _place(rank, world_size)
+        refuse_unknown(unknown)
+        accelerated.leave_parts_to(Loader)
+        rank, world_size = place_of(rank, world_size)
+        self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
+        self._restart = restart
         self._device = parse_device(device)
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options),
             order=order_spec(batch_size, world_size, seed, tail, order, io_block_bytes, window_blocks),
             reader=reader(job, rank, world_size),
-            num_epochs=0 if epochs is None else whole("epochs", epochs, 1, MAX_UINT64),
+            num_epochs=(self._num_epochs or 0) if restart else 0,  # else the daemon reads on beyond a pass
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
             join=join_value(join),
         )
@@ -115,6 +139,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._token_dtype = token_dtype
         self._cursor = b""
         self._step = 0
+        self._loaded_step = -1  # at which a state was loaded
+        self._turn = Turn()
         self._held = _Held(endpoint_of_dataset(address, dataset, format))
         self._finalizer = weakref.finalize(self, self._held.give_back)
         try:
@@ -123,11 +149,26 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         except BaseException:
             self.close()
             raise
+        self._epochs = epochs_of(self.num_samples, self._global_batch_size, tail)
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> Pass:
+        accelerated.check_reader(self)
+        if not self._restart:
+            with self._one_thread:
+                self._stream()  # so that the daemon begins to read
+        return Pass(self, self._num_epochs, restart=self._restart)
+
+    def stream(self) -> Pass:
+        """Returns an iterator without an end, from where the loader stands on, whatever `epochs` is.
+
+        Raises:
+            InvalidRequest: With `restart` nothing is read beyond the end of an iteration.
+        """
+        if self._restart:
+            raise InvalidRequest("a Loader with restart=True ends with its epochs: make a second one for an endless stream")
         with self._one_thread:
             self._stream()
-        return self
+        return Pass(self, None, restart=False)
 
     def __next__(self) -> dict[str, torch.Tensor]:
         with self._one_thread:
@@ -144,10 +185,10 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         return batch.tensors
 
     def __len__(self) -> int:
-        """The steps of the whole stream, from step 0 to its end; a TypeError if it has none."""
-        if not self._request.num_epochs:
-            raise TypeError("a Loader without `epochs` has no length: it never ends")
-        return self._stream().opened.num_steps
+        """The most steps that one iteration has: with `wrap` one less in some epochs. A TypeError if it has no end."""
+        if self._num_epochs is None:
+            raise TypeError("a Loader with epochs=None has no length: its iteration never ends")
+        return self._epochs.max_steps(self._num_epochs)
 
     def __enter__(self) -> Self:
         return self
@@ -164,15 +205,19 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         return self._description.num_samples
 
     @property
+    def local_batch_size(self) -> int:
+        """Samples in each of this rank's batches."""
+        return self._global_batch_size // self._request.reader.world_size
+
+    @property
     def fingerprint(self) -> str:
         """Of the dataset's contents; two datasets with the same fingerprint have the same batches."""
         return self._description.fingerprint
 
     @property
     def steps_per_epoch(self) -> int:
-        """The steps of an epoch: whole batches, but with `pad` the filled-up one too."""
-        num_positions = self.num_samples + (self._global_batch_size - 1 if self._request.order.tail == pb.TAIL_PAD else 0)
-        return num_positions // self._global_batch_size
+        """The most steps that an epoch has: with `wrap` one less in some epochs."""
+        return self._epochs.max_steps(1)
 
     @property
     def step(self) -> int:
@@ -183,9 +228,23 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     @property
     def epoch(self) -> int:
         """The epoch in which the next step begins."""
-        if self._request.order.tail == pb.TAIL_WRAP:
-            return self.step * self._global_batch_size // self.num_samples
-        return self.step // self.steps_per_epoch
+        return self._epochs.epoch_of(self.step)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next batch is the first of this epoch, counted from 0.
+
+        Where a state inside this epoch was loaded just now, the loader stays there. A loader with `restart` begins each
+        iteration at the first epoch, whatever is set here.
+        """
+        epoch = whole("epoch", epoch, 0, MAX_UINT32)
+        is_resumed = self.step == self._loaded_step and self.epoch == epoch
+        if not (is_resumed or self._restart):
+            self._go_to(self._epochs.first_step(epoch))
+
+    def reset(self) -> None:
+        """The next batch is the first of the first epoch."""
+        if self._cursor:
+            self._go_to(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what resumes after the last batch yielded, the same on every rank: a dict of opaque bytes."""
@@ -210,6 +269,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             except BaseException:
                 self._cursor = previous
                 raise
+            self._loaded_step = self._step
+            self._turn.look_again()
 
     def close(self) -> None:
         """The session is over, its threads and connections are gone; batches already yielded stay valid."""
@@ -219,11 +280,14 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     def _global_batch_size(self) -> int:
         return self._request.order.global_batch_size
 
-    def _stream(self) -> BatchStream | DeviceStream:
-        """Returns the stream, opened at the cursor if it is not."""
+    def _stream(self, step: int | None = None) -> BatchStream | DeviceStream:
+        """Returns the stream, opened at the cursor, or at a step, if it is not open."""
         self._check_process()
         if self._held.stream is None:
             self._request.cursor = self._cursor
+            self._request.ClearField("step")
+            if step is not None:
+                self._request.step = step
             stream = self._open()
             self._held.stream = stream
             self._cursor = stream.opened.cursor
@@ -239,6 +303,20 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         """The loader knows where it stands, which at the very beginning the daemon has to say."""
         if not self._cursor:
             self._stream()
+
+    def _go_to(self, step: int) -> None:
+        """The next batch is that of this step."""
+        self._locate()
+        if step != self._step:
+            self._held.close_stream()
+            self._stream(step)
+        self._loaded_step = -1
+        self._turn.look_again()
+
+    def _stop_step(self, num_epochs: int | None) -> int:
+        """See `passes.Stream`."""
+        self._locate()
+        return NEVER if num_epochs is None else self._epochs.stop_step(self._step, num_epochs)
 
     def _describe(self) -> pb.DatasetDescription:
         endpoint = self._held.endpoint
@@ -280,20 +358,3 @@ class _Held:
         if self.pid == os.getpid():  # a forked child's copy holds nothing
             self.close_stream()
             self.endpoint.release()
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Returns rank and world size: as given, torch.distributed's, or 0 of 1."""
-    if (rank is None) != (world_size is None):
-        raise InvalidRequest("rank and world_size go together: give both or neither")
-    if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise InvalidRequest(
-                "this process was launched as one of several ranks, but torch.distributed is not initialised: "
-                "call init_process_group before making a Loader, or pass rank and world_size"
-            )
-        return 0, 1
-    world_size = whole("world_size", world_size, 1, MAX_UINT32)
-    return whole("rank", rank, 0, world_size - 1), world_size

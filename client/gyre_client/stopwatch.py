@@ -78,7 +78,7 @@ def _gyre(task: dict[str, Any]) -> Generator[Batch, None, None]:
 
     names = ("dataset", "batch_size", "seed", "address", "format", "options")
     with Loader(**{name: task[name] for name in names}, token_dtype="stored") as loader:  # as the DataLoader has them
-        yield from loader
+        yield from loader.stream()
 
 
 def _own_samples(task: dict[str, Any]) -> OwnTokens | OwnTars:

@@ -73,6 +73,7 @@ class BatchStream:
             raise
         self.opened = session.opened
         self._request.cursor = self.opened.cursor
+        self._request.ClearField("step")  # from now on the cursor moves
         self._thread = threading.Thread(target=self._run, args=(session,), name="gyre-receiver", daemon=True)
         self._thread.start()
 

@@ -130,8 +130,8 @@ class Plan:
         return places, bounds
 
     def num_steps(self, num_epochs: int) -> int:
-        """Whole steps in so many epochs; what is left of the last one with `wrap` is not handed out."""
-        return num_epochs * self.epoch_length // self.order.global_batch_size
+        """How many steps begin in so many epochs; with `wrap` the last of them may run on into the next epoch."""
+        return -(-num_epochs * self.epoch_length // self.order.global_batch_size)
 
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """The samples at places of the first epoch, in `[0, N)`, of the running order: without ranks, tails or a start."""

@@ -1,6 +1,6 @@
 """What a client asks for when it opens a session."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gyre_daemon.arena import Share, divide
 from gyre_daemon.batch import max_batch_bytes, max_note_bytes
@@ -11,6 +11,7 @@ from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.plan import Order, check_ranks
 
 MAX_EPOCHS = 1 << 32
+MAX_POSITION = 1 << 62
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
 _STRIPS_AHEAD_BYTES, _MANY_IN_STRIPS = 24 << 20, 192  # the same where several batches make a strip
 _MOST_IN_STRIPS, _SAMPLES_IN_STRIPS = 768, 48 << 10  # where layouts are equal: a third of them is planned in 1 ms
@@ -42,9 +43,10 @@ class SessionRequest:
         dataset: open.
         order: how to go through it.
         reader: for whom.
-        num_epochs: after which the stream ends; 0 for never.
+        num_epochs: the stream ends after the last step that begins in so many; 0 for never.
         cursor: encoded; empty for the beginning.
         prefetch_batches: size of the window; 0 to let the size of a batch decide.
+        step: where to begin, instead of at the cursor's step.
     """
 
     dataset: Dataset
@@ -53,6 +55,7 @@ class SessionRequest:
     num_epochs: int
     cursor: bytes
     prefetch_batches: int
+    step: int | None = None
 
     def check(self) -> None:
         """Refuse what makes no sense.
@@ -63,6 +66,8 @@ class SessionRequest:
         check_ranks(self.order, self.reader.rank, self.reader.world_size)
         if self.num_epochs > MAX_EPOCHS or self.prefetch_batches > MAX_PREFETCH_BATCHES:
             raise InvalidRequest(f"at most {MAX_EPOCHS} epochs and {MAX_PREFETCH_BATCHES} prefetched batches can be asked for")
+        if self.step is not None and self.step * self.order.global_batch_size > MAX_POSITION:
+            raise InvalidRequest(f"step {self.step} lies beyond any training; positions end at 2**62")
 
     def start_cursor(self) -> Cursor:
         """Where it begins.
@@ -70,6 +75,12 @@ class SessionRequest:
         Raises:
             CursorRejected: the client's cursor does not fit.
         """
+        cursor = self._cursor()
+        if self.step is None:
+            return cursor
+        return replace(cursor, position=self.step * self.order.global_batch_size, num_substitutes=0)
+
+    def _cursor(self) -> Cursor:
         if not self.cursor:
             return Cursor(self.dataset.fingerprint, self.order, position=0)
         cursor = decode_cursor(self.cursor)

@@ -38,7 +38,7 @@ def daemon(gyred: Any, tmp_path: Path) -> Any:
 
 
 def steps(loader: Loader, num: int) -> list[list[int]]:
-    return [batch["sample_id"].tolist() for batch in islice(loader, num)]
+    return [batch["sample_id"].tolist() for batch in islice(loader.stream(), num)]
 
 
 @pytest.fixture

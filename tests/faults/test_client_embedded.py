@@ -72,7 +72,7 @@ def test_loaders_share_one_private_daemon_and_the_last_stops_it(tokens: Path) ->
         with private(tokens) as second:
             assert len(daemons()) == 1
             assert next(first)["tokens"].tolist() == next(second)["tokens"].tolist()
-        assert len(list(islice(first, 20))) == 20
+        assert len(list(islice(first.stream(), 20))) == 20
     assert daemons() == []
     assert not directory.exists()
     with private(tokens) as third:
@@ -124,12 +124,12 @@ def test_it_is_gone_when_its_parent_ends_without_closing(tokens: Path) -> None:
 
 def test_a_private_daemon_that_dies_is_replaced_and_nothing_is_lost(tokens: Path) -> None:
     with private(tokens) as loader:
-        expected = [batch["sample_id"].tolist() for batch in islice(loader, 201)]
+        expected = [batch["sample_id"].tolist() for batch in islice(loader.stream(), 201)]
     with private(tokens, prefetch_batches=4) as loader:
         seen = [next(loader)["sample_id"].tolist()]
         (daemon,) = daemons()
         os.kill(daemon.pid, signal.SIGKILL)
-        seen += [batch["sample_id"].tolist() for batch in islice(loader, 200)]  # more than can be in the queue
+        seen += [batch["sample_id"].tolist() for batch in islice(loader.stream(), 200)]  # more than can be in the queue
         assert seen == expected
         (another,) = daemons()
         assert another != daemon
@@ -151,7 +151,7 @@ def test_the_next_clears_away_what_a_killed_owner_and_daemon_left(tokens: Path, 
         [
             "import os, signal, sys",
             "from gyre_client import Loader, embedded",
-            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'sequence_length': 8})",
+            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'dtype': 'uint16', 'sequence_length': 8})",
             "os.kill(embedded.acquire().pid, signal.SIGKILL)",
             "os.kill(os.getpid(), signal.SIGKILL)",
         ]

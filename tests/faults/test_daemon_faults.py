@@ -147,7 +147,7 @@ def test_corrupt_sample_comes_in_its_turn_and_is_named(gyred: StartDaemon, tmp_p
             writer.write({"__key__": f"{index:03}", "json": b"{]" if index == 40 else b"{}"})
     daemon = gyred({"datasets": {"x": {"uri": str(tmp_path / "x.tar"), "format": "webdataset"}}})
     sound = []
-    with Loader("x", batch_size=4, seed=3, epochs=1, address=daemon.address) as loader:
+    with Loader("x", batch_size=4, seed=3, address=daemon.address) as loader:
         with pytest.raises(
             CorruptSample, match=r"sample 40 of dataset `x` \(shard x\.tar, byte \d+\) is corrupt: field json"
         ) as caught:
@@ -204,7 +204,7 @@ def test_full_disk_for_the_index(gyred: StartDaemon, tmp_path: Path) -> None:
         pytest.skip("this machine does not let root mount a tmpfs")
     try:
         daemon = gyred({"index_dir": str(small), "datasets": {"x": {"uri": str(tmp_path / "x.tar"), "format": "webdataset"}}})
-        with Loader("x", batch_size=10, epochs=1, address=daemon.address) as loader:  # it serves from an index in memory
+        with Loader("x", batch_size=10, address=daemon.address) as loader:  # it serves from an index in memory
             seen = torch.cat([batch["sample_id"] for batch in loader])
         assert sorted(seen.tolist()) == list(range(2000))
         assert [event["shard"] for event in daemon.events() if event["event"] == "index not stored"] == ["x.tar"]
@@ -220,7 +220,7 @@ def test_full_disk_for_the_index(gyred: StartDaemon, tmp_path: Path) -> None:
 
 def read_for_ever(address: str, started: "multiprocessing.Queue[int]") -> None:
     with Loader("tokens", batch_size=20, seed=7, job="victim", address=address) as loader:
-        for batch in loader:
+        for batch in loader.stream():
             started.put(len(batch))
 
 
@@ -312,6 +312,7 @@ SENSELESS = [
     (pb.OpenSessionRequest(reader=pb.Reader(rank=5, world_size=2)), "rank 5 of world size 2"),
     (pb.OpenSessionRequest(reader=pb.Reader(job="j" * 300)), "job's name"),
     (pb.OpenSessionRequest(num_epochs=1 << 63), "epochs"),
+    (pb.OpenSessionRequest(step=1 << 63), "step 9223372036854775808 lies beyond any training"),
     (pb.OpenSessionRequest(prefetch_batches=1 << 31), "prefetched batches"),
     (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="")), "no dataset is named ''"),
     (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="\x00\n\x1b[31m")), "no dataset is named"),

@@ -60,7 +60,8 @@ def slow(rules: list[Rule]) -> Script:
 
 
 def loader(daemon: Daemon, epochs: int | None = 1) -> Loader:
-    return Loader("tokens", batch_size=50, seed=1, epochs=epochs, address=daemon.address, reattach_timeout_s=1.0)
+    common: dict[str, Any] = {"batch_size": 50, "seed": 1, "address": daemon.address, "reattach_timeout_s": 1.0}
+    return Loader("tokens", **common, epochs=epochs, restart=True)
 
 
 def check_epoch(loader: Loader, trouble: Mapping[int, Callable[[], None]] | None = None) -> None:

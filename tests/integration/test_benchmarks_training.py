@@ -60,10 +60,10 @@ def test_all_loaders_bring_the_same_samples_in_the_same_batches(data: Path, gyre
         assert_same("rinas", list(islice(data_loader(rinas, SEED, num_workers=0), NUM_STEPS)), expected)
         daemon = gyred({"datasets": {"data": stored.config(url)}})
         with gyre("full", daemon.address, SEED, Window(1, 1, 1)) as loader:
-            assert_same("full", list(islice(loader, NUM_STEPS)), expected)
+            assert_same("full", list(islice(loader.stream(), NUM_STEPS)), expected)
         every = Samples(stored, files)
         with gyre("block", daemon.address, SEED, Window(4, 8, 64)) as loader:
-            for batch in islice(loader, NUM_STEPS):
+            for batch in islice(loader.stream(), NUM_STEPS):
                 alone = [every[index] for index in batch["sample_id"].tolist()]
                 assert_same("block", [batch], [{field: torch.stack([one[field] for one in alone]) for field in batch}])
         web.close()

@@ -65,7 +65,7 @@ def read(
     per_object = OBJECT_BYTES // sample_bytes * sample_bytes // 4  # what is no whole sample is left out
     wanted = np.concatenate([part[:per_object] for part in np.split(tokens, NUM_OBJECTS)]).reshape(-1, sample_bytes // 4)
     seen: list[int] = []
-    with Loader("set", batch_size=batch_size, seed=seed, tail="pad", epochs=1, address=daemon.address, **options) as loader:
+    with Loader("set", batch_size=batch_size, seed=seed, tail="pad", restart=True, address=daemon.address, **options) as loader:
         for batch in itertools.islice(loader, num_batches if num_batches >= 0 else None):
             is_real = batch["mask"].numpy()
             ids = batch["sample_id"].numpy()[is_real]

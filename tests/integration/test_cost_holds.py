@@ -63,7 +63,8 @@ def estimates(daemon: Daemon, dataset: str) -> dict[str, Asked]:
 def measured(daemon: Daemon, dataset: str, epochs: int = EPOCHS, **options: Any) -> Asked:
     """What reading the epochs asks for."""
     before = asked(daemon)
-    with Loader(dataset, batch_size=BATCH, seed=5, address=daemon.address, epochs=epochs, tail="drop", **options) as loader:
+    where: dict[str, Any] = {"address": daemon.address, "epochs": epochs, "restart": True}  # nothing is read beyond them
+    with Loader(dataset, batch_size=BATCH, seed=5, tail="drop", **where, **options) as loader:
         num_samples = sum(len(batch["sample_id"]) for batch in loader)
     assert num_samples == epochs * (sum(SHARD_SAMPLES) // BATCH) * BATCH
     after = asked(daemon)

@@ -41,7 +41,7 @@ def test_tokens_are_the_files_windows(gyred: StartDaemon, token_files: Path) -> 
     for name in "abcd":
         tokens = np.fromfile(token_files / f"{name}.bin", np.uint16)
         windows += [tokens[begin : begin + 10] for begin in range(0, len(tokens) - 9, 7)]
-    with Loader("tokens", batch_size=32, seed=1, epochs=1, tail="pad", address=daemon.address) as loader:
+    with Loader("tokens", batch_size=32, seed=1, tail="pad", address=daemon.address) as loader:
         seen = []
         for batch in loader:
             for sample_id, sample, real in zip(
@@ -71,9 +71,7 @@ def test_ranks_share_each_global_batch(gyred: StartDaemon, token_files: Path) ->
 def test_jobs_with_different_seeds_at_once(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
     with ExitStack() as stack:
-        loaders = [
-            stack.enter_context(Loader("tokens", batch_size=30, seed=seed, epochs=1, address=daemon.address)) for seed in (1, 2)
-        ]
+        loaders = [stack.enter_context(Loader("tokens", batch_size=30, seed=seed, address=daemon.address)) for seed in (1, 2)]
         steps = list(zip(*loaders, strict=True))  # a batch of the one, a batch of the other
     first, second = (torch.cat([step[job]["sample_id"] for step in steps]).tolist() for job in range(2))
     assert sorted(first) == sorted(second) == list(range(300))
@@ -115,7 +113,7 @@ def test_webdataset_fields_are_decoded(gyred: StartDaemon, tmp_path: Path) -> No
     samples = write_text_shards(tmp_path / "shards")
     uri = str(tmp_path / "shards" / "shard-{000..002}.tar")
     daemon = gyred({"datasets": {"text": {"uri": uri, "format": "webdataset"}}})
-    with Loader("text", batch_size=8, seed=9, epochs=1, address=daemon.address) as loader:
+    with Loader("text", batch_size=8, seed=9, address=daemon.address) as loader:
         seen = []
         for batch in loader:
             check_text_batch(batch, samples)
@@ -162,7 +160,7 @@ def test_object_storage_gives_the_same_batches_by_one_range_request_a_sample(
     )
     with ExitStack() as stack:
         local, remote = (
-            stack.enter_context(Loader(name, batch_size=8, seed=2, epochs=1, address=daemon.address))
+            stack.enter_context(Loader(name, batch_size=8, seed=2, restart=True, address=daemon.address))
             for name in ("local", "remote")
         )
         assert local.fingerprint == remote.fingerprint

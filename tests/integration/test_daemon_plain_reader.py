@@ -64,7 +64,7 @@ def test_batches_are_those_of_a_plain_reader(gyred: Any, token_files: Path, tmp_
         arguments = {"batch_size": BATCH_SIZE, "seed": SEED, "address": daemon.address, "prefetch_batches": prefetch_batches}
         with Loader(name, **arguments, token_dtype="stored") as loader:
             assert loader.num_samples == len(samples)
-            for (ids, expected), batch in zip(plain_batches(samples), loader, strict=False):
+            for (ids, expected), batch in zip(plain_batches(samples), loader.stream(), strict=False):
                 assert batch["sample_id"].tolist() == ids
                 assert batch[field].numpy().tobytes() == b"".join(expected)
                 if name == "ragged":

@@ -76,7 +76,8 @@ WANTED: npt.NDArray[np.uint16] = np.frombuffer(b"".join(shards()), np.uint16).re
 def read(daemon: Daemon, seed: int = 0, num_epochs: int = 1, wanted: npt.NDArray[np.uint16] = WANTED, **options: Any) -> None:
     """Go through the data and compare every sample."""
     seen: list[int] = []
-    with Loader("set", batch_size=BATCH, seed=seed, address=daemon.address, epochs=num_epochs, **options) as loader:
+    where: dict[str, Any] = {"address": daemon.address, "epochs": num_epochs, "restart": True}
+    with Loader("set", batch_size=BATCH, seed=seed, **where, **options) as loader:
         for batch in loader:
             ids = batch["sample_id"].numpy()
             assert np.array_equal(batch["tokens"].numpy(), wanted[ids].astype(batch["tokens"].numpy().dtype))

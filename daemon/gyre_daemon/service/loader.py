@@ -113,7 +113,15 @@ class LoaderService(pb_grpc.LoaderServicer):
         order = self._joined(request, order, dataset)
         prefetch_batches = request.prefetch_batches or self._prefetch_batches
         session = await self._sessions.open(
-            SessionRequest(dataset, order, reader, request.num_epochs, request.cursor, prefetch_batches)
+            SessionRequest(
+                dataset,
+                order,
+                reader,
+                request.num_epochs,
+                request.cursor,
+                prefetch_batches,
+                request.step if request.HasField("step") else None,
+            )
         )
         peer = self._peer(context)
         if peer and session.share_arenas(peer):

@@ -796,13 +796,16 @@ class OpenSessionRequest(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
-    """the stream ends after so many; 0: never"""
+    """the stream ends after the last step that begins in so many; 0: never"""
     cursor: _builtins.bytes
     """where to go on; empty: at the beginning"""
     prefetch_batches: _builtins.int
     """the prefetch window; 0: the daemon's default"""
     join: Global___Join.ValueType
+    step: _builtins.int
+    """where to begin, instead of at the cursor's own step"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
@@ -819,12 +822,15 @@ class OpenSessionRequest(_message.Message):
         cursor: _builtins.bytes = ...,
         prefetch_batches: _builtins.int = ...,
         join: Global___Join.ValueType = ...,
+        step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order", "reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "dataset", b"dataset", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "cursor", b"cursor", "dataset", b"dataset", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
 

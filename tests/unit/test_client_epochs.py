@@ -1,0 +1,142 @@
+"""The arithmetic of epochs, and the passes over a stream that is not there."""
+
+import inspect
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from gyre_client.epochs import Epochs, epochs_of
+from gyre_client.errors import InvalidRequest
+from gyre_client.passes import Pass, Turn
+from gyre_client.torch_names import refuse_unknown
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "tail", "length", "sizes"),
+    [
+        (101, 10, "wrap", 101, [11, 10, 10]),
+        (101, 10, "drop", 100, [10, 10, 10]),
+        (101, 10, "pad", 110, [11, 11, 11]),
+        (100, 10, "wrap", 100, [10, 10, 10]),
+        (7, 10, "wrap", 7, [1, 1, 1]),  # some epochs have no beginning of a step; a pass is one that has
+        (7, 10, "pad", 10, [1, 1, 1]),
+    ],
+)
+def test_steps_of_epochs(num_samples: int, batch_size: int, tail: str, length: int, sizes: list[int]) -> None:
+    epochs = epochs_of(num_samples, batch_size, tail)
+    assert epochs.length == length
+    step, found = 0, []
+    for _ in sizes:
+        stop = epochs.stop_step(step, 1)
+        assert {epochs.epoch_of(each) for each in range(step, stop)} == {epochs.epoch_of(step)}
+        found.append(stop - step)
+        step = stop
+    assert found == sizes
+    assert max(found) <= epochs.max_steps(1)
+    assert all(epochs.epoch_of(epochs.first_step(epoch)) >= epoch for epoch in range(9))
+
+
+def test_passes_of_several_epochs_follow_each_other() -> None:
+    epochs = Epochs(length=101, batch_size=10)
+    assert epochs.max_steps(2) == 21
+    assert epochs.stop_step(0, 2) == epochs.stop_step(20, 2) == 21
+    assert epochs.stop_step(21, 2) == 41
+
+
+class Counted:
+    """A stream whose batches are their steps."""
+
+    def __init__(self, length: int = 5) -> None:
+        self._step = 0
+        self._turn = Turn()
+        self.epochs = Epochs(length, 1)
+
+    def __next__(self) -> Any:
+        self._step += 1
+        return self._step - 1
+
+    def reset(self) -> None:
+        self.go_to(0)
+
+    def go_to(self, step: int) -> None:
+        self._step = step
+        self._turn.look_again()
+
+    def _stop_step(self, num_epochs: int | None) -> int:
+        return 1 << 64 if num_epochs is None else self.epochs.stop_step(self._step, num_epochs)
+
+
+def steps(stream: Counted, num_epochs: int | None = 1, *, restart: bool = False) -> Any:
+    return Pass(stream, num_epochs, restart=restart)
+
+
+def test_each_pass_is_an_epoch_and_a_left_one_is_gone_on_with() -> None:
+    stream = Counted()
+    assert list(steps(stream)) == [0, 1, 2, 3, 4]
+    assert list(islice(steps(stream), 2)) == [5, 6]
+    assert list(steps(stream)) == [7, 8, 9]
+    assert list(steps(stream, 2)) == [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    assert list(islice(steps(stream, None), 7)) == [20, 21, 22, 23, 24, 25, 26]
+
+
+def test_a_pass_that_has_ended_stays_so_and_is_its_own_iterator() -> None:
+    stream = Counted()
+    ended = steps(stream)
+    assert iter(ended) is ended
+    assert len(list(ended)) == 5
+    assert list(ended) == []
+    stream.reset()
+    assert list(ended) == []
+
+
+def test_a_pass_follows_where_its_stream_is_sent() -> None:
+    stream = Counted()
+    one = steps(stream)
+    assert next(one) == 0
+    stream.go_to(8)
+    assert list(one) == [8, 9]
+
+
+def test_a_restarted_pass_begins_at_the_beginning_even_after_a_break() -> None:
+    stream = Counted()
+    assert list(islice(steps(stream, restart=True), 3)) == [0, 1, 2]
+    again = steps(stream, restart=True)
+    assert stream._step == 3, "not before its first batch is asked for"
+    assert list(again) == [0, 1, 2, 3, 4]
+
+
+def test_only_the_youngest_pass_goes_on() -> None:
+    stream = Counted()
+    older = steps(stream)
+    next(older)
+    younger = steps(stream)
+    with pytest.raises(InvalidRequest, match="another iteration of this Loader has begun"):
+        next(older)
+    assert list(younger) == [1, 2, 3, 4]
+    assert not older.is_at_end
+
+
+def test_the_end_is_known_with_the_last_batch() -> None:
+    stream = Counted(3)
+    one = steps(stream)
+    assert [(step, one.is_at_end) for step in one] == [(0, False), (1, False), (2, True)]
+
+
+def test_what_the_dataloader_has_and_a_loader_has_not_is_told() -> None:
+    refuse_unknown([])
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'shuffle': .*order='sequential' for shuffle=False"):
+        refuse_unknown(["shuffle"])
+    with pytest.raises(TypeError, match=r"argument 'drop_last': use tail='drop'"):
+        refuse_unknown(["drop_last"])
+    with pytest.raises(TypeError, match=r"argument 'num_workers': leave it out"):
+        refuse_unknown(["num_workers"])
+    with pytest.raises(TypeError, match=r"argument 'colour'$"):
+        refuse_unknown(["colour"])
+
+
+def test_every_keyword_of_the_dataloader_is_explained() -> None:
+    names = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {"self", "dataset", "batch_size"}
+    for name in names:
+        with pytest.raises(TypeError, match=f"argument '{name}': "):
+            refuse_unknown([name])
