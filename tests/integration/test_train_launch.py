@@ -20,9 +20,9 @@ PREAMBLE = """
 import os, sys, time
 from pathlib import Path
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-from gyre_trainer.training.rank_failure import Launcher
-launcher = Launcher.of(os.environ)
-launcher.die_with()
+from gyre_trainer.training.rank_failure import FailurePipe
+pipe = FailurePipe.of(os.environ)
+pipe.die_with_launcher()
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 """
 DEADLINE_S = 150.0
@@ -98,11 +98,11 @@ def test_every_rank_knows_its_place_and_meets_the_others_at_one_store(tmp_path: 
 def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_end_before_it(start: StartJob) -> None:
     script = """
     if rank == 1:
-        launcher.tell(1, "Traceback: the cause")
+        pipe.send(1, "Traceback: the cause")
         time.sleep(0.5)  # a slow teardown
         sys.exit(1)
     time.sleep(0.2)
-    launcher.tell(1, "Traceback: only an echo")
+    pipe.send(1, "Traceback: only an echo")
     sys.exit(1)
     """
     status, errors = start(script, 2).end()
@@ -112,12 +112,12 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_en
 
 
 def test_what_the_user_can_mend_is_one_sentence_and_status_2(start: StartJob) -> None:
-    status, errors = start("launcher.tell(2, 'no dataset of that name'); sys.exit(2)", 2).end()
+    status, errors = start("pipe.send(2, 'no dataset of that name'); sys.exit(2)", 2).end()
     assert (status, errors) == (2, "gyre-train: error: no dataset of that name\n")
 
 
 def test_a_traceback_longer_than_a_pipe_is_cut_at_its_beginning(start: StartJob) -> None:
-    script = """launcher.tell(1, chr(1) * 100_000 + chr(0xD800) * 100_000 + "the end"); sys.exit(1)"""
+    script = """pipe.send(1, chr(1) * 100_000 + chr(0xD800) * 100_000 + "the end"); sys.exit(1)"""
     status, errors = start(script, 1).end()
     assert status == 1
     assert errors.endswith("the end\n")
