@@ -20,6 +20,7 @@ _CHANGES = {
 _MEANINGS = {
     "indexed": "indexed for the first time",
     "restored": "touched or put back, with the bytes that it had",
+    "removed": "is no longer there",
     "changed": "has other bytes, or may have: no checksums of the earlier ones were taken",
 }
 
@@ -56,7 +57,7 @@ class Indexed:
             "num_shards": self.last.num_shards,
             "num_reused": self.num_reused,
             "num_samples": self.last.num_samples,
-            "shards": self.changes,
+            "shards": self.changes | dict.fromkeys(self.last.removed, "removed"),
             "fingerprint": self.last.fingerprint,
             "fingerprint_before": before,
         }
@@ -64,14 +65,16 @@ class Indexed:
     def to_text(self) -> str:
         """Returns it for people."""
         counts = Counter(self.changes.values())
-        told = ", ".join(f"{counts[change]:,} {change}" for change in _CHANGES.values() if counts[change])
+        counts["removed"] = len(self.last.removed)
+        told = ", ".join(f"{counts[change]:,} {change}" for change in (*_CHANGES.values(), "removed") if counts[change])
         pairs = [
             ("samples", f"{self.last.num_samples:,}"),
             ("shards", f"{self.last.num_shards:,}: {told}"),
             ("fingerprint", self.last.fingerprint),
             ("cursors", self._cursors(counts["changed"])),
         ]
-        rows = [(name, _MEANINGS[change]) for name, change in sorted(self.changes.items()) if change != "kept"]
+        changes = {**self.changes, **dict.fromkeys(self.last.removed, "removed")}
+        rows = [(name, _MEANINGS[change]) for name, change in sorted(changes.items()) if change != "kept"]
         if not rows:
             return facts(pairs)
         more = f"\n... and {len(rows) - _MAX_LISTED:,} more" if len(rows) > _MAX_LISTED else ""

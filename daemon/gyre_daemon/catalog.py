@@ -3,20 +3,16 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from gyre_daemon.cache import NodeCache, SidecarKey, SidecarStore, UnpackedShards
-from gyre_daemon.changes import Change
+from gyre_daemon.cache import NodeCache, SidecarStore, UnpackedShards, is_compressed, unpacked_name
+from gyre_daemon.changes import Change, DatasetRecords, Known
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import NotAllowed, UnknownDataset
 from gyre_daemon.indexing import Indexer, ScannedShard
 from gyre_daemon.storage import Endpoint, StorageOpener
-
-_RECORDS_SUFFIX = ".gyre-dataset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +28,7 @@ class IndexProgress:
         change: what became of it since it was last indexed.
         fingerprint: of the dataset, in the last progress; empty before.
         fingerprint_before: likewise, of the dataset as it was; empty where it was never indexed or opened.
+        removed: likewise, shards that it had and has no longer.
     """
 
     num_done: int
@@ -42,6 +39,7 @@ class IndexProgress:
     change: Change
     fingerprint: str = ""
     fingerprint_before: str = ""
+    removed: tuple[str, ...] = ()
 
     def after(self, shard: str, scanned: ScannedShard) -> "IndexProgress":
         """The progress once one more shard is done."""
@@ -52,6 +50,17 @@ class IndexProgress:
             shard,
             scanned.reused,
             scanned.change or "indexed",
+        )
+
+    def finished(self, dataset: Dataset, known: Known, names: Set[str]) -> "IndexProgress":
+        """The last progress, of a dataset whose shards have these names; compressed ones are known by both of theirs."""
+        names = names | {unpacked_name(name) for name in names if is_compressed(name)}
+        return replace(
+            self,
+            num_samples=dataset.num_samples,
+            fingerprint=dataset.fingerprint,
+            fingerprint_before=known.fingerprint,
+            removed=tuple(sorted(known.shards.keys() - names)),
         )
 
 
@@ -82,7 +91,7 @@ class Catalog:
         self._has_cache = cache is not None
         self._opener = opener
         self._indexer = Indexer(opener, sidecars, unpacked, cache)
-        self._records = sidecars.sibling(_RECORDS_SUFFIX)
+        self._records = DatasetRecords(sidecars)
         self._allow_ad_hoc = allow_ad_hoc
         self._open: dict[str, Dataset] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -143,7 +152,7 @@ class Catalog:
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._open:
                 opening = await self._indexer.begin(self._shown(name), config)
-                async for _ in self._indexer.scan(opening, None, is_ordered=False):
+                async for _ in self._indexer.scan(opening, None):
                     pass
                 return self._keep(name, config, await self._indexer.finish(opening, anew=False))
             return self._open[name]
@@ -160,10 +169,10 @@ class Catalog:
             Overloaded: an index cannot be stored; otherwise as `open`.
         """
         async with self._locks.setdefault(name, asyncio.Lock()):
-            before = self._open.get(name)
             opening = await self._indexer.begin(self._shown(name), config)
+            known = await asyncio.to_thread(self._records.load, name, opening.location, self._open.get(name))
             progress = IndexProgress(0, len(opening.scans), 0, "", reused=False, change="indexed")
-            async for scanned in self._indexer.scan(opening, before, is_ordered=True):
+            async for scanned in self._indexer.scan(opening, known):
                 if progress.num_done:
                     yield progress
                 progress = progress.after(opening.source.shards[scanned.number].name, scanned)
@@ -171,7 +180,9 @@ class Catalog:
             if with_checksums:
                 await self._indexer.take_checksums(dataset)
             self._keep(name, config, dataset)
-            yield await asyncio.to_thread(self._finished, name, before, dataset, progress)
+            shards = opening.source.shards
+            await asyncio.to_thread(self._records.save, name, opening.location, shards, dataset.fingerprint)
+            yield progress.finished(dataset, known, {shard.name for shard in shards})
 
     def close(self) -> None:
         """Forget all datasets; sessions that still read keep theirs."""
@@ -187,11 +198,3 @@ class Catalog:
         if self.datasets.get(name, config) == config:
             self._open[name] = dataset
         return dataset
-
-    def _finished(self, name: str, before: Dataset | None, dataset: Dataset, last: IndexProgress) -> IndexProgress:
-        """The last progress, with the fingerprints; the next index will know this one, whichever daemon makes it."""
-        key = SidecarKey(dataset.uri, f"{dataset.format} {name}", 0, "", "dataset/1")
-        known = self._records.load_now(key, None)
-        was = before.fingerprint if before else known["fingerprint"].tobytes().decode() if known else ""
-        self._records.save_now(key, None, {"fingerprint": np.frombuffer(dataset.fingerprint.encode(), np.uint8)})
-        return replace(last, num_samples=dataset.num_samples, fingerprint=dataset.fingerprint, fingerprint_before=was)

@@ -1,10 +1,13 @@
 """What became of a dataset's shards since they were last indexed."""
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from gyre_daemon.cache import ChecksumTaker
+from gyre_daemon.cache import ChecksumTaker, SidecarKey, SidecarStore
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.storage import Checksums, LocalStorage, Shard, Storage, file_error
 
@@ -13,24 +16,74 @@ from gyre_daemon.storage import Checksums, LocalStorage, Shard, Storage, file_er
 Change = Literal["indexed", "kept", "restored", "changed"]
 
 
+_SUFFIX = ".gyre-dataset"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a dataset from before it is indexed again.
+
+    Attributes:
+        shards: as they were listed, by name.
+        checksums: of some of them, by name.
+        fingerprint: of the dataset; empty where nobody knows.
+    """
+
+    shards: Mapping[str, Shard]
+    checksums: Mapping[str, Checksums]
+    fingerprint: str
+
+
+class DatasetRecords:
+    """What the last index of each dataset found, for the next, whichever daemon makes it. Waits for the disk."""
+
+    def __init__(self, sidecars: SidecarStore) -> None:
+        self._sidecars = sidecars.sibling(_SUFFIX)
+
+    def load(self, name: str, location: str, before: Dataset | None) -> Known:
+        """What is known of a dataset: as it was open until now, or else as it was last indexed."""
+        if before:
+            storage = before.storage
+            taken = storage.checksums.known if isinstance(storage, LocalStorage) else {}
+            named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
+            return Known({shard.name: shard for shard in storage.shards}, named, before.fingerprint)
+        arrays = self._sidecars.load_now(_key(name, location), None)
+        if arrays is None:
+            return Known({}, {}, "")
+        shards = [Shard(*each) for each in json.loads(arrays["shards"].tobytes())]
+        return Known({shard.name: shard for shard in shards}, {}, arrays["fingerprint"].tobytes().decode())
+
+    def save(self, name: str, location: str, shards: Sequence[Shard], fingerprint: str) -> None:
+        """Keep what was found.
+
+        Raises:
+            Overloaded: there is no room.
+        """
+        listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards]).encode()
+        arrays = {"shards": np.frombuffer(listed, np.uint8), "fingerprint": np.frombuffer(fingerprint.encode(), np.uint8)}
+        self._sidecars.save_now(_key(name, location), None, arrays)
+
+
+def _key(name: str, location: str) -> SidecarKey:
+    return SidecarKey(location, name, 0, "", "dataset/1")
+
+
 class ShardChanges:
     """Compares the shards of a dataset that is indexed again with what is known of them. Used from threads that may wait."""
 
-    def __init__(self, location: str, storage: Storage, before: Dataset | None, checksums: ChecksumTaker) -> None:
+    def __init__(self, location: str, storage: Storage, known: Known, checksums: ChecksumTaker) -> None:
         """Know what was.
 
         Args:
             location: of the dataset.
             storage: its shards as they are listed now.
-            before: the dataset as it was open until now, if it was.
+            known: of the dataset from before.
             checksums: has those of earlier daemons.
         """
         self._location = location
         self._storage = storage
-        self._before = before
+        self._known = known
         self._checksums = checksums
-        shards = before.storage.shards if before else ()
-        self._numbers = {shard.name: number for number, shard in enumerate(shards)}
 
     def of(self, shard: int, was_indexed: bool, is_fresh: bool) -> Change:
         """What became of a shard; one on this machine's disk whose times moved is read whole.
@@ -43,29 +96,18 @@ class ShardChanges:
         Raises:
             StorageUnavailable: it cannot be read.
         """
-        then, listed = self._then(shard), self._storage.shards[shard]
+        listed = self._storage.shards[shard]
+        then = self._known.shards.get(listed.name)
         if not isinstance(self._storage, LocalStorage):
             return "kept" if was_indexed and is_fresh else "changed" if was_indexed else "indexed"
         stored = self._checksums.stored(self._location, self._storage, shard)
-        if (then and _is_same(then, listed)) or (was_indexed and is_fresh) or (stored and stored[1]):
+        if then == listed or (was_indexed and is_fresh) or (stored and stored[1]):
             return "kept"
-        known = self._known_before(shard)
+        known = self._known.checksums.get(listed.name)
         known = stored[0] if known is None and stored else known
         if known is None:
             return "changed" if then or was_indexed else "indexed"
         return self._compared(self._storage, shard, known)
-
-    def _then(self, shard: int) -> Shard | None:
-        """The shard as the dataset had it that was open."""
-        number = self._numbers.get(self._storage.shards[shard].name)
-        return self._before.storage.shards[number] if self._before and number is not None else None
-
-    def _known_before(self, shard: int) -> Checksums | None:
-        """Its checksums as the dataset had them that was open."""
-        number = self._numbers.get(self._storage.shards[shard].name)
-        if self._before and number is not None and isinstance(self._before.storage, LocalStorage):
-            return self._before.storage.checksums.known.get(number)
-        return None
 
     def _compared(self, storage: LocalStorage, shard: int, known: Checksums) -> Change:
         try:
@@ -73,7 +115,3 @@ class ShardChanges:
         except OSError as error:
             raise file_error(storage.shards[shard].name, error) from error
         return "restored" if now is not None and np.array_equal(now, known) else "changed"
-
-
-def _is_same(one: Shard, other: Shard) -> bool:
-    return (one.size_bytes, one.version) == (other.size_bytes, other.version)

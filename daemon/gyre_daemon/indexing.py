@@ -4,7 +4,6 @@ Its shards are listed, unpacked where they are compressed, scanned where their f
 """
 
 import asyncio
-import io
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +26,14 @@ from gyre_daemon.cache import (
     is_compressed,
     unpacked_name,
 )
-from gyre_daemon.changes import Change, ShardChanges
+from gyre_daemon.changes import Change, Known, ShardChanges
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.dataset import Dataset, block_ranges, fingerprint, probe_ranges
 from gyre_daemon.errors import ConfigError, InvalidRequest, Overloaded, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.formats import Format, SampleIndex, make_format
 from gyre_daemon.probing import Prober
+from gyre_daemon.shardfiles import StreamFile, scan_file, scan_listed, unpack_file
 from gyre_daemon.storage import (
     LocalStorage,
     Location,
@@ -41,7 +41,6 @@ from gyre_daemon.storage import (
     Shard,
     Storage,
     StorageOpener,
-    check_listed,
     file_error,
     matches_any,
     parse_location,
@@ -131,20 +130,20 @@ class Indexer:
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
         return opening
 
-    async def scan(self, opening: Opening, before: Dataset | None, *, is_ordered: bool) -> AsyncIterator[ScannedShard]:
+    async def scan(self, opening: Opening, known: Known | None) -> AsyncIterator[ScannedShard]:
         """Fill in the scans of an opening, several shards at once.
 
         Args:
             opening: from `begin`.
-            before: the dataset as it was open until now, if it was.
-            is_ordered: by an operator, who wants to know what became of each shard, and of an index that cannot be stored.
+            known: what is known of the dataset from before, where an operator ordered the index and wants to know what became
+                of each shard, and of an index that cannot be stored; None where nobody did.
 
         Raises:
             Overloaded: an index cannot be stored that was ordered, or a compressed shard not be unpacked.
         """
-        if opening.format.scanner is None and opening.unpacked is None and not is_ordered:
+        if opening.format.scanner is None and opening.unpacked is None and known is None:
             return
-        changes = ShardChanges(opening.location, opening.source, before, self._checksums) if is_ordered else None
+        changes = ShardChanges(opening.location, opening.source, known, self._checksums) if known else None
         slots = asyncio.Semaphore(_NUM_SCANS)
         tasks = [asyncio.create_task(self._scan(opening, shard, slots, changes)) for shard in range(len(opening.scans))]
         try:
@@ -229,15 +228,15 @@ class Indexer:
         if found:
             return found
         if path:
-            return await self._in_thread(_unpack_file, unpacked, listed, path)
+            return await self._in_thread(unpack_file, unpacked, listed, path)
         return await self._in_thread(unpacked.unpack, listed, _stream(opening, shard))
 
     async def _scan_shard(self, opening: Opening, shard: int) -> Arrays:
         listed, path = opening.source.shards[shard], opening.source.local_path(shard)
         if shard in opening.paths:
-            return await self._in_thread(_scan_file, opening.format, listed.name, opening.paths[shard])
+            return await self._in_thread(scan_file, opening.format, listed.name, opening.paths[shard])
         if path:
-            return await self._in_thread(_scan_listed, opening.format, listed, path)
+            return await self._in_thread(scan_listed, opening.format, listed, path)
         return await self._in_thread(opening.format.scan, listed.name, _stream(opening, shard))
 
     async def _save(self, key: SidecarKey, shard: int, opening: Opening, arrays: Arrays, *, must_save: bool) -> None:
@@ -289,36 +288,8 @@ class Indexer:
         return await asyncio.get_running_loop().run_in_executor(self._scanners, work, *arguments)
 
 
-class _StreamFile(io.RawIOBase):
-    """A stream of the event loop as a file that a scanning thread reads from its beginning to its end."""
-
-    def __init__(self, chunks: AsyncIterator[bytes], loop: asyncio.AbstractEventLoop) -> None:
-        self._chunks = chunks
-        self._loop = loop
-        self._rest = memoryview(b"")
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        if not self._rest:
-            self._rest = memoryview(asyncio.run_coroutine_threadsafe(self._next(), self._loop).result())
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        self._position += count
-        return count
-
-    async def _next(self) -> bytes:
-        return await anext(self._chunks, b"")
-
-
 def _stream(opening: Opening, shard: int) -> BinaryIO:
-    return cast("BinaryIO", _StreamFile(opening.source.stream(shard), asyncio.get_running_loop()))
+    return cast("BinaryIO", StreamFile(opening.source.stream(shard), asyncio.get_running_loop()))
 
 
 def _is_packed(shard: Shard) -> bool:
@@ -333,31 +304,6 @@ def _check_distinct(shards: Sequence[Shard], location: Location) -> None:
         raise InvalidRequest(
             f"{location.text} has both {twice} and {unpacked_name(twice)}; name those that are meant, by a pattern"
         )
-
-
-def _scan_file(dataset_format: Format, name: str, path: Path) -> Arrays:
-    try:
-        with path.open("rb") as file:
-            return dataset_format.scan(name, file)
-    except OSError as error:
-        raise file_error(name, error) from error
-
-
-def _scan_listed(dataset_format: Format, listed: Shard, path: Path) -> Arrays:
-    """Of a shard that is what was listed, from the beginning of its scan to the end."""
-    scan = _scan_file(dataset_format, listed.name, path)
-    check_listed(path, listed)
-    return scan
-
-
-def _unpack_file(unpacked: UnpackedDataset, listed: Shard, path: Path) -> Path:
-    try:
-        with path.open("rb") as file:
-            found = unpacked.unpack(listed, file)
-    except OSError as error:
-        raise file_error(listed.name, error) from error
-    check_listed(path, listed)
-    return found
 
 
 async def _probe(storage: Storage) -> Sequence[bytes]:

@@ -167,6 +167,16 @@ class TestLocal(StorageContract):
         with pytest.raises(NotAllowed, match="grant its user read access"):
             run(opener(place.root, {}))
 
+    def test_a_shard_that_may_not_be_read_is_told_at_opening(
+        self, place: Place, opener: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Any of them, and not only those that the first batch needs; root may read everything, so the answer is played."""
+        place.put("0.bin", b"1")
+        place.put("1.bin", b"1")
+        monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path).name != "1.bin")
+        with pytest.raises(NotAllowed, match=r"may not read shard 1\.bin; grant its user read access"):
+            run(opener(place.root, {}))
+
     def test_a_disk_that_loses_its_blocks(self, opener: Any, failing_disk: FailingDisk) -> None:
         """The shard is what it was and cannot be read: its name is told, and the process lives."""
         (failing_disk.folder / "0.bin").write_bytes(noise(0, 4 << 20))

@@ -158,10 +158,12 @@ def test_what_changed_while_no_daemon_ran_is_told(daemon: Daemon, folder: Path, 
     shutil.copy2(folder.parent / "backup" / "0.tar", folder / "0.tar")
     write(folder, [1], version=1)
     write(folder, [3])
+    (folder / "2.tar").unlink()
     daemon.restart()
     changed = index(daemon, capsys)
     assert changed["shards"]["1.tar"] == "changed"
-    assert changed["shards"]["2.tar"] == "kept"
+    assert changed["shards"]["0.tar"] == "restored"
+    assert changed["shards"]["2.tar"] == "removed"
     assert changed["shards"]["3.tar"] == "indexed"
     assert changed["fingerprint_before"] == first["fingerprint"] != changed["fingerprint"]
 

@@ -69,12 +69,14 @@ class SidecarStore:
         return SidecarStore(str(self._configured or ""), self._fallback, suffix)
 
     def load_outdated(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
-        """What was last stored of a shard, for whichever size and version, or None; waits for the disk."""
+        """What this scanner last made of a shard, for whichever size and version, or None; waits for the disk."""
         for path in self._places(key, local_path):
             try:
-                return _read(path)
+                arrays = _read(path)
             except (OSError, ValueError):
                 continue
+            if json.loads(arrays[_KEY].tobytes())[-1] == key.scanner:
+                return arrays
         return None
 
     async def load(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:

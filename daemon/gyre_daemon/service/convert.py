@@ -141,6 +141,7 @@ def from_progress(progress: IndexProgress) -> pb.IndexProgress:
         change=_CHANGES[progress.change],
         fingerprint=progress.fingerprint,
         fingerprint_before=progress.fingerprint_before,
+        removed=progress.removed,
     )
 
 

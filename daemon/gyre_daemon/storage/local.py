@@ -1,6 +1,7 @@
 """Local files: no task and no object per sample. A batch's reads are copied out of mapped files in a few thread jobs."""
 
 import asyncio
+import errno
 import itertools
 import os
 import time
@@ -331,10 +332,12 @@ def stat_shard(path: Path, name: str) -> Shard:
     """Size and version of a local file.
 
     Raises:
-        ShardMissing, NotAllowed, StorageUnavailable: it cannot be looked at.
+        ShardMissing, NotAllowed, StorageUnavailable: it cannot be looked at, or not be read.
     """
     try:
         stamp = Stamp.of(path)
+        if not os.access(path, os.R_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise file_error(name, error) from error
     return Shard(name, stamp.size_bytes, stamp.version)

@@ -446,6 +446,7 @@ class IndexProgress(_message.Message):
     CHANGE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_BEFORE_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
     shards_done: _builtins.int
     num_shards: _builtins.int
     num_samples: _builtins.int
@@ -460,6 +461,10 @@ class IndexProgress(_message.Message):
     """of the dataset; with the last shard"""
     fingerprint_before: _builtins.str
     """of the dataset as it was, likewise; empty where nobody knows"""
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """shards that it had and has no longer, likewise"""
+
     def __init__(
         self,
         *,
@@ -471,10 +476,11 @@ class IndexProgress(_message.Message):
         change: Global___ShardChange.ValueType = ...,
         fingerprint: _builtins.str = ...,
         fingerprint_before: _builtins.str = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "num_samples", b"num_samples", "num_shards", b"num_shards", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
