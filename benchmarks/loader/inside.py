@@ -17,14 +17,14 @@ from pathlib import Path
 from unittest import mock
 
 import uvloop
-from gyre_daemon.arena import Budget
-from gyre_daemon.arenas import Mapped
+from gyre_daemon.budget import Budget
 from gyre_daemon.cache import SidecarStore
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import FairExecutor
 from gyre_daemon.feed import Machinery
+from gyre_daemon.mapped import Mapped
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.plan import Order
 from gyre_daemon.request import Reader, SessionRequest

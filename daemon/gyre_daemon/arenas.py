@@ -7,72 +7,18 @@ closed meanwhile leaves no thread busy.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from gyre_daemon.arena import Arena, Budget, Share, Slot
-from gyre_daemon.copiers import NO_COPIERS, Copiers
+from gyre_daemon.arena import Arena, Slot
+from gyre_daemon.budget import Budget
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.fair import FairExecutor, Flow
+from gyre_daemon.mapped import Mapped
+from gyre_daemon.share import Share
 
 _PIECE_BYTES = 8 << 20  # or one strip
 _STEP_BYTES = 8 << 20  # that are allocated in one job of a thread
-_LINGER_S = 2.0
-
-
-class Mapped:
-    """What all arenas of a daemon have in memory: those that were closed too, until the last batch is read into them."""
-
-    def __init__(self, limit_bytes: int, copiers: Copiers = NO_COPIERS) -> None:
-        self._limit_bytes = limit_bytes
-        self._copiers = copiers
-        self._shared: set[int] = set()
-        self._unmapping: set[asyncio.Task[None]] = set()
-        self._num_bytes = 0
-        self._changed = asyncio.Event()
-
-    def add(self, arena: Arena) -> None:
-        """One more, until nothing refers to its memory any more."""
-        self._num_bytes += arena.num_bytes
-        loop = asyncio.get_running_loop()
-        arena.when_unmapped(partial(_tell, loop, partial(self._gone, arena.key, arena.num_bytes)))
-
-    def share(self, arena: Arena) -> None:
-        """Let copiers have it, before it is sealed; waits for them."""
-        self._shared.add(arena.key)
-        self._copiers.map(arena.key, arena.descriptor, arena.num_bytes)
-
-    async def room(self, num_bytes: int) -> None:
-        """Wait until so much more is within the limit, which the budget has promised; but not for ever."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
-                while self._num_bytes + num_bytes > self._limit_bytes:
-                    self._changed.clear()
-                    await self._changed.wait()
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        if key not in self._shared:
-            self._count_down(num_bytes)
-            return
-        self._shared.remove(key)
-        task = asyncio.create_task(self._unmap(key, num_bytes))
-        self._unmapping.add(task)
-        task.add_done_callback(self._unmapping.discard)
-
-    async def _unmap(self, key: int, num_bytes: int) -> None:
-        await asyncio.to_thread(self._copiers.unmap, key)
-        self._count_down(num_bytes)
-
-    def _count_down(self, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
-        self._changed.set()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    """Memory is let go of in any thread, and at last when the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(act)
 
 
 class Arenas:
@@ -200,7 +146,7 @@ class Arenas:
         return self._has_shrunk
 
     def close(self) -> None:
-        """Let go of everything; what is still read or written lives on and is never used again."""
+        """Give everything back; what is still read or written as soon as that is over."""
         if self._growing:
             self._growing.cancel()
         self._give_back(sum(arena.num_bytes for arena in self._added + self._leaving))
@@ -252,6 +198,15 @@ class Arenas:
         await self._mapped.room(num_bytes)
         arena = Arena(num_bytes)
         self._mapped.add(arena)
+        try:
+            await self._allocate(arena, flow)
+            arena.seal()
+        except BaseException:
+            arena.close()
+            raise
+        into.append(arena)
+
+    async def _allocate(self, arena: Arena, flow: Flow) -> None:
         works = [
             partial(arena.allocate, begin, min(begin + _STEP_BYTES, arena.num_bytes))
             for begin in range(0, arena.num_bytes, _STEP_BYTES)
@@ -261,8 +216,6 @@ class Arenas:
         num_at_once = 1 if self._own else 1 + self._workers.num_threads  # nobody waits for more than the first
         for index in range(0, len(works), num_at_once):
             await asyncio.gather(*(self._workers.run(flow, 0, 0, work) for work in works[index : index + num_at_once]))
-        arena.seal()
-        into.append(arena)
 
 
 def _whole(strip_bytes: int) -> int:

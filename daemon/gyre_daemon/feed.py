@@ -10,18 +10,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
-from weakref import WeakSet
 
 from gyre_daemon.account import Accounts, BatchAccount
-from gyre_daemon.arena import Budget, Share, Slot
-from gyre_daemon.arenas import Arenas, Mapped
-from gyre_daemon.errors import GyreError, first_error, leaving_nothing
+from gyre_daemon.arena import Slot
+from gyre_daemon.arenas import Arenas
+from gyre_daemon.budget import Budget
+from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.events import log_event
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import Strip
 from gyre_daemon.growth import Growth
+from gyre_daemon.mapped import Mapped
 from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
+from gyre_daemon.share import Share
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import View, Window
 
@@ -45,7 +47,7 @@ class Machinery:
     workers: FairExecutor
     arena_limit_bytes: int
     clock: Clock
-    feeds: WeakSet["Feed"] = field(default_factory=WeakSet)
+    feeds: "set[Feed]" = field(default_factory=set)
     accounts: Accounts = field(default_factory=Accounts)
 
 
@@ -147,7 +149,7 @@ class Feed:
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self._apart_until = first_step
         machinery.feeds.add(self)
-        self._running = asyncio.create_task(leaving_nothing(self._run()), name="feed")
+        self._running = asyncio.create_task(self._run(), name="feed")
         self._running.add_done_callback(self._run_done)
 
     async def started(self) -> None:
@@ -224,10 +226,11 @@ class Feed:
         self._is_draining = True
 
     def close(self) -> None:
-        """Fetch no more and let go of the memory: it lives on for those who still read it and is never used again."""
+        """Fetch no more and give the memory back; it is never used again."""
         if self.is_closed:
             return
         self.is_closed = True
+        self._machinery.feeds.discard(self)
         self._running.cancel()
         self._outcomes.clear()
         self._slots.clear()
@@ -257,7 +260,7 @@ class Feed:
             while True:
                 self._changed.clear()
                 while begun := self._begin():
-                    group.create_task(leaving_nothing(self._fill(begun)))
+                    group.create_task(self._fill(begun))
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._wait()
 
@@ -343,9 +346,14 @@ class Feed:
             self.arenas.put_back(self._slots.pop(first_step))
 
     async def _fill(self, begun: Begun) -> None:
-        delays, began = Delays(), self._machinery.clock()
-        outcome = await self._prefetcher.fill(begun, self.owner.flow, delays)
-        if self.is_closed:  # what is kept here would keep the memory until some garbage collection
+        arena, delays, began = begun.slot.arena, Delays(), self._machinery.clock()
+        if not arena.acquire():
+            return
+        try:
+            outcome = await self._prefetcher.fill(begun, self.owner.flow, delays)
+        finally:
+            arena.release()
+        if self.is_closed:
             return
         self._give_account(outcome, began, delays)
         self._outcomes[begun.first_step] = outcome

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from gyre_daemon.arena import Share
 from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Feed, Machinery, Subscription
 from gyre_daemon.fetch import Strip
 from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Spec
+from gyre_daemon.share import Share
 from gyre_daemon.window import View
 
 _PATIENCE = ((0.25, 1.0), (1.0, 0.05))  # seconds that a reader may cost others at once, and the part of all time besides

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.arena import Share, Slot
+from gyre_daemon.arena import Slot
 from gyre_daemon.arenas import Arenas
 from gyre_daemon.cache import CachedStorage
 from gyre_daemon.dataset import Dataset
@@ -16,6 +16,7 @@ from gyre_daemon.errors import first_error
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import NOTHING_AHEAD, Ahead, Fetch, Fetcher, Strip
 from gyre_daemon.plan import NEVER, Order, Plan
+from gyre_daemon.share import Share
 from gyre_daemon.steps import StripPlan
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window

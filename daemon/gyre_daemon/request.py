@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from gyre_daemon.arena import Share, divide
 from gyre_daemon.batch import max_batch_bytes, max_note_bytes
 from gyre_daemon.config import MAX_PREFETCH_BATCHES
 from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.plan import Order, check_ranks
+from gyre_daemon.share import Share, divide
 
 MAX_EPOCHS = 1 << 32
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for

@@ -6,14 +6,12 @@ over. Sessions that want the same batches read along in one feed; each has reser
 """
 
 import asyncio
-import copy
 import math
 import secrets
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gyre_daemon.arena import Budget, Share
+from gyre_daemon.budget import Budget
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Machinery
@@ -26,7 +24,9 @@ from gyre_daemon.plan import Plan
 from gyre_daemon.prefetch import Spec
 from gyre_daemon.quality import ShuffleMeter
 from gyre_daemon.request import SessionRequest
+from gyre_daemon.share import Share
 from gyre_daemon.sidechannel import Peer, ShownArenas
+from gyre_daemon.unsent import Unsent
 from gyre_daemon.window import View
 
 _MAX_CREDITS = 1 << 20
@@ -85,10 +85,8 @@ class Session:
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
         self._shown: ShownArenas | None = None
-        self._payloads: deque[memoryview] = deque()
-        self._payload: memoryview | None = None
+        self._unsent = Unsent()
         self._sendable = asyncio.Event()
-        self._payload_ready = asyncio.Event()
         self._ended: GyreError | None = None
         self._draining = False
         self._seen = environment.machinery.clock()
@@ -105,7 +103,7 @@ class Session:
         """
         await self._path.feed.started()
         if self._ended:
-            raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
+            raise self._ended
 
     def share_arenas(self, peer: Peer) -> bool:
         """From now on batches are read where they lie; False where the client cannot be reached so."""
@@ -217,7 +215,7 @@ class Session:
         """
         while True:
             if self._ended:
-                raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
+                raise self._ended
             strip = self.ready_strip(max_batches)
             if strip:
                 return strip
@@ -241,8 +239,7 @@ class Session:
         if isinstance(taken, Exception):
             raise taken
         if self._shown is None:
-            self._payloads.extend(taken.payloads)
-            self._payload_ready.set()
+            self._unsent.add(taken)
         elif self._shown.number(taken.slot.arena) is None:
             raise LeaseExpired("the client left the side channel, where it gets its batches' memory; open the session again")
         self.credits -= len(taken.plan)
@@ -259,17 +256,12 @@ class Session:
 
         Returns:
             Its length in bytes; 0 after the session's last.
-        """  # the session keeps it, and not who reads it: the call of a frozen client lasts, and must not keep an arena
-        self._payload = None
-        while not self._payloads and not self._ended:
-            self._payload_ready.clear()
-            await self._payload_ready.wait()
-        self._payload = self._payloads.popleft() if self._payloads else None
-        return self._payload.nbytes if self._payload else 0
+        """
+        return await self._unsent.next()
 
     def payload_part(self, begin: int, num_bytes: int) -> memoryview | None:
         """So many bytes of it, or what is left; None where the session has ended meanwhile."""
-        return self._payload[begin : begin + num_bytes] if self._payload else None
+        return self._unsent.part(begin, num_bytes)
 
     def drain(self) -> None:
         """Begin no further step; send what is under way as far as the client has credit for it."""
@@ -285,13 +277,11 @@ class Session:
         if self._ended:
             return
         self._ended = reason
-        self._payloads.clear()
-        self._payload = None
+        self._unsent.close()
         self._path.leave(self._shown.when_unread if self._shown else _at_once)
         self._shown = None
         self._environment.budget.give_back(self.share.reserved_bytes)
         self._sendable.set()
-        self._payload_ready.set()
 
     def wake(self) -> None:
         """The batch it sends next is ready."""

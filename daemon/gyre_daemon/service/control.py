@@ -57,9 +57,7 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
             if strip is None:
                 yield pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=session.num_steps or 0))
                 break
-            message = batches(session, strip)
-            del strip  # the call of a client that is frozen keeps this frame, which must not keep an arena
-            yield message
+            yield batches(session, strip)
     except Draining as reason:
         yield pb.StreamResponse(goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S))
     except GyreError:

@@ -157,9 +157,7 @@ class LoaderService(pb_grpc.LoaderServicer):
                 part = session.payload_part(begin, _CHUNK_BYTES)
                 if part is None:
                     return
-                frame = convert.frame_chunk(part)
-                del part
-                yield frame
+                yield convert.frame_chunk(part)
 
     @answers_errors
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.SessionState:
@@ -240,7 +238,6 @@ class LoaderService(pb_grpc.LoaderServicer):
 
 
 def _stream_ended() -> GyreError:
-    """Made anew each time: an error that is raised keeps the frames it came through."""
     return GyreError("the client ended its stream")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from gyre_daemon.storage.base import Bounds, Reads, Region, Shard, changed
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
 from gyre_daemon.storage.openfiles import OpenShard, OpenShards, file_error
 from gyre_daemon.storage.readahead import ReadAhead
+
+Lease = Callable[[], AbstractContextManager[None]]
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
@@ -53,7 +56,7 @@ class LocalStorage:
         num_bytes = int(reads.size.sum())
         cuts = self.cuts(len(reads), num_bytes)
         parts = [partial(reads.part, slice(*cut)) for cut in itertools.pairwise(cuts)]
-        await self.read_made(parts, reads.flow, num_bytes, reads.urgency)
+        await self.read_made(parts, reads.flow, num_bytes, reads.urgency, reads.lease)
 
     def cuts(self, num_reads: int, num_bytes: int) -> list[int]:
         """Where so many reads are best cut into jobs for several threads: from 0 to the end.
@@ -64,7 +67,9 @@ class LocalStorage:
         num_jobs = max(1, min(most, 1 + num_bytes // _MIN_JOB_BYTES, num_reads))
         return [num_reads * job // num_jobs for job in range(num_jobs + 1)]
 
-    async def read_made(self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int) -> None:
+    async def read_made(
+        self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int, lease: Lease
+    ) -> None:
         """Do reads that are worked out in the threads that do them: the event loop has other things to do.
 
         Args:
@@ -72,14 +77,15 @@ class LocalStorage:
             flow: see `Reads`.
             num_bytes: about how much it is.
             urgency: see `Reads`.
+            lease: of the memory that all of them write to; each thread holds one.
         """
         cost = num_bytes / len(makes)
         if len(makes) == 1:
-            await self._run(makes[0], flow, cost, urgency)
+            await self._run(makes[0], flow, cost, urgency, lease)
             return
         async with asyncio.TaskGroup() as group:
             for make in makes:
-                group.create_task(self._run(make, flow, cost, urgency))
+                group.create_task(self._run(make, flow, cost, urgency, lease))
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -98,23 +104,24 @@ class LocalStorage:
         """See `Storage.local_path`."""
         return self._paths[shard]
 
-    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int) -> None:
+    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int, lease: Lease) -> None:
         outcome: Outcome = "error"
         made: list[tuple[int, int]] = []  # reads and bytes, once they are known
         try:
-            await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made))
+            await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made, lease))
             outcome = "ok"
         finally:
             for num_reads, num_bytes in made:
                 self._metrics.count_requests(RequestLabels("file", "read", outcome), num_reads, num_bytes)
 
-    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]]) -> None:
-        reads = make()
-        self._bounds.check(reads)
-        reads = reads.nonempty()
-        if len(reads):
-            made.append((len(reads), int(reads.size.sum())))
-            self._read_all(reads)
+    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]], lease: Lease) -> None:
+        with lease():
+            reads = make()
+            self._bounds.check(reads)
+            reads = reads.nonempty()
+            if len(reads):
+                made.append((len(reads), int(reads.size.sum())))
+                self._read_all(reads)
 
     def _read_all(self, reads: Reads) -> None:
         is_touched = np.zeros(len(self.shards), np.bool_)
@@ -142,7 +149,7 @@ class LocalStorage:
 
     def _have_copied(self, reads: Reads, opened: Mapping[int, OpenShard]) -> bool:
         """Whether copiers did it, where they are faster; no second one dies of the same file."""
-        if reads.arena is None or not all(shard.is_sound for shard in opened.values()):
+        if reads.arena is None or not reads.are_in_arena or not all(shard.is_sound for shard in opened.values()):
             return False
         mean_bytes = int(reads.size.sum()) / len(reads)
         if mean_bytes >= _MAX_COPIED_BYTES or (mean_bytes < _MIN_COPIED_BYTES and len(opened) > 1):
