@@ -140,7 +140,7 @@ async def _read(session: Session, duration_s: float) -> tuple[int, int]:
     num_batches = num_messages = 0
     end = time.perf_counter() + duration_s
     while time.perf_counter() < end:
-        first = await session.next_strip()
+        first = await session.next_news()
         assert first
         message = control.batches(session, first)
         message.SerializeToString()

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import weakref
 
 from gyre_client.address import Address
 from gyre_client.errors import DaemonUnavailable
@@ -17,7 +16,7 @@ class NotShared(DaemonUnavailable):
 
 
 class SideChannel:
-    """A connection to the daemon's side channel, which ends with this object.
+    """A connection to the daemon's side channel, until `close`.
 
     Attributes:
         token: Tells the daemon which connection an OpenSession belongs to.
@@ -26,7 +25,10 @@ class SideChannel:
     def __init__(self, connection: socket.socket, token: str) -> None:
         self._connection = connection
         self.token = token
-        weakref.finalize(self, connection.close)
+
+    def close(self) -> None:
+        """Tells the daemon that nothing it gave here is read any more."""
+        self._connection.close()
 
     @classmethod
     def connect(cls, address: Address) -> "SideChannel | None":

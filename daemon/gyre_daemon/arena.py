@@ -11,8 +11,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from gyre_daemon.batch import whole_pages
+from gyre_daemon.budget import Budget
 from gyre_daemon.copiers import new_key
 from gyre_daemon.memfile import MemoryFile
 from gyre_daemon.storage import ArenaClosed
@@ -40,6 +42,13 @@ class Slot:
         return self.memory.nbytes
 
 
+class Reader(Protocol):
+    """A client that maps arenas."""
+
+    def arena_closed(self, arena: "Arena") -> None:
+        """No further batch comes to lie there."""
+
+
 class Arena:
     """Slots for batches, in a sealed memory file: see the note above.
 
@@ -50,8 +59,12 @@ class Arena:
         held_bytes: of slots that are taken.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, budget: Budget | None = None) -> None:
         """Map an empty file; `allocate` gives it its memory, `seal` ends that.
+
+        Args:
+            num_bytes: its size, if that is whole pages.
+            budget: told what clients alone keep of it.
 
         Raises:
             Overloaded: the machine has no such memory.
@@ -62,10 +75,12 @@ class Arena:
         self.address = self._file.address
         self._free = [(0, self.num_bytes)]  # (offset, length) of every free range, sorted, none touching the next
         self.held_bytes = 0
-        self._lock = threading.Lock()  # over the next three
-        self._num_leases = 1  # that of whoever made it
+        self._budget = budget or Budget(0)
+        self._readers: set[Reader] = set()
         self._is_closed = False
         self._when_unmapped: list[Callable[[], object]] = []
+        self._lock = threading.Lock()  # over the next one
+        self._num_leases = 1  # that of whoever made it
 
     @property
     def descriptor(self) -> int:
@@ -143,9 +158,26 @@ class Arena:
         self._when_unmapped.append(act)
 
     def close(self) -> None:
-        """Use it for no further batch; its memory is given back with the last lease. A second call changes nothing."""
-        with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
-            self._free.clear()
-            self.release()
+        """Use it for no further batch; its memory is given back with the last lease. A second call changes nothing.
+
+        What clients still map of it counts as abandoned until they have unmapped it.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._free.clear()
+        if self._readers:
+            self._budget.abandon(self.num_bytes)
+        for reader in self._readers:
+            reader.arena_closed(self)
+        self.release()
+
+    def add_reader(self, reader: "Reader") -> None:
+        """A client maps it from now on."""
+        self._readers.add(reader)
+
+    def remove_reader(self, reader: "Reader") -> None:
+        """A client has it no longer."""
+        self._readers.remove(reader)
+        if self._is_closed and not self._readers:
+            self._budget.abandon(-self.num_bytes)

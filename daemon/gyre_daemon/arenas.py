@@ -196,7 +196,7 @@ class Arenas:
 
     async def _make(self, num_bytes: int, flow: Flow, into: list[Arena]) -> None:
         await self._mapped.room(num_bytes)
-        arena = Arena(num_bytes)
+        arena = Arena(num_bytes, self._budget)
         self._mapped.add(arena)
         try:
             await self._allocate(arena, flow)

@@ -8,7 +8,7 @@ over. Sessions that want the same batches read along in one feed; each has reser
 import asyncio
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from gyre_daemon.budget import Budget
@@ -44,6 +44,13 @@ class SessionEnvironment:
     def budget(self) -> Budget:
         """Of which each session has a share."""
         return self.machinery.budget
+
+
+@dataclass(frozen=True, slots=True)
+class LeftArenas:
+    """Arenas that a client is to unmap, by number."""
+
+    numbers: Collection[int]
 
 
 @dataclass(slots=True)
@@ -107,7 +114,7 @@ class Session:
 
     def share_arenas(self, peer: Peer) -> bool:
         """From now on batches are read where they lie; False where the client cannot be reached so."""
-        shown = ShownArenas(self.session_id, peer)
+        shown = ShownArenas(self.session_id, peer, self._sendable.set)
         if not self._ended and shown.number(self._path.feed.arenas.first) is not None:
             self._shown = shown
         return self.shares_arena
@@ -136,6 +143,11 @@ class Session:
     def arena_bytes(self) -> int:
         """Of the first arena that batches lie in."""
         return self._path.feed.arenas.first.num_bytes
+
+    def unmapped(self, arenas: Collection[int]) -> None:
+        """The client has these arenas no longer."""
+        if self._shown:
+            self._shown.unmapped(arenas)
 
     def arena_number(self, strip: Strip) -> int:
         """What the client calls the arena where batches lie."""
@@ -206,8 +218,11 @@ class Session:
         if not self._ended:
             self._path.release(first_step)
 
-    async def next_strip(self, max_batches: int = _MAX_CREDITS) -> Strip | None:
-        """Batches of the next steps, from one to so many, once they are whole and have credit; None after the last.
+    async def next_news(self, max_batches: int = _MAX_CREDITS) -> Strip | LeftArenas | None:
+        """What the client is told next.
+
+        Batches of the next steps, from one to so many, once they are whole and have credit; arenas that it is to unmap; None
+        after the last batch.
 
         Raises:
             GyreError: the step failed, or the session ended; Draining where the daemon wants to stop and nothing is left to
@@ -216,6 +231,8 @@ class Session:
         while True:
             if self._ended:
                 raise self._ended
+            if self._shown and (left := self._shown.take_left()):
+                return LeftArenas(left)
             strip = self.ready_strip(max_batches)
             if strip:
                 return strip
@@ -252,7 +269,7 @@ class Session:
         return self._path.head_is_whole
 
     async def next_payload(self) -> int:
-        """Go on to the next batch that `next_strip` gave, for the stream that carries payload.
+        """Go on to the next batch that `next_news` gave, for the stream that carries payload.
 
         Returns:
             Its length in bytes; 0 after the session's last.

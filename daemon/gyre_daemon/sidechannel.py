@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from gyre_daemon.arena import Arena
@@ -63,23 +63,55 @@ class Peer:
 
 
 class ShownArenas:
-    """The arenas of one session that its client can read, by number."""
+    """The arenas of one session that its client maps, by number."""
 
-    def __init__(self, session_id: str, peer: Peer) -> None:
+    def __init__(self, session_id: str, peer: Peer, on_left: Callable[[], None]) -> None:
+        """None yet.
+
+        Args:
+            session_id: whose they are.
+            peer: the client.
+            on_left: called where there is something to take with `take_left`.
+        """
         self._session_id = session_id
         self._peer = peer
+        self._on_left = on_left
         self._numbers: dict[Arena, int] = {}
+        self._num_shown = 0
+        self._left: list[int] = []
+        peer.when_gone(self._peer_gone)
 
     def number(self, arena: Arena) -> int | None:
         """What the client calls an arena, which it is given if it does not have it; None if that cannot be done."""
         number = self._numbers.get(arena)
-        if number is None and self._peer.hand_over(self._session_id, len(self._numbers), arena.descriptor):
-            number = self._numbers[arena] = len(self._numbers)
+        if number is None and self._peer.hand_over(self._session_id, self._num_shown, arena.descriptor):
+            number = self._numbers[arena] = self._num_shown
+            self._num_shown += 1
+            arena.add_reader(self)
         return number
+
+    def arena_closed(self, arena: Arena) -> None:
+        """See `Reader`: the client should unmap it."""
+        self._left.append(self._numbers[arena])
+        self._on_left()
+
+    def take_left(self) -> list[int]:
+        """The arenas that the client was not yet told to unmap."""
+        left, self._left = self._left, []
+        return left
+
+    def unmapped(self, numbers: Collection[int]) -> None:
+        """The client has these no longer."""
+        for arena in [arena for arena, number in self._numbers.items() if number in numbers]:
+            del self._numbers[arena]
+            arena.remove_reader(self)
 
     def when_unread(self, act: Callable[[], None]) -> None:
         """See `Peer.when_gone`."""
         self._peer.when_gone(act)
+
+    def _peer_gone(self) -> None:
+        self.unmapped(self._numbers.values())
 
 
 class SideChannel:

@@ -8,7 +8,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
 from gyre_daemon.fetch import Strip
 from gyre_daemon.service import convert
-from gyre_daemon.session import Session
+from gyre_daemon.session import LeftArenas, Session
 
 _MAX_ALIKE, _MAX_UNLIKE = 512, 64  # batches a message: some 20 bytes each where one layout serves all, some 300 otherwise
 _GOODBYE_RETRY_S = 1.0
@@ -29,10 +29,12 @@ def take(session: Session, request: pb.StreamRequest) -> None:
         case "release":
             for step in request.release.steps:
                 session.release(step)
+        case "unmapped":
+            session.unmapped(request.unmapped.arenas)
         case "heartbeat":
             pass
         case _:
-            raise InvalidRequest("a message after the first must be `credit`, `release` or `heartbeat`")
+            raise InvalidRequest("a message after the first must be `credit`, `release`, `unmapped` or `heartbeat`")
 
 
 async def responses(session: Session, listening: asyncio.Task[None], lease_s: float) -> AsyncIterator[pb.StreamResponse]:
@@ -50,14 +52,17 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
         while True:
             try:
                 async with asyncio.timeout(lease_s / 4):
-                    strip = await session.next_strip(max_batches(session))
+                    news = await session.next_news(max_batches(session))
             except TimeoutError:
                 yield pb.StreamResponse(heartbeat=pb.Heartbeat())
                 continue
-            if strip is None:
+            if isinstance(news, LeftArenas):
+                yield pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=news.numbers))
+                continue
+            if news is None:
                 yield pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=session.num_steps or 0))
                 break
-            yield batches(session, strip)
+            yield batches(session, news)
     except Draining as reason:
         yield pb.StreamResponse(goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S))
     except GyreError:

@@ -182,6 +182,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             draining=self._sessions.draining,
             memory_reserved_bytes=environment.budget.reserved_bytes,
             memory_budget_bytes=environment.budget.limit_bytes,
+            memory_abandoned_bytes=environment.budget.abandoned_bytes,
             sessions=[convert.from_session(session) for session in self._sessions],
             storage=[explain.from_count(labels, count) for labels, count in counts],
             endpoints=[explain.from_endpoint(endpoint, time.monotonic()) for endpoint in self._catalog.endpoints],
