@@ -1,5 +1,7 @@
 """The memory that all sessions of a daemon may have together."""
 
+import asyncio
+
 from gyre_daemon.errors import Overloaded
 
 
@@ -7,6 +9,7 @@ class Budget:
     """Bytes that all arenas may have together, with what is noted of the batches in them.
 
     Attributes:
+        freed: set whenever there is more to be had.
         limit_bytes: of all.
         reserved_bytes: by sessions.
         abandoned_bytes: of arenas that nobody here uses any more, and that clients still map.
@@ -16,6 +19,7 @@ class Budget:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         self.abandoned_bytes = 0
+        self.freed = asyncio.Event()
 
     @property
     def free_bytes(self) -> int:
@@ -39,10 +43,16 @@ class Budget:
     def give_back(self, num_bytes: int) -> None:
         """Return a share."""
         self.reserved_bytes -= num_bytes
+        self.freed.set()
+
+    def keep(self, num_bytes: int) -> None:
+        """Reserve what is in use, beside the share that it was a part of and that is returned in the same step."""
+        self.reserved_bytes += num_bytes
 
     def abandon(self, num_bytes: int) -> None:
         """So much more is kept by clients alone; less where it is negative."""
         self.abandoned_bytes += num_bytes
+        self.freed.set()
 
     @property
     def _kept(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from gyre_daemon.account import Accounts, BatchAccount
+from gyre_daemon.account import Accounts
 from gyre_daemon.arena import Slot
 from gyre_daemon.arenas import Arenas
 from gyre_daemon.budget import Budget
@@ -22,7 +22,7 @@ from gyre_daemon.fetch import Strip
 from gyre_daemon.growth import Growth
 from gyre_daemon.mapped import Mapped
 from gyre_daemon.patience import Patience
-from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
+from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec, account_of
 from gyre_daemon.share import Share
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import View, Window
@@ -56,11 +56,13 @@ class Subscriber(Protocol):
 
     Attributes:
         flow: for which it reads.
+        share: the memory that it has reserved.
         is_starved: it waits for batches that are not whole, or have no room.
         patience: that others have with it.
     """
 
     flow: Flow
+    share: Share
     is_starved: bool
     patience: Patience
 
@@ -185,10 +187,10 @@ class Feed:
         """All its memory is full of batches that are kept, here or by those who have left."""
         return self._is_full and self.window.keeper() is not None
 
-    def may_be_joined(self, spec: Spec, share: Share) -> bool:
-        """Sessions that want this, with that much memory of their own, can read along."""
+    def may_be_joined(self, spec: Spec) -> bool:
+        """Sessions that want this can read along, however much memory they have themselves."""
         is_open = not self.is_closed and not self.is_following and not self._is_apart
-        return is_open and self.share == share and self.spec.is_as(spec)
+        return is_open and self.spec.is_as(spec)
 
     def stay_apart(self, step: int) -> None:
         """Neither join nor be joined until a window of steps from this one on has been taken.
@@ -244,10 +246,20 @@ class Feed:
         self._resize()
         return shrinking
 
+    def reshape(self, share: Share) -> None:
+        """Go on with less memory: what was taken stays where it is until it is released."""
+        self.share = share
+        self._growth = Growth(share, in_bulk=self._in_bulk)
+        self._growth.shrunk(self._machinery.clock())
+        self.arenas.reshape(share)
+        self._resize()
+
     def _inherit(self) -> None:
         heirs = [each.subscriber for each in self._subscriptions if not each.subscriber.owns_a_feed]
         if heirs:
-            self.owner = heirs[0]
+            self.owner = max(heirs, key=lambda heir: heir.share.reserved_bytes)
+            if self.owner.share.reserved_bytes < self.share.reserved_bytes:
+                self.reshape(self.owner.share)
             return
         for each in list(self._subscriptions):  # they are on their way here, each in a feed of its own
             each.subscriber.cast_off()
@@ -317,7 +329,7 @@ class Feed:
         """Let another feed go on for this one, where that has what would be begun next in memory."""
         step = self.window.next_to_begin
         for other in list(self._machinery.feeds):
-            if other is not self and other.may_be_joined(self.spec, self.share) and other.window.has(step):
+            if other is not self and other.may_be_joined(self.spec) and other.window.has(step):
                 self.is_following = True
                 for each in list(self._subscriptions):
                     each.view.cut(step)
@@ -355,31 +367,15 @@ class Feed:
             arena.release()
         if self.is_closed:
             return
-        self._give_account(outcome, began, delays)
+        times, job = (began, self._machinery.clock()), self.owner.flow.name
+        account = account_of(self.spec, job, outcome, times, delays, is_awaited=self._is_awaited)
+        self._machinery.accounts.add(account)
         self._outcomes[begun.first_step] = outcome
         self.window.seal(begun.first_step)
         self._grow_if_awaited(len(outcome.strip.plan))
         for each in self._subscriptions:
             if each.view.head_is_sealed:
                 each.subscriber.wake()
-
-    def _give_account(self, outcome: Outcome, began: float, delays: Delays) -> None:
-        plan = outcome.strip.plan
-        self._machinery.accounts.add(
-            BatchAccount(
-                dataset=self.spec.dataset.name,
-                job=self.owner.flow.name,
-                rank=self.spec.rank,
-                world_size=self.spec.world_size,
-                first_step=plan.first_step,
-                stop_step=plan.stop_step,
-                begun_at=began,
-                total_s=self._machinery.clock() - began,
-                is_awaited=self._is_awaited,
-                delays=delays,
-                error=next(map(str, outcome.errors.values()), ""),
-            )
-        )
 
     @property
     def _is_awaited(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.account import BatchAccount
 from gyre_daemon.arena import Slot
 from gyre_daemon.arenas import Arenas
 from gyre_daemon.cache import CachedStorage
@@ -67,6 +68,7 @@ class Spec:
         rank: whose part of each global batch.
         world_size: of how many.
         plan: of the order.
+        num_wished: batches ahead that were asked for; 0 where the size of a batch decides.
     """
 
     dataset: Dataset
@@ -74,14 +76,44 @@ class Spec:
     rank: int
     world_size: int
     plan: Plan
+    num_wished: int
 
     def is_as(self, other: "Spec") -> bool:
         """Both give the same batches; the same dataset opened anew counts as another."""
-        return self.dataset is other.dataset and (self.order, self.rank, self.world_size) == (
-            other.order,
-            other.rank,
-            other.world_size,
-        )
+        return self.dataset is other.dataset and self._terms == other._terms
+
+    @property
+    def _terms(self) -> tuple[Order, int, int, int]:
+        return self.order, self.rank, self.world_size, self.num_wished
+
+
+def account_of(
+    spec: Spec, job: str, outcome: Outcome, times: tuple[float, float], delays: Delays, *, is_awaited: bool
+) -> BatchAccount:
+    """What became of a strip.
+
+    Args:
+        spec: that it is of.
+        job: for which it was read.
+        outcome: of it.
+        times: when it was begun and when it was whole, on the daemon's clock.
+        delays: of its reads.
+        is_awaited: somebody waited for it.
+    """
+    plan, (began, ended) = outcome.strip.plan, times
+    return BatchAccount(
+        dataset=spec.dataset.name,
+        job=job,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        first_step=plan.first_step,
+        stop_step=plan.stop_step,
+        begun_at=began,
+        total_s=ended - began,
+        is_awaited=is_awaited,
+        delays=delays,
+        error=next(map(str, outcome.errors.values()), ""),
+    )
 
 
 class Prefetcher:

@@ -99,7 +99,7 @@ class Session:
         self._seen = environment.machinery.clock()
         self._occupancy = Occupancy(self._seen)
         self.share = self._granted = self._reserve()
-        spec = Spec(request.dataset, order, reader.rank, reader.world_size, plan)
+        spec = Spec(request.dataset, order, reader.rank, reader.world_size, plan, request.prefetch_batches)
         self._path = Path(self, spec, self.share, (self.first_step, self.num_steps), flow, environment.machinery)
 
     async def start(self) -> None:
@@ -300,6 +300,26 @@ class Session:
         self._environment.budget.give_back(self.share.reserved_bytes)
         self._sendable.set()
 
+    @property
+    def least_bytes(self) -> int:
+        """What it cannot do without."""
+        least_bytes = self.request.least_bytes(self._environment.machinery.arena_limit_bytes)
+        return min(self.share.reserved_bytes, max(least_bytes, self.share.reserved_for(self._path.first_arena_bytes)))
+
+    def halve(self) -> bool:
+        """Have half of the memory, for others to have it; no less than for a few batches. False where it has no more.
+
+        What its client was given stays until it is released.
+        """
+        before = self.share.reserved_bytes
+        share = self.request.wanted_share(max(before // 2, self.least_bytes), scarce=True)
+        if self._ended or share.reserved_bytes >= before:
+            return False
+        self.share = share
+        self._path.reshape(share)
+        self._environment.budget.give_back(before - share.reserved_bytes)
+        return True
+
     def wake(self) -> None:
         """The batch it sends next is ready."""
         self._sendable.set()
@@ -314,12 +334,12 @@ class Session:
         return self._draining and (self._path.view.num_begun == 0 or not self.credits)
 
     def _reserve(self) -> Share:
-        """What it wants, or as much of it as seven eighths of what there is; who comes next finds something too."""
+        """What it wants; where that is more than half of what there is, less."""
         request, budget = self.request, self._environment.budget
         limit_bytes = self._environment.machinery.arena_limit_bytes
         share = request.wanted_share(limit_bytes)
         if share.reserved_bytes > budget.free_bytes // 2:
-            share = request.wanted_share(min(limit_bytes, budget.free_bytes * 7 // 8), scarce=True)
+            share = request.scarce_share(limit_bytes, budget.free_bytes)
         budget.reserve(share.reserved_bytes, f"a session on `{request.dataset.name}`")
         return share
 

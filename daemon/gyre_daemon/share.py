@@ -42,7 +42,11 @@ class Share:
     @property
     def reserved_bytes(self) -> int:
         """What a session with it takes of the budget."""
-        return _SESSION_NOTE_BYTES + self.with_notes(self.num_bytes)
+        return self.reserved_for(self.num_bytes)
+
+    def reserved_for(self, num_bytes: int) -> int:
+        """What a session with so many bytes of arenas takes of the budget."""
+        return _SESSION_NOTE_BYTES + self.with_notes(num_bytes)
 
     def with_notes(self, num_bytes: int) -> int:
         """So many bytes of arenas, with what is noted of the batches in them."""
