@@ -45,8 +45,8 @@ class Slot:
 class Reader(Protocol):
     """A client that maps arenas."""
 
-    def arena_closed(self, arena: "Arena") -> None:
-        """No further batch comes to lie there."""
+    def arena_left(self, arena: "Arena") -> None:
+        """No further batch comes to lie there: it should be unmapped."""
 
 
 class Arena:
@@ -76,7 +76,7 @@ class Arena:
         self._free = [(0, self.num_bytes)]  # (offset, length) of every free range, sorted, none touching the next
         self.held_bytes = 0
         self._budget = budget or Budget(0)
-        self._readers: set[Reader] = set()
+        self._readers: list[Reader] = []  # one as often as it maps it
         self._is_closed = False
         self._when_unmapped: list[Callable[[], object]] = []
         self._lock = threading.Lock()  # over the next one
@@ -168,13 +168,17 @@ class Arena:
         self._free.clear()
         if self._readers:
             self._budget.abandon(self.num_bytes)
-        for reader in self._readers:
-            reader.arena_closed(self)
+        self.leave()
         self.release()
+
+    def leave(self) -> None:
+        """No further batch comes to lie here: clients should unmap it."""
+        for reader in set(self._readers):
+            reader.arena_left(self)
 
     def add_reader(self, reader: "Reader") -> None:
         """A client maps it from now on."""
-        self._readers.add(reader)
+        self._readers.append(reader)
 
     def remove_reader(self, reader: "Reader") -> None:
         """A client has it no longer."""

@@ -145,6 +145,8 @@ class Arenas:
         if not self._added:
             return None
         self._resize(1)
+        for arena in self._added:
+            arena.leave()
         self._leaving += self._added
         self._added.clear()
         self._has_shrunk.clear()
@@ -162,12 +164,17 @@ class Arenas:
         while self._missing_bytes < 0 and len(self._own) > 1:
             arena = self._own.pop()
             self._leaving.append(arena)
+            arena.leave()
             self._budget.keep(self._share.with_notes(arena.num_bytes))
         excess_bytes = max(0, -self._missing_bytes)
         self._budget.keep(self._share.with_notes(excess_bytes) - self._share.with_notes(self._excess_bytes))
         self._excess_bytes = excess_bytes
         self._has_shrunk.clear()
         self._drop_empty()
+
+    def is_leaving(self, slot: Slot) -> bool:
+        """Its arena is given back as soon as no batch lies there."""
+        return slot.arena in self._leaving
 
     @property
     def leaving_bytes(self) -> int:

@@ -9,22 +9,21 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from gyre_daemon.account import Accounts
-from gyre_daemon.arena import Slot
+from gyre_daemon.arena import Arena, Slot
 from gyre_daemon.arenas import Arenas
 from gyre_daemon.budget import Budget
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.events import log_event
-from gyre_daemon.fair import FairExecutor, Flow
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.fetch import Strip
 from gyre_daemon.growth import Growth
 from gyre_daemon.mapped import Mapped
-from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec, account_of
 from gyre_daemon.share import Share
 from gyre_daemon.storage import Delays
+from gyre_daemon.subscriber import Subscriber
 from gyre_daemon.window import View, Window
 
 Clock = Callable[[], float]
@@ -51,42 +50,10 @@ class Machinery:
     accounts: Accounts = field(default_factory=Accounts)
 
 
-class Subscriber(Protocol):
-    """Who takes batches from a feed: a session's path.
-
-    Attributes:
-        flow: for which it reads.
-        share: the memory that it has reserved.
-        is_starved: it waits for batches that are not whole, or have no room.
-        patience: that others have with it.
-    """
-
-    flow: Flow
-    share: Share
-    is_starved: bool
-    patience: Patience
-
-    @property
-    def owns_a_feed(self) -> bool:
-        """The memory that it reserved is in use."""
-
-    def wake(self) -> None:
-        """The batch it sends next is ready."""
-
-    def fail(self, reason: GyreError) -> None:
-        """Nothing will come any more."""
-
-    def cast_off(self) -> None:
-        """It must go on by itself, from memory that it reserved itself."""
-
-    def follow(self, feed: "Feed", step: int) -> None:
-        """From a step on it takes batches from another feed."""
-
-
 class Subscription:
     """One subscriber's part in a feed."""
 
-    def __init__(self, feed: "Feed", subscriber: Subscriber, view: View) -> None:
+    def __init__(self, feed: "Feed", subscriber: "Subscriber[Feed]", view: View) -> None:
         self.feed = feed
         self.subscriber = subscriber
         self.view = view
@@ -128,7 +95,7 @@ class Feed:
         is_following: it only leads up to another feed.
     """
 
-    def __init__(self, spec: Spec, share: Share, first_step: int, owner: Subscriber, machinery: Machinery) -> None:
+    def __init__(self, spec: Spec, share: Share, first_step: int, owner: "Subscriber[Feed]", machinery: Machinery) -> None:
         self.spec = spec
         self.share = share
         self.owner = owner
@@ -148,6 +115,7 @@ class Feed:
         self._is_read = asyncio.Event()
         self._is_full = False
         self._is_draining = False
+        self._is_vacating = False
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self._apart_until = first_step
         machinery.feeds.add(self)
@@ -164,7 +132,7 @@ class Feed:
         return self.spec.plan.running_position(self.window.next_to_begin)
 
     def subscribe(
-        self, subscriber: Subscriber, first_step: int, end_step: int | None, *, is_active: bool = True
+        self, subscriber: "Subscriber[Feed]", first_step: int, end_step: int | None, *, is_active: bool = True
     ) -> Subscription:
         """One subscriber more, where the window has its first step."""
         view = self.window.join(first_step, end_step, is_active=is_active)
@@ -252,7 +220,21 @@ class Feed:
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self._growth.shrunk(self._machinery.clock())
         self.arenas.reshape(share)
+        self._vacate()
         self._resize()
+
+    def _vacate(self) -> None:
+        """What nobody has been sent yet, and lies in memory that is given back, is read again later."""
+        leaving = [step for step, slot in self._slots.items() if self.arenas.is_leaving(slot)]
+        self._is_vacating = bool(leaving)
+        if leaving:
+            self.window.rewind(min(leaving))
+            self._prefetcher.rewind(self.window.next_to_begin)
+
+    def lies_in(self, step: int, arena: Arena) -> bool:
+        """A step that is in memory lies in that arena."""
+        slot = self._slots.get(self.window.strip_of(step))
+        return slot is not None and slot.arena is arena
 
     def _inherit(self) -> None:
         heirs = [each.subscriber for each in self._subscriptions if not each.subscriber.owns_a_feed]
@@ -372,6 +354,8 @@ class Feed:
         self._machinery.accounts.add(account)
         self._outcomes[begun.first_step] = outcome
         self.window.seal(begun.first_step)
+        if self._is_vacating:
+            self._vacate()
         self._grow_if_awaited(len(outcome.strip.plan))
         for each in self._subscriptions:
             if each.view.head_is_sealed:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from gyre_daemon.arena import Arena
 from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Feed, Machinery, Subscription
@@ -129,6 +130,10 @@ class Path:
     @property
     def _own_feeds(self) -> list[Feed]:
         return [subscription.feed for subscription in self._subscriptions if subscription.feed.owner is self]
+
+    def held_in(self, arena: Arena) -> list[int]:
+        """What was taken at once and lies in an arena, by first steps."""
+        return [step for step, subscription in self._held.items() if subscription.feed.lies_in(step, arena)]
 
     def drain(self) -> None:
         """Begin no further step."""

@@ -155,6 +155,16 @@ class Prefetcher:
         self._next_to_begin = window.begin(len(fetch.plan)).stop
         return Begun(fetch, slot)
 
+    def rewind(self, step: int) -> None:
+        """Begin at this step next, which was begun before."""
+        if step == self._next_to_begin:
+            return
+        self._fetches.clear()
+        self._next_to_begin = step
+        self._plans = self._spec.plan.batches(step, 0, self._spec.rank, self._spec.world_size)
+        if self._announcer:
+            self._announcer.rewind()
+
     async def fill(self, begun: Begun, flow: Flow, delays: Delays) -> Outcome:
         """Read a strip into its slot; where some batches fail, which do; `delays` are told what it took."""
         fetch, slot = begun.fetch, begun.slot
@@ -219,6 +229,10 @@ class _Announcer:
         num_blocks = max(1, min(_MAX_BLOCKS_AHEAD, spec.order.window_blocks // 4))  # beside those of the window itself
         samples_ahead = num_blocks * spec.dataset.num_samples // max(1, self._table.num_blocks)
         self.num_steps = -(-samples_ahead // spec.order.global_batch_size)
+
+    def rewind(self) -> None:
+        """The steps to come are others than those that were announced."""
+        self._num_announced = 0
 
     def announce(self, plans: StripPlan, num_taken: int, end_step: int | None, flow: Flow) -> None:
         """The blocks of the next steps will be read, in this order.

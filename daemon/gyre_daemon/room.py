@@ -2,7 +2,7 @@
 
 First the windows that have grown shrink. A newcomer that then finds less than half of its fair part has the largest of the
 others halve their shares, one after the other, until there is enough. Nobody goes below a few batches, and no batch is lost:
-memory is given back as slots become free. The newcomer waits for that, for a second at most, and takes what is there.
+memory is given back as slots become free. The newcomer waits for that, for some seconds at most, and takes what is there.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from gyre_daemon.feed import Machinery
 from gyre_daemon.request import SessionRequest
 from gyre_daemon.session import Session
 
-_MAX_WAIT_S = 1.0
+_MAX_WAIT_S = 3.0
 
 
 async def make_room(request: SessionRequest, sessions: Collection[Session], machinery: Machinery) -> None:

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from gyre_daemon.arena import Arena
 from gyre_daemon.budget import Budget
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fair import Flow
@@ -92,6 +93,8 @@ class Session:
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
         self._shown: ShownArenas | None = None
+        self._left: list[int] = []  # arenas that the client is not yet told to unmap
+        self._moved: dict[int, list[int]] = {}  # what it has moved out of an arena once that is unmapped, by first steps
         self._unsent = Unsent()
         self._sendable = asyncio.Event()
         self._ended: GyreError | None = None
@@ -114,7 +117,7 @@ class Session:
 
     def share_arenas(self, peer: Peer) -> bool:
         """From now on batches are read where they lie; False where the client cannot be reached so."""
-        shown = ShownArenas(self.session_id, peer, self._sendable.set)
+        shown = ShownArenas(self.session_id, peer, self._arena_left)
         if not self._ended and shown.number(self._path.feed.arenas.first) is not None:
             self._shown = shown
         return self.shares_arena
@@ -145,9 +148,18 @@ class Session:
         return self._path.feed.arenas.first.num_bytes
 
     def unmapped(self, arenas: Collection[int]) -> None:
-        """The client has these arenas no longer."""
-        if self._shown:
-            self._shown.unmapped(arenas)
+        """The client has these arenas no longer, and needs nothing that it was sent there before it was told."""
+        for number in arenas:
+            if self._shown:
+                self._shown.unmapped(number)
+            for step in self._moved.pop(number, []):
+                self.release(step)
+
+    def _arena_left(self, arena: Arena, number: int) -> None:
+        if not self._ended:
+            self._moved[number] = self._path.held_in(arena)
+            self._left.append(number)
+            self._sendable.set()
 
     def arena_number(self, strip: Strip) -> int:
         """What the client calls the arena where batches lie."""
@@ -231,7 +243,8 @@ class Session:
         while True:
             if self._ended:
                 raise self._ended
-            if self._shown and (left := self._shown.take_left()):
+            if self._left:
+                left, self._left = self._left, []
                 return LeftArenas(left)
             strip = self.ready_strip(max_batches)
             if strip:

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from gyre_daemon.arena import Arena
@@ -65,20 +65,21 @@ class Peer:
 class ShownArenas:
     """The arenas of one session that its client maps, by number."""
 
-    def __init__(self, session_id: str, peer: Peer, on_left: Callable[[], None]) -> None:
+    def __init__(self, session_id: str, peer: Peer, on_left: Callable[[Arena, int], None]) -> None:
         """None yet.
 
         Args:
             session_id: whose they are.
             peer: the client.
-            on_left: called where there is something to take with `take_left`.
+            on_left: called with an arena that the client should unmap, and its number. From then on the client does not
+                know the arena; where it is shown once more, it has another number.
         """
         self._session_id = session_id
         self._peer = peer
         self._on_left = on_left
         self._numbers: dict[Arena, int] = {}
         self._num_shown = 0
-        self._left: list[int] = []
+        self._leaving: dict[int, Arena] = {}  # until the client has unmapped them
         peer.when_gone(self._peer_gone)
 
     def number(self, arena: Arena) -> int | None:
@@ -90,20 +91,17 @@ class ShownArenas:
             arena.add_reader(self)
         return number
 
-    def arena_closed(self, arena: Arena) -> None:
-        """See `Reader`: the client should unmap it."""
-        self._left.append(self._numbers[arena])
-        self._on_left()
+    def arena_left(self, arena: Arena) -> None:
+        """See `Reader`."""
+        number = self._numbers.pop(arena, None)
+        if number is not None:
+            self._leaving[number] = arena
+            self._on_left(arena, number)
 
-    def take_left(self) -> list[int]:
-        """The arenas that the client was not yet told to unmap."""
-        left, self._left = self._left, []
-        return left
-
-    def unmapped(self, numbers: Collection[int]) -> None:
-        """The client has these no longer."""
-        for arena in [arena for arena, number in self._numbers.items() if number in numbers]:
-            del self._numbers[arena]
+    def unmapped(self, number: int) -> None:
+        """The client has this one no longer; what it was not asked to unmap changes nothing."""
+        arena = self._leaving.pop(number, None)
+        if arena:
             arena.remove_reader(self)
 
     def when_unread(self, act: Callable[[], None]) -> None:
@@ -111,7 +109,11 @@ class ShownArenas:
         self._peer.when_gone(act)
 
     def _peer_gone(self) -> None:
-        self.unmapped(self._numbers.values())
+        arenas = [*self._numbers, *self._leaving.values()]
+        self._numbers.clear()
+        self._leaving.clear()
+        for arena in arenas:
+            arena.remove_reader(self)
 
 
 class SideChannel:

@@ -89,6 +89,21 @@ class Window:
         strip.is_sealed = True
         self._free_if_unneeded(strip)
 
+    def rewind(self, first_step: int) -> None:
+        """Forget strips from `first_step` on, from the last one back, which are begun again later.
+
+        Only those that are sealed and that nobody was sent any step of: the first other one, seen from the end, ends it.
+        """
+        while (strip := self._strips.get(self.next_to_begin - 1)) and strip.steps.start >= first_step:
+            fronts = [view.next_to_send for view in self.views if view.is_active]
+            is_new = strip.num_needs == sum(view.wants(strip.steps) for view in self.views)
+            if not (strip.is_sealed and is_new and max(fronts, default=0) <= strip.steps.start):
+                return
+            for step in strip.steps:
+                del self._strips[step]
+            self.next_to_begin = strip.steps.start
+            self._on_free(strip.steps.start)
+
     def join(self, first_step: int, end_step: int | None, *, is_active: bool = True) -> "View":
         """One reader more, where the window `has` its first step.
 

@@ -126,49 +126,49 @@ def right(batch: dict[str, torch.Tensor]) -> bool:
     return bool((batch["tokens"].numpy() == ids[:, None]).all())
 
 
-def test_a_job_that_came_first_gives_memory_to_those_that_come_later(gyred: StartDaemon, token_path: Path) -> None:
+def loader_of(daemon: Daemon, job: str, batch_size: int = 64, prefetch_batches: int = 0) -> Loader:
+    """In an order of its own."""
+    seed = sum(job.encode())
+    return Loader(
+        "tokens", batch_size=batch_size, seed=seed, job=job, prefetch_batches=prefetch_batches, address=daemon.address
+    )
+
+
+def ids_of(loader: Loader, num_batches: int) -> list[list[int]]:
+    batches = [next(loader) for _ in range(num_batches)]
+    assert all(right(batch) for batch in batches)
+    return [batch["sample_id"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("prefetch_batches", [0, 1000])
+def test_jobs_that_wait_for_each_other_all_find_memory(gyred: StartDaemon, token_path: Path, prefetch_batches: int) -> None:
+    """None goes on reading before all are there; what the first ones have ready would fill the budget."""
     daemon = started(gyred, token_path, memory_budget="64MiB")
-
-    def loader(job: str, prefetch_batches: int = 0) -> Loader:
-        seed = sum(job.encode())
-        return Loader("tokens", batch_size=64, seed=seed, job=job, prefetch_batches=prefetch_batches, address=daemon.address)
-
+    with loader_of(daemon, "0", prefetch_batches=prefetch_batches) as first:
+        wanted = ids_of(first, 700)
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(loader("first", 1000))
-        for _ in range(400):
-            assert right(next(first))
-        kept = [next(first) for _ in range(60)]
+        first = stack.enter_context(loader_of(daemon, "0", prefetch_batches=prefetch_batches))
+        found = ids_of(first, 300)
+        kept = [next(first) for _ in range(40)]
         (alone,) = status(daemon).sessions
-        assert alone.memory_limit_bytes > 40 << 20
-        others = [stack.enter_context(loader(f"job {number}")) for number in range(8)]
-        for _ in range(400):
-            assert right(next(first))
-            assert all(right(next(other)) for other in others)
-        del kept[:50]
+        assert alone.memory_limit_bytes > 20 << 20
+        until(lambda: status(daemon).sessions[0].num_in_flight == 0)  # it has all that it may have
+        others = []
+        for number in range(1, 16):
+            others.append(stack.enter_context(loader_of(daemon, str(number))))
+            ids_of(others[-1], 1)
         now = status(daemon)
         assert now.memory_reserved_bytes + now.memory_abandoned_bytes <= now.memory_budget_bytes
-        limits = {session.reader.job: session.memory_limit_bytes for session in now.sessions}
-        assert limits["first"] < alone.memory_limit_bytes // 2
+        limits = [session.memory_limit_bytes for session in now.sessions]
+        assert len(limits) == 16
+        assert limits[0] < alone.memory_limit_bytes // 2
+        found += [batch["sample_id"].tolist() for batch in kept]
+        found += ids_of(first, 360)
+        for other in others:
+            ids_of(other, 200)
         assert all(right(batch) for batch in kept)
-        assert len(limits) == 9
+        assert found == wanted
     until(lambda: status(daemon).memory_reserved_bytes + status(daemon).memory_abandoned_bytes == 0)
-
-
-def test_no_batch_is_lost_where_a_share_shrinks(gyred: StartDaemon, token_path: Path) -> None:
-    daemon = started(gyred, token_path, memory_budget="64MiB")
-    with Loader("tokens", batch_size=64, seed=3, job="alone", address=daemon.address) as loader:
-        wanted = [next(loader)["sample_id"].tolist() for _ in range(600)]
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(Loader("tokens", batch_size=64, seed=3, job="first", address=daemon.address))
-        found = []
-        for step in range(600):
-            batch = next(first)
-            assert right(batch)
-            found.append(batch["sample_id"].tolist())
-            if step % 60 == 30:
-                other = Loader("tokens", batch_size=64, seed=100 + step, job=f"other {step}", address=daemon.address)
-                assert right(next(stack.enter_context(other)))
-    assert found == wanted
 
 
 def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_others(gyred: StartDaemon, token_path: Path) -> None:
