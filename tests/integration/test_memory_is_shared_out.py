@@ -143,7 +143,7 @@ def ids_of(loader: Loader, num_batches: int) -> list[list[int]]:
 @pytest.mark.parametrize("prefetch_batches", [0, 1000])
 def test_jobs_that_wait_for_each_other_all_find_memory(gyred: StartDaemon, token_path: Path, prefetch_batches: int) -> None:
     """None goes on reading before all are there; what the first ones have ready would fill the budget."""
-    daemon = started(gyred, token_path, memory_budget="64MiB")
+    daemon = started(gyred, token_path, memory_budget="128MiB")
     with loader_of(daemon, "0", prefetch_batches=prefetch_batches) as first:
         wanted = ids_of(first, 700)
     with contextlib.ExitStack() as stack:

@@ -86,6 +86,23 @@ class WindowModel(RuleBasedStateMachine):
             assert self.window.begin(len(steps)) == steps
             self.strips[step] = steps
 
+    @rule(back=st.integers(0, 12))
+    def rewind(self, back: int) -> None:
+        limit = self.first + self.num_begun - back
+        self.window.rewind(limit)
+        while self.strips and self.may_be_forgotten(last := max(self.strips)) and last >= limit:
+            assert last == self.freed_strips.pop(self.freed_strips.index(last))
+            self.sealed_strips.remove(last)
+            del self.strips[last]
+        assert self.window.next_to_begin == self.first + self.num_begun
+
+    def may_be_forgotten(self, first_step: int) -> bool:
+        strip = self.strips[first_step]
+        is_sent = any(reader.next_to_send > first_step for reader in self.present if reader.is_active)
+        is_held = any(held.start in strip for reader in self.readers for held in reader.held.values())
+        is_wanted = any(reader.wants(step) for reader in self.present for step in strip)
+        return first_step in self.sealed_strips and is_wanted and not is_sent and not is_held
+
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
         in_flight = sorted(self.strips.keys() - self.sealed_strips)
