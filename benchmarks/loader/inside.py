@@ -26,6 +26,7 @@ from gyre_daemon.fair import FairExecutor
 from gyre_daemon.feed import Machinery
 from gyre_daemon.mapped import Mapped
 from gyre_daemon.metrics import Metrics
+from gyre_daemon.news import Sent
 from gyre_daemon.plan import Order
 from gyre_daemon.request import Reader, SessionRequest
 from gyre_daemon.service import control
@@ -141,7 +142,7 @@ async def _read(session: Session, duration_s: float) -> tuple[int, int]:
     end = time.perf_counter() + duration_s
     while time.perf_counter() < end:
         first = await session.next_news()
-        assert first
+        assert isinstance(first, Sent)
         message = control.batches(session, first)
         message.SerializeToString()
         num_sent = sum(len(strip.cursors.own) for strip in message.batches.strips)

@@ -19,6 +19,7 @@ from gyre_daemon.feed import Machinery
 from gyre_daemon.fetch import Strip
 from gyre_daemon.jobs import SessionTotals
 from gyre_daemon.metrics import Metrics
+from gyre_daemon.news import LeftArenas, Sent
 from gyre_daemon.occupancy import Occupancy
 from gyre_daemon.path import Path
 from gyre_daemon.plan import Plan
@@ -45,13 +46,6 @@ class SessionEnvironment:
     def budget(self) -> Budget:
         """Of which each session has a share."""
         return self.machinery.budget
-
-
-@dataclass(frozen=True, slots=True)
-class LeftArenas:
-    """Arenas that a client is to unmap, by number."""
-
-    numbers: Collection[int]
 
 
 @dataclass(slots=True)
@@ -161,13 +155,6 @@ class Session:
             self._left.append(number)
             self._sendable.set()
 
-    def arena_number(self, strip: Strip) -> int:
-        """What the client calls the arena where batches lie."""
-        assert self._shown
-        number = self._shown.number(strip.slot.arena)
-        assert number is not None
-        return number
-
     def new_grant(self) -> Share | None:
         """What its client may have from now on, where that is not what it was told last."""
         extent = self._path.feed.arenas.extent
@@ -230,7 +217,7 @@ class Session:
         if not self._ended:
             self._path.release(first_step)
 
-    async def next_news(self, max_batches: int = _MAX_CREDITS) -> Strip | LeftArenas | None:
+    async def next_news(self, max_batches: int = _MAX_CREDITS) -> Sent | LeftArenas | None:
         """What the client is told next.
 
         Batches of the next steps, from one to so many, once they are whole and have credit; arenas that it is to unmap; None
@@ -246,9 +233,8 @@ class Session:
             if self._left:
                 left, self._left = self._left, []
                 return LeftArenas(left)
-            strip = self.ready_strip(max_batches)
-            if strip:
-                return strip
+            if sent := self.ready_strip(max_batches):
+                return sent
             if self._path.at_end:
                 return None
             if self._drained:
@@ -257,7 +243,7 @@ class Session:
                 )
             await self._wait_until_sendable()
 
-    def ready_strip(self, max_batches: int = _MAX_CREDITS) -> Strip | None:
+    def ready_strip(self, max_batches: int = _MAX_CREDITS) -> Sent | None:
         """Batches of the next steps that can be sent now, and lie in one piece of memory.
 
         Raises:
@@ -268,13 +254,16 @@ class Session:
         taken = self._path.take(min(self.credits, max_batches))
         if isinstance(taken, Exception):
             raise taken
+        number: int | None = 0
         if self._shown is None:
             self._unsent.add(taken)
-        elif self._shown.number(taken.slot.arena) is None:
+        else:
+            number = self._shown.number(taken.slot.arena)
+        if number is None:
             raise LeaseExpired("the client left the side channel, where it gets its batches' memory; open the session again")
         self.credits -= len(taken.plan)
         self._count(taken)
-        return taken
+        return Sent(taken, number)
 
     @property
     def head_is_whole(self) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
-from gyre_daemon.fetch import Strip
+from gyre_daemon.news import LeftArenas, Sent
 from gyre_daemon.service import convert
-from gyre_daemon.session import LeftArenas, Session
+from gyre_daemon.session import Session
 
 _MAX_ALIKE, _MAX_UNLIKE = 512, 64  # batches a message: some 20 bytes each where one layout serves all, some 300 otherwise
 _GOODBYE_RETRY_S = 1.0
@@ -78,13 +78,13 @@ def max_batches(session: Session) -> int:
     return _MAX_ALIKE if session.request.dataset.has_equal_samples else _MAX_UNLIKE
 
 
-def batches(session: Session, first: Strip) -> pb.StreamResponse:
+def batches(session: Session, first: Sent) -> pb.StreamResponse:
     """One message with all batches that can be sent now; one that failed is left for the next call."""
-    strips, num_left = [first], max_batches(session) - len(first.plan)
+    sent, num_left = [first], max_batches(session) - len(first.strip.plan)
     while num_left > 0 and session.head_is_whole:
-        strip = session.ready_strip(num_left)
-        if strip is None:
+        more = session.ready_strip(num_left)
+        if more is None:
             break
-        strips.append(strip)
-        num_left -= len(strip.plan)
-    return convert.from_strips(strips, session)
+        sent.append(more)
+        num_left -= len(more.strip.plan)
+    return convert.from_strips(sent, session)
