@@ -225,7 +225,7 @@ class Feed:
 
     def _vacate(self) -> None:
         """What nobody has been sent yet, and lies in memory that is given back, is read again later."""
-        leaving = [step for step, slot in self._slots.items() if self.arenas.is_leaving(slot)]
+        leaving = [step for step, slot in self._slots.items() if self.arenas.is_leaving(slot) and self.window.is_wanted(step)]
         self._is_vacating = bool(leaving)
         if leaving:
             self.window.rewind(min(leaving))
@@ -354,7 +354,7 @@ class Feed:
         self._machinery.accounts.add(account)
         self._outcomes[begun.first_step] = outcome
         self.window.seal(begun.first_step)
-        if self._is_vacating:
+        if self._is_vacating and self.arenas.is_leaving(begun.slot):
             self._vacate()
         self._grow_if_awaited(len(outcome.strip.plan))
         for each in self._subscriptions:

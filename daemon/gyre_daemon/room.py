@@ -28,14 +28,15 @@ async def make_room(request: SessionRequest, sessions: Collection[Session], mach
     wanted_bytes = request.wanted_share(limit_bytes).reserved_bytes
     if wanted_bytes <= budget.free_bytes // 2:
         return
+    kept_bytes = budget.abandoned_bytes  # nobody can say when that comes back
     for feed in list(machinery.feeds):
         feed.shrink()
     await asyncio.sleep(0)  # windows that were just growing stop
-    await _wait_for(2 * wanted_bytes, machinery)
+    await _wait_for(2 * wanted_bytes, kept_bytes, machinery)
     fair_bytes = _fair_bytes(request, sessions, machinery)
     if 2 * _found_bytes(request, machinery) < fair_bytes:
         _halve_the_largest(fair_bytes, sessions, machinery)
-        await _wait_for(fair_bytes, machinery)
+        await _wait_for(fair_bytes, kept_bytes, machinery)
 
 
 def _found_bytes(request: SessionRequest, machinery: Machinery) -> int:
@@ -66,12 +67,12 @@ def _halve_the_largest(needed_bytes: int, sessions: Collection[Session], machine
             others.remove(largest)
 
 
-async def _wait_for(num_bytes: int, machinery: Machinery) -> None:
-    """Until so much is free, or nothing is about to become free; but not for long."""
+async def _wait_for(num_bytes: int, kept_bytes: int, machinery: Machinery) -> None:
+    """Until so much is free, or nothing is about to become free beyond what clients kept before; but not for long."""
     budget = machinery.budget
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_MAX_WAIT_S):
-            while budget.free_bytes < num_bytes and (_leaving_bytes(machinery) or budget.abandoned_bytes):
+            while budget.free_bytes < num_bytes and (_leaving_bytes(machinery) or budget.abandoned_bytes > kept_bytes):
                 budget.freed.clear()
                 await budget.freed.wait()
 
