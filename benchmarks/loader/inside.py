@@ -17,15 +17,16 @@ from pathlib import Path
 from unittest import mock
 
 import uvloop
-from gyre_daemon.arena import Budget
-from gyre_daemon.arenas import Mapped
+from gyre_daemon.budget import Budget
 from gyre_daemon.cache import SidecarStore
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import FairExecutor
 from gyre_daemon.feed import Machinery
+from gyre_daemon.mapped import Mapped
 from gyre_daemon.metrics import Metrics
+from gyre_daemon.news import Sent
 from gyre_daemon.plan import Order
 from gyre_daemon.request import Reader, SessionRequest
 from gyre_daemon.service import control
@@ -140,8 +141,8 @@ async def _read(session: Session, duration_s: float) -> tuple[int, int]:
     num_batches = num_messages = 0
     end = time.perf_counter() + duration_s
     while time.perf_counter() < end:
-        first = await session.next_strip()
-        assert first
+        first = await session.next_news()
+        assert isinstance(first, Sent)
         message = control.batches(session, first)
         message.SerializeToString()
         num_sent = sum(len(strip.cursors.own) for strip in message.batches.strips)

@@ -96,6 +96,8 @@ class Attachment:
                             self._take_grant(response.batches)
                         for strip in response.batches.strips:
                             yield from self._receive(strip)
+                    case "arenas_left" if arenas := self._arenas:
+                        self.outbox.unmapped(arenas.leave(response.arenas_left.arenas))
                     case "end_of_stream":
                         return
                     case "goodbye":
@@ -109,7 +111,7 @@ class Attachment:
         self._is_closed = True
         self.outbox.close()
         self._cancel()
-        self._arenas = None  # they stay mapped for the batches that are in use
+        self._arenas = None
 
     def must_copy(self, num_unread: int) -> bool:
         """Whether so many slots are in use, beside those of unread batches, that the daemon may soon have none to fill."""

@@ -69,7 +69,7 @@ class Cursors:
 
 
 class Strip:
-    """Successive batches in one piece of memory, which lives as long as the strip or a tensor in it."""
+    """Successive batches in one piece of memory, which lives as long as a batch that is left, or a tensor in it."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Strip:
         self.first_step = first_step
         self._cursors = cursors
         self._layouts = layouts
-        self._memory = memory
+        self._memory: npt.NDArray[np.uint8] | None = memory
         self._offsets = offsets
         self._num_taken = 0
 
@@ -114,12 +114,19 @@ class Strip:
         """Resumes after all of them."""
         return self._cursors.at(len(self) - 1)
 
+    def let_go(self) -> None:
+        """None of those that are left will be taken."""
+        self._memory = None
+
     def take(self) -> Batch:
         """Returns the next batch that is left."""
         row = self._num_taken
         self._num_taken = row + 1
         layout, offset = self._layouts[row], self._offsets[row]
+        assert self._memory is not None
         memory = self._memory[offset : offset + layout.num_bytes]
+        if self.is_taken:
+            self.let_go()
         return Batch(self.first_step + row, self._cursors.at(row), memory, layout)
 
 

@@ -6,7 +6,7 @@ Credits and releases are coalesced: whatever came up since the last message trav
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -40,6 +40,7 @@ class Outbox:
         self._is_due = num_credits > 0
         self._released: list[int] = []
         self._num_released = 0  # batches
+        self._unmapped: list[int] = []
         self._told_at_s = -math.inf  # of what the consumer did
         self._closed = False
         self._changed = threading.Condition()
@@ -73,6 +74,13 @@ class Outbox:
             self._num_released += num_batches
             self._notify_if_due(self._num_released)
 
+    def unmapped(self, arenas: Sequence[int]) -> None:
+        """This process has these arenas no longer."""
+        with self._changed:
+            self._unmapped += arenas
+            self._is_due = True
+            self._changed.notify()
+
     def close(self) -> None:
         """Nothing more is to be said; the client half-closes its stream."""
         with self._changed:
@@ -95,21 +103,24 @@ class Outbox:
                 self._num_credits -= num_credits
                 waited_s, self._waited_s = self._waited_s, 0.0
                 released, self._released = self._released[:MAX_RELEASES], self._released[MAX_RELEASES:]
+                unmapped, self._unmapped = self._unmapped, []
                 self._is_due, self._num_released = bool(self._released), len(self._released)
                 if released or waited_s:
                     self._told_at_s = time.monotonic()
             on_wake()
             num_taken = self._num_taken()
-            has_news = is_due or num_credits or waited_s or released or num_taken != num_told
+            has_news = is_due or num_credits or waited_s or released or unmapped or num_taken != num_told
             if not has_news and time.monotonic() < spoke_at_s + heartbeat_s:
                 continue
             spoke_at_s, num_told = time.monotonic(), num_taken
+            if unmapped:
+                yield pb.StreamRequest(unmapped=pb.Unmapped(arenas=unmapped), num_taken=num_taken)
             if num_credits or waited_s:
                 credit = pb.Credit(num_batches=num_credits, waited_s=waited_s, released_steps=released)
                 yield pb.StreamRequest(credit=credit, num_taken=num_taken)
             elif released:
                 yield pb.StreamRequest(release=pb.Release(steps=released), num_taken=num_taken)
-            else:
+            elif not unmapped:
                 yield pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=num_taken)
 
     def _notify_if_due(self, num_waiting: int) -> None:

@@ -3,12 +3,9 @@
 Dropping the pages of a batch makes the next one in its place pay a fault for each, although hardly anybody writes into batches.
 """
 
+import contextlib
 import ctypes
-import mmap
 import os
-import weakref
-
-import numpy as np
 
 _SCAN = 0xC0606610  # PAGEMAP_SCAN, of linux/fs.h, since Linux 6.7
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
@@ -24,21 +21,25 @@ _ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
 class PrivatePages:
     """Looks at one mapping."""
 
-    def __init__(self, mapping: mmap.mmap) -> None:
+    def __init__(self, address: int, num_bytes: int) -> None:
         """Opens what the kernel says of this process's pages.
 
         Args:
-            mapping: Private, of a file.
+            address: Of a private mapping of a file.
+            num_bytes: Its length.
         """
-        self._address = np.frombuffer(mapping, np.uint8).ctypes.data
-        self._num_bytes = len(mapping)
+        self._address = address
+        self._num_bytes = num_bytes
         self._found = (ctypes.c_uint64 * 3)()
         self._pagemap = -1
-        try:
+        with contextlib.suppress(OSError):
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return
-        weakref.finalize(self, os.close, self._pagemap).atexit = False
+
+    def close(self) -> None:
+        """Asks the kernel nothing more."""
+        descriptor, self._pagemap = self._pagemap, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def map_pages(self) -> None:
         """Every page is mapped, in one call; the caller keeps the mapping. An older kernel maps each when it is first read."""

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import weakref
 
 from gyre_client.address import Address
 from gyre_client.errors import DaemonUnavailable
@@ -17,7 +16,7 @@ class NotShared(DaemonUnavailable):
 
 
 class SideChannel:
-    """A connection to the daemon's side channel, which ends with this object.
+    """A connection to the daemon's side channel, until `close`.
 
     Attributes:
         token: Tells the daemon which connection an OpenSession belongs to.
@@ -26,8 +25,10 @@ class SideChannel:
     def __init__(self, connection: socket.socket, token: str) -> None:
         self._connection = connection
         self.token = token
-        weakref.finalize(self, connection.close).atexit = False  # see `_close_all`
-        _open_channels.add(self)
+
+    def close(self) -> None:
+        """Tells the daemon that nothing it gave here is read any more."""
+        self._connection.close()
 
     @classmethod
     def connect(cls, address: Address) -> "SideChannel | None":
@@ -65,23 +66,3 @@ class SideChannel:
         if is_expected:
             raise NotShared("the descriptor of the daemon's memory does not reach this process")
         raise DaemonUnavailable("the daemon shared an arena that did not arrive on the side channel")
-
-    def close(self) -> None:
-        """The connection has ended. The daemon may use again what it shared over it."""
-        self._connection.close()
-
-
-_open_channels: "weakref.WeakSet[SideChannel]" = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """At the interpreter's exit every channel is closed, but not before its session has ended.
-
-    Finalizers run newest first there. A loader ends its session in one; its channel is newer, so it must not be closed by a
-    finalizer of its own, or the loader, which still receives, would take that for an outage. This one is older than all.
-    """
-    for channel in list(_open_channels):
-        channel.close()
-
-
-weakref.finalize(_open_channels, _close_all)

@@ -74,6 +74,8 @@ def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
         ("memory", f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"),
         ("sent", f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"),
     ]
+    if status.memory_abandoned_bytes:
+        pairs.insert(5, ("abandoned", f"{size(status.memory_abandoned_bytes)}, kept by clients whose sessions are over"))
     if status.HasField("cache"):
         cache = status.cache
         num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)

@@ -60,10 +60,13 @@ class BatchStream:
         self._must_copy = False  # its batches
         self._num_taken = 0
         self._closing = threading.Event()
-        self._lock = threading.RLock()  # over the three below; a garbage collection may close while its thread holds it
+        self._lock = threading.RLock()  # over those below; a garbage collection may close while its thread holds it
         self._attachment: Attachment | None = None
         self._session_id = ""
-        self._num_unread = 0
+        self._num_unread = self._num_dequeued = 0  # batches, in the queue and out of it
+        # Of sessions that are over, each with how many batches are out of the queue when none of its own is unread.
+        self._retired: list[tuple[int, Arenas]] = []
+        self._is_closed = False
         self._shares_memory = True  # as far as is known
         self._has_told = False  # that it does not
         try:
@@ -99,6 +102,8 @@ class BatchStream:
     def _take_strip(self, *, is_ahead: bool) -> Strip | None:
         """Returns the batches that came next; None where there are none any more."""
         waited_s = 0.0
+        if self._retired:
+            self._close_retired()
         try:
             item = self._inbox.get_nowait()
         except queue.Empty:
@@ -146,16 +151,43 @@ class BatchStream:
         self._connection.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_TIMEOUT_S)
-        self._strip = None  # what nobody took lets go of its memory
+        self._let_go_of_unread()
+        with self._lock:
+            self._is_closed = True
+        self._close_retired()
+        self._inbox.put(DaemonFault("this stream was closed while it was being read"))
+
+    def _let_go_of_unread(self) -> None:
+        """What nobody took lets go of its memory."""
+        strip, self._strip = self._strip, None
+        if strip is not None:
+            strip.let_go()
         with contextlib.suppress(queue.Empty):
             while True:
-                self._inbox.get_nowait()
-        self._inbox.put(DaemonFault("this stream was closed while it was being read"))
+                item = self._inbox.get_nowait()
+                if isinstance(item, Strip):
+                    item.let_go()
+
+    def _retire(self, arenas: Arenas) -> None:
+        """Their session is over. They are closed as soon as none of its batches is unread."""
+        with self._lock:
+            self._retired.append((self._num_dequeued + self._num_unread, arenas))
+        if self._is_closed or not self._closing.is_set():  # while it is being closed, its unread batches are let go of first
+            self._close_retired()
+
+    def _close_retired(self) -> None:
+        """Batches that are still held are moved out: see the note in `arena`."""
+        with self._lock:
+            over = [each for each in self._retired if self._is_closed or each[0] <= self._num_dequeued]
+            self._retired = [each for each in self._retired if each not in over]
+        for _, arenas in over:
+            arenas.close()
 
     def _account_for(self, num_batches: int, waited_s: float) -> None:
         """The daemon may send as many more; batches are copied where their consumer holds on to too many."""
         with self._lock:
             self._num_unread -= num_batches
+            self._num_dequeued += num_batches
             attachment = self._attachment
             self._must_copy = attachment is not None and attachment.must_copy(self._num_unread)
             if attachment is not None:
@@ -172,8 +204,6 @@ class BatchStream:
             end.__cause__ = defect
         if not self._closing.is_set():
             self._inbox.put(end)
-        elif end is not None:  # what fails while closing is the closing
-            end.__traceback__ = None  # its frames would keep the arena until a garbage collection
 
     def _receive_all(self, session: Session) -> None:
         while True:
@@ -194,11 +224,12 @@ class BatchStream:
                 with self._lock:
                     self._num_unread += len(strip)
                 self._inbox.put(strip)
-                del strip  # its slot is the consumer's now, and must not wait for the next ones to be released
         finally:
             with self._lock:
                 self._attachment = None
             attachment.close()
+            if session.arenas is not None:
+                self._retire(session.arenas)
 
     def _attach(self, session: Session) -> Attachment:
         """Starts on a session, with credit for what the queue still has room for."""
@@ -218,15 +249,29 @@ class BatchStream:
     def _attempt(self, timeout_s: float) -> Session:
         self._endpoint.ensure()
         side = SideChannel.connect(self._endpoint.address) if self._shares_memory else None
-        opened = self._open_one(timeout_s, side.token if side else "")
-        if side is None or not opened.arena_bytes:
-            self._tell_of_transport("there is no memory to share")
-            return self._session(opened, None)
+        if side is None:
+            return self._open_without_memory(timeout_s)
         try:
-            return self._session(opened, Arenas(side, opened.session_id))
-        except NotShared as failure:
+            return self._open_beside(side, timeout_s)
+        except BaseException as failure:
+            side.close()
+            if not isinstance(failure, NotShared):
+                raise
             self._go_without_memory(failure)
-            return self._session(self._open_one(timeout_s), None)
+        return self._open_without_memory(timeout_s)
+
+    def _open_beside(self, side: SideChannel, timeout_s: float) -> Session:
+        opened = self._open_one(timeout_s, side.token)
+        if opened.arena_bytes:
+            return self._session(opened, Arenas(side, opened.session_id))
+        side.close()
+        self._tell_of_transport("there is no memory to share")
+        return self._session(opened, None)
+
+    def _open_without_memory(self, timeout_s: float) -> Session:
+        opened = self._open_one(timeout_s)
+        self._tell_of_transport("there is no memory to share")
+        return self._session(opened, None)
 
     def _session(self, opened: pb.SessionOpened, arenas: Arenas | None) -> Session:
         return Session(opened, arenas, widened(opened.fields, self._token_dtype))

@@ -1,64 +1,23 @@
-"""The memory of batches: one budget for the daemon, a share of it for every session, arenas of slots that are reused.
+"""The memory of batches: arenas of slots that are reused.
 
-A session reserves its share when it opens and keeps it to its end, also while it reads along in another's arena: so one that
-stops reading can never take memory from another. An arena is a sealed memory file: whoever gets its descriptor can map and read
-it without a copy, and can neither write into it nor change its size; it vanishes with its last user, however that ends.
+[Note: Who owns an arena]
+A feed makes an arena and closes it. While somebody reads or writes there, it holds a lease: each job of a thread for as long as
+it runs, each coroutine that waits for bytes which land there, each payload until it was sent. The memory is given back when the
+arena is closed and the last lease has been returned, and at that moment, whatever still refers to a slot.
 """
 
 import bisect
 import contextlib
-import ctypes
-import fcntl
-import mmap
-import os
-import weakref
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Protocol
 
 from gyre_daemon.batch import whole_pages
+from gyre_daemon.budget import Budget
 from gyre_daemon.copiers import new_key
-from gyre_daemon.errors import Overloaded
-
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next
-_F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
-_SESSION_NOTE_BYTES = 256 << 10  # of a session, its feed and its connection
-_STRIP_BYTES, _MAX_TOGETHER, _MAX_WINDOWS = 26 << 20, 256, 4
-_madvise = ctypes.CDLL(None, use_errno=True).madvise  # `mmap.madvise` keeps the interpreter's lock for as long as it takes
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
-
-
-class Budget:
-    """Bytes that all arenas may have together, with what is noted of the batches in them."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.reserved_bytes = 0
-
-    @property
-    def free_bytes(self) -> int:
-        """What can still be reserved."""
-        return self.limit_bytes - self.reserved_bytes
-
-    def reserve(self, num_bytes: int, purpose: str) -> None:
-        """Take a share.
-
-        Raises:
-            Overloaded: it does not fit; says needed and limit.
-        """
-        if num_bytes > self.free_bytes:
-            raise Overloaded(
-                f"{purpose} needs {num_bytes} bytes, but of the daemon's memory_budget of {self.limit_bytes} bytes only "
-                f"{self.free_bytes} are free; close a session, lower the batch size or raise memory_budget",
-                {"needed_bytes": num_bytes, "free_bytes": self.free_bytes, "limit_bytes": self.limit_bytes},
-            )
-        self.reserved_bytes += num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        """Return a share."""
-        self.reserved_bytes -= num_bytes
+from gyre_daemon.memfile import MemoryFile
+from gyre_daemon.storage import ArenaClosed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +27,7 @@ class Slot:
     Attributes:
         arena: that it is a part of.
         offset_bytes: in the arena.
-        memory: writable; whole pages, at least as long as was asked for.
+        memory: writable; whole pages, at least as long as was asked for. Only who holds a lease of the arena may look into it.
         address: of its first byte.
     """
 
@@ -83,48 +42,94 @@ class Slot:
         return self.memory.nbytes
 
 
+class Reader(Protocol):
+    """A client that maps arenas."""
+
+    def arena_left(self, arena: "Arena") -> None:
+        """No further batch comes to lie there: it should be unmapped."""
+
+
 class Arena:
-    """Slots for batches.
+    """Slots for batches, in a sealed memory file: see the note above.
 
     Attributes:
         key: its name, which no other arena of this process has or had.
+        num_bytes: its size.
         address: of its first byte.
         held_bytes: of slots that are taken.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, budget: Budget | None = None) -> None:
         """Map an empty file; `allocate` gives it its memory, `seal` ends that.
+
+        Args:
+            num_bytes: its size, if that is whole pages.
+            budget: told what clients alone keep of it.
 
         Raises:
             Overloaded: the machine has no such memory.
         """
         self.key = new_key()
         self.num_bytes = whole_pages(num_bytes)
-        self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._close = weakref.finalize(self, os.close, self.descriptor)
-        with self._refusal():
-            os.ftruncate(self.descriptor, self.num_bytes)
-            self._mapping = mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED)
-        self._memory = memoryview(self._mapping)
-        self.address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+        self._file = MemoryFile(self.num_bytes)
+        self.address = self._file.address
         self._free = [(0, self.num_bytes)]  # (offset, length) of every free range, sorted, none touching the next
         self.held_bytes = 0
+        self._budget = budget or Budget(0)
+        self._readers: list[Reader] = []  # one as often as it maps it
+        self._is_closed = False
+        self._when_unmapped: list[Callable[[], object]] = []
+        self._lock = threading.Lock()  # over the next one
+        self._num_leases = 1  # that of whoever made it
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file; -1 once the memory is given back."""
+        return self._file.descriptor
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        """Inside, the memory is there. In any thread.
+
+        Raises:
+            ArenaClosed: it is not any more; nobody waits for what would be written.
+        """
+        if not self.acquire():
+            raise ArenaClosed
+        try:
+            yield
+        finally:
+            self.release()
+
+    def acquire(self) -> bool:
+        """Hold a lease until `release`; False where the memory was given back. In any thread."""
+        with self._lock:
+            self._num_leases += self._num_leases > 0
+            return self._num_leases > 0
+
+    def release(self) -> None:
+        """Return a lease. In any thread."""
+        with self._lock:
+            self._num_leases -= 1
+            if self._num_leases:
+                return
+        self._file.close()
+        for act in self._when_unmapped:
+            act()
 
     def allocate(self, begin: int, end: int) -> None:
-        """Allocate and touch a part, of whole pages; takes some ms per 10 MiB. Different parts in any threads at once.
+        """See `MemoryFile.allocate`.
 
         Raises:
             Overloaded: the machine has no such memory.
+            ArenaClosed: nobody needs it any more.
         """
-        with self._refusal():
-            os.posix_fallocate(self.descriptor, begin, end - begin)
-        mapping = self._mapping  # is here until the call returns
-        _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)  # an older kernel: each page when it is written to
-        del mapping
+        with self.lease():
+            self._file.allocate(begin, end)
 
     def seal(self) -> None:
-        """From now on nobody else can write, and nobody at all change the size; all memory is there and slots can be taken."""
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        """See `MemoryFile.seal`; from now on slots can be taken."""
+        self._file.seal()
 
     def take(self, num_bytes: int) -> Slot | None:
         """The first free slot of at least so many bytes, or None until enough is given back."""
@@ -133,7 +138,7 @@ class Arena:
             if length >= needed:
                 self._free[index : index + 1] = [(offset + needed, length - needed)] if length > needed else []
                 self.held_bytes += needed
-                return Slot(self, offset, self._memory[offset : offset + needed], self.address + offset)
+                return Slot(self, offset, self._file.memory[offset : offset + needed], self.address + offset)
         return None
 
     def put_back(self, slot: Slot) -> None:
@@ -149,103 +154,34 @@ class Arena:
         self._free.insert(index, (begin, end - begin))
 
     def when_unmapped(self, act: Callable[[], object]) -> None:
-        """Do something, in any thread, once this process has the memory no longer: after `close` and the last read or write."""
-        weakref.finalize(self._mapping, act).atexit = False
-
-    @contextlib.contextmanager
-    def _refusal(self) -> Iterator[None]:
-        """What an operating system without memory says inside."""
-        try:
-            yield
-        except OSError as error:
-            raise Overloaded(f"this machine has no {self.num_bytes} bytes of memory for a session: {error.strerror}") from error
+        """Do something, in the thread that returns the last lease, once this process has the memory no longer."""
+        self._when_unmapped.append(act)
 
     def close(self) -> None:
-        """Let go of the memory; it lives on while anybody still reads or writes a slot, and is never used for another batch."""
-        self._close()
+        """Use it for no further batch; its memory is given back with the last lease. A second call changes nothing.
+
+        What clients still map of it counts as abandoned until they have unmapped it.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._free.clear()
+        if self._readers:
+            self._budget.abandon(self.num_bytes)
+        self.leave()
+        self.release()
 
+    def leave(self) -> None:
+        """No further batch comes to lie here: clients should unmap it."""
+        for reader in set(self._readers):
+            reader.arena_left(self)
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How a session divides its memory.
+    def add_reader(self, reader: "Reader") -> None:
+        """A client maps it from now on."""
+        self._readers.append(reader)
 
-    Attributes:
-        batch_bytes: upper bound of one batch.
-        note_bytes: upper bound of what is noted of one batch beside its memory.
-        num_bytes: of its arenas.
-        num_ahead: batches in flight or ready: the prefetch window.
-        num_together: batches that make a strip: they are read together and lie in one slot.
-        max_windows: how many times the memory makes strips as long as they may be.
-        num_queued: batches that its client may have received and not taken.
-        num_kept: batches that its client may go on to use after it took the next.
-        may_grow: nobody asked for just this window.
-    """
-
-    batch_bytes: int
-    note_bytes: int
-    num_bytes: int
-    num_ahead: int
-    num_together: int
-    max_windows: int
-    num_queued: int
-    num_kept: int
-    may_grow: bool
-
-    @property
-    def strip_bytes(self) -> int:
-        """Upper bound of a strip."""
-        return self.batch_bytes * self.num_together
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What a session with it takes of the budget."""
-        return _SESSION_NOTE_BYTES + self.with_notes(self.num_bytes)
-
-    def with_notes(self, num_bytes: int) -> int:
-        """So many bytes of arenas, with what is noted of the batches in them."""
-        return num_bytes + num_bytes // self.batch_bytes * self.note_bytes
-
-    def times(self, num_windows: int) -> "Share":
-        """As many times the memory, for longer strips."""
-        return replace(
-            self,
-            num_bytes=self.num_bytes * num_windows,
-            num_ahead=self.num_ahead * num_windows,
-            num_together=self.num_together * num_windows,
-            num_queued=self.num_queued * num_windows,
-            num_kept=self.num_kept * num_windows,
-        )
-
-
-def divide(
-    batch_bytes: int,
-    num_ahead: int,
-    limit_bytes: int,
-    *,
-    note_bytes: int = 0,
-    in_strips: bool = False,
-    may_grow: bool = False,
-) -> Share:
-    """The share of a session that wants to be so many batches ahead: within the limit, but room for one batch in any case.
-
-    Args:
-        batch_bytes: upper bound of a batch.
-        num_ahead: the prefetch window it would like.
-        limit_bytes: what it may have.
-        note_bytes: see `Share`.
-        in_strips: whether several small batches are read together; a third of the window at most.
-        may_grow: whether more may be added later.
-    """
-    batch_bytes = whole_pages(batch_bytes)
-    num_wanted = 2 * num_ahead + max(2, 2 * num_ahead // 3)
-    num_slots = max(1, min(num_wanted, (limit_bytes - _SESSION_NOTE_BYTES) // (batch_bytes + note_bytes)))
-    if num_slots < num_wanted:
-        num_ahead = max(1, 3 * (num_slots - 1) // 8)
-    longest = max(1, min(_STRIP_BYTES // batch_bytes, _MAX_TOGETHER)) if in_strips else 1
-    num_together = max(1, min(longest, num_ahead // 3))
-    max_windows = min(_MAX_WINDOWS, longest // num_together) if num_ahead >= 3 else 1  # three strips at least are under way
-    num_queued = min(num_ahead, max(1, num_slots - num_ahead)) // num_together * num_together  # whole strips travel
-    num_kept = max(0, num_slots - num_ahead - num_queued)
-    num_bytes = num_slots * batch_bytes
-    return Share(batch_bytes, note_bytes, num_bytes, num_ahead, num_together, max_windows, num_queued, num_kept, may_grow)
+    def remove_reader(self, reader: "Reader") -> None:
+        """A client has it no longer."""
+        self._readers.remove(reader)
+        if self._is_closed and not self._readers:
+            self._budget.abandon(-self.num_bytes)

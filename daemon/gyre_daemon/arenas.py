@@ -7,72 +7,19 @@ closed meanwhile leaves no thread busy.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from gyre_daemon.arena import Arena, Budget, Share, Slot
-from gyre_daemon.copiers import NO_COPIERS, Copiers
+from gyre_daemon.arena import Arena, Slot
+from gyre_daemon.budget import Budget
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.fair import FairExecutor, Flow
+from gyre_daemon.mapped import Mapped
+from gyre_daemon.share import Share
 
 _PIECE_BYTES = 8 << 20  # or one strip
+_MIN_FIRST_BYTES = 2 << 20
 _STEP_BYTES = 8 << 20  # that are allocated in one job of a thread
-_LINGER_S = 2.0
-
-
-class Mapped:
-    """What all arenas of a daemon have in memory: those that were closed too, until the last batch is read into them."""
-
-    def __init__(self, limit_bytes: int, copiers: Copiers = NO_COPIERS) -> None:
-        self._limit_bytes = limit_bytes
-        self._copiers = copiers
-        self._shared: set[int] = set()
-        self._unmapping: set[asyncio.Task[None]] = set()
-        self._num_bytes = 0
-        self._changed = asyncio.Event()
-
-    def add(self, arena: Arena) -> None:
-        """One more, until nothing refers to its memory any more."""
-        self._num_bytes += arena.num_bytes
-        loop = asyncio.get_running_loop()
-        arena.when_unmapped(partial(_tell, loop, partial(self._gone, arena.key, arena.num_bytes)))
-
-    def share(self, arena: Arena) -> None:
-        """Let copiers have it, before it is sealed; waits for them."""
-        self._shared.add(arena.key)
-        self._copiers.map(arena.key, arena.descriptor, arena.num_bytes)
-
-    async def room(self, num_bytes: int) -> None:
-        """Wait until so much more is within the limit, which the budget has promised; but not for ever."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_S):
-                while self._num_bytes + num_bytes > self._limit_bytes:
-                    self._changed.clear()
-                    await self._changed.wait()
-
-    def _gone(self, key: int, num_bytes: int) -> None:
-        if key not in self._shared:
-            self._count_down(num_bytes)
-            return
-        self._shared.remove(key)
-        task = asyncio.create_task(self._unmap(key, num_bytes))
-        self._unmapping.add(task)
-        task.add_done_callback(self._unmapping.discard)
-
-    async def _unmap(self, key: int, num_bytes: int) -> None:
-        await asyncio.to_thread(self._copiers.unmap, key)
-        self._count_down(num_bytes)
-
-    def _count_down(self, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
-        self._changed.set()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    """Memory is let go of in any thread, and at last when the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(act)
 
 
 class Arenas:
@@ -81,6 +28,7 @@ class Arenas:
     Attributes:
         num_windows: how many times the share's window there is memory for.
         extent: what the share has grown to, where strips become longer with it.
+        first_bytes: of the first arena, which stays from beginning to end.
     """
 
     def __init__(
@@ -104,6 +52,8 @@ class Arenas:
         self._limit_bytes = limit_bytes
         self._workers = workers
         self._in_bulk = in_bulk
+        self.first_bytes = _first_bytes(share)
+        self._excess_bytes = 0  # of the own arenas, beyond the share
         self._own: list[Arena] = []
         self._added: list[Arena] = []
         self._leaving: list[Arena] = []
@@ -114,7 +64,7 @@ class Arenas:
     @property
     def is_complete(self) -> bool:
         """All of the share is there."""
-        return sum(arena.num_bytes for arena in self._own) >= self._share.num_bytes
+        return self._missing_bytes <= 0
 
     @property
     def first(self) -> Arena:
@@ -136,10 +86,10 @@ class Arenas:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        await self._make(min(_whole(self._share.strip_bytes), self._share.num_bytes), flow, self._own)
+        await self._make(self.first_bytes, flow, self._own)
 
     async def complete(self, flow: Flow, made: Callable[[], None]) -> None:
-        """Make what the share has beyond the first arena, each piece when somebody found no slot.
+        """Make what the share has beyond the first arena, each piece when somebody found no slot, for ever.
 
         Args:
             flow: for whom.
@@ -148,11 +98,13 @@ class Arenas:
         Raises:
             Overloaded: the machine has no such memory.
         """
-        for num_bytes in self._pieces(self._share.num_bytes - self.first.num_bytes):
+        while True:
             await self._is_short.wait()
-            await self._make(num_bytes, flow, self._own)
+            if not self.is_complete:
+                await self._make(next(self._pieces(self._missing_bytes)), flow, self._own)
+                self._trim()
+                made()
             self._is_short.clear()
-            made()
 
     def take(self, num_bytes: int) -> Slot | None:
         """A free slot, or None until one is put back or another arena is there."""
@@ -193,17 +145,54 @@ class Arenas:
         if not self._added:
             return None
         self._resize(1)
+        for arena in self._added:
+            arena.leave()
         self._leaving += self._added
         self._added.clear()
         self._has_shrunk.clear()
         self._drop_empty()
         return self._has_shrunk
 
+    def reshape(self, share: Share) -> None:
+        """Have a smaller share: what is beyond it is given back as soon as no batch lies there."""
+        self.shrink()
+        self._share = self.extent = share
+        self._trim()
+
+    def _trim(self) -> None:
+        """Leave what is beyond the share. Its memory stays reserved here until it is given back."""
+        while self._missing_bytes < 0 and len(self._own) > 1:
+            arena = self._own.pop()
+            self._leaving.append(arena)
+            arena.leave()
+            self._budget.keep(self._share.with_notes(arena.num_bytes))
+        excess_bytes = max(0, -self._missing_bytes)
+        self._budget.keep(self._share.with_notes(excess_bytes) - self._share.with_notes(self._excess_bytes))
+        self._excess_bytes = excess_bytes
+        self._has_shrunk.clear()
+        self._drop_empty()
+
+    def is_leaving(self, slot: Slot) -> bool:
+        """Its arena is given back as soon as no batch lies there."""
+        return slot.arena in self._leaving
+
+    @property
+    def leaving_bytes(self) -> int:
+        """What is given back as soon as no batch lies there."""
+        return self._share.with_notes(sum(arena.num_bytes for arena in self._leaving))
+
+    @property
+    def _missing_bytes(self) -> int:
+        """Of the share; negative where there is more."""
+        return self._share.num_bytes - sum(arena.num_bytes for arena in self._own)
+
     def close(self) -> None:
-        """Let go of everything; what is still read or written lives on and is never used again."""
+        """Give everything back; what is still read or written as soon as that is over."""
         if self._growing:
             self._growing.cancel()
         self._give_back(sum(arena.num_bytes for arena in self._added + self._leaving))
+        self._give_back(self._excess_bytes)
+        self._excess_bytes = 0
         for arena in self._all:
             arena.close()
         for arenas in (self._own, self._added, self._leaving):
@@ -250,8 +239,17 @@ class Arenas:
 
     async def _make(self, num_bytes: int, flow: Flow, into: list[Arena]) -> None:
         await self._mapped.room(num_bytes)
-        arena = Arena(num_bytes)
+        arena = Arena(num_bytes, self._budget)
         self._mapped.add(arena)
+        try:
+            await self._allocate(arena, flow)
+            arena.seal()
+        except BaseException:
+            arena.close()
+            raise
+        into.append(arena)
+
+    async def _allocate(self, arena: Arena, flow: Flow) -> None:
         works = [
             partial(arena.allocate, begin, min(begin + _STEP_BYTES, arena.num_bytes))
             for begin in range(0, arena.num_bytes, _STEP_BYTES)
@@ -261,8 +259,13 @@ class Arenas:
         num_at_once = 1 if self._own else 1 + self._workers.num_threads  # nobody waits for more than the first
         for index in range(0, len(works), num_at_once):
             await asyncio.gather(*(self._workers.run(flow, 0, 0, work) for work in works[index : index + num_at_once]))
-        arena.seal()
-        into.append(arena)
+
+
+def _first_bytes(share: Share) -> int:
+    """A piece, but no more than a fourth of the share unless that is little: all the rest can be given back one day."""
+    strip_bytes = share.strip_bytes
+    fourth = max(share.num_bytes // 4, _MIN_FIRST_BYTES) // strip_bytes * strip_bytes
+    return min(_whole(strip_bytes), max(strip_bytes, fourth), share.num_bytes)
 
 
 def _whole(strip_bytes: int) -> int:

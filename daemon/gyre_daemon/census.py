@@ -26,6 +26,7 @@ def take_census(sessions: SessionTable, loop_lag: LoopLag) -> Census:
         is_draining=sessions.draining,
         memory_budget_bytes=environment.budget.limit_bytes,
         memory_reserved_bytes=environment.budget.reserved_bytes,
+        memory_abandoned_bytes=environment.budget.abandoned_bytes,
         num_batches_sent=metrics.num_batches_sent,
         num_bytes_sent=metrics.num_bytes_sent,
         storage=metrics.storage,

@@ -18,9 +18,7 @@ GyreError
 A message is one sentence that names what it is about and what to do. `facts` are the same names for programs.
 """
 
-import asyncio
-import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 
 
 class GyreError(Exception):
@@ -91,15 +89,3 @@ def first_error(group: BaseExceptionGroup[Exception]) -> Exception:
     """The first exception that a task group gathered: the others are its echoes."""
     first = group.exceptions[0]
     return first_error(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-async def leaving_nothing(work: Coroutine[None, None, None]) -> None:
-    """Run a coroutine; if it is cancelled, its frames let go of what they refer to now and not at some garbage collection.
-
-    A task group keeps the CancelledError that ends it in its own frame, which the error's traceback keeps in turn.
-    """
-    try:
-        await work
-    except asyncio.CancelledError as error:
-        traceback.clear_frames(error.__traceback__)
-        raise

@@ -79,6 +79,7 @@ class Census:
     jobs: Mapping[str, JobNow] = field(default_factory=dict)
     qualities: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loop_lag: LoopLag = field(default_factory=LoopLag)
+    memory_abandoned_bytes: int = 0
 
 
 # Name, what it says, and where it is read; counters of totals, then gauges of what is open now.
@@ -128,6 +129,8 @@ def families(census: Census) -> Iterator[Metric]:
     yield GaugeMetricFamily("gyre_draining", "1 while the daemon stops and takes no session.", float(census.is_draining))
     yield GaugeMetricFamily("gyre_memory_budget_bytes", "What all sessions may reserve.", census.memory_budget_bytes)
     yield GaugeMetricFamily("gyre_memory_reserved_bytes", "What all sessions have reserved.", census.memory_reserved_bytes)
+    what = "Arenas that the daemon uses no longer and clients still map; part of the budget."
+    yield GaugeMetricFamily("gyre_memory_abandoned_bytes", what, census.memory_abandoned_bytes)
     num_sessions = sum(job.num_sessions for job in census.jobs.values())
     yield GaugeMetricFamily("gyre_sessions", "Sessions that are open.", num_sessions)
     yield CounterMetricFamily("gyre_batches_sent", "Batches sent to all trainers.", census.num_batches_sent)

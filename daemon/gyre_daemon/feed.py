@@ -9,21 +9,22 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
-from weakref import WeakSet
 
-from gyre_daemon.account import Accounts, BatchAccount
-from gyre_daemon.arena import Budget, Share, Slot
-from gyre_daemon.arenas import Arenas, Mapped
-from gyre_daemon.errors import GyreError, first_error, leaving_nothing
+from gyre_daemon.account import Accounts
+from gyre_daemon.arena import Arena, Slot
+from gyre_daemon.arenas import Arenas
+from gyre_daemon.budget import Budget
+from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.events import log_event
-from gyre_daemon.fair import FairExecutor, Flow
+from gyre_daemon.fair import FairExecutor
 from gyre_daemon.fetch import Strip
 from gyre_daemon.growth import Growth
+from gyre_daemon.mapped import Mapped
 from gyre_daemon.occupancy import StorageShare
-from gyre_daemon.patience import Patience
-from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec
+from gyre_daemon.prefetch import Begun, Outcome, Prefetcher, Spec, account_of
+from gyre_daemon.share import Share
 from gyre_daemon.storage import Delays
+from gyre_daemon.subscriber import Subscriber
 from gyre_daemon.window import View, Window
 
 Clock = Callable[[], float]
@@ -46,44 +47,14 @@ class Machinery:
     workers: FairExecutor
     arena_limit_bytes: int
     clock: Clock
-    feeds: WeakSet["Feed"] = field(default_factory=WeakSet)
+    feeds: "set[Feed]" = field(default_factory=set)
     accounts: Accounts = field(default_factory=Accounts)
-
-
-class Subscriber(Protocol):
-    """Who takes batches from a feed: a session's path.
-
-    Attributes:
-        flow: for which it reads.
-        is_starved: it waits for batches that are not whole, or have no room.
-        patience: that others have with it.
-    """
-
-    flow: Flow
-    is_starved: bool
-    patience: Patience
-
-    @property
-    def owns_a_feed(self) -> bool:
-        """The memory that it reserved is in use."""
-
-    def wake(self) -> None:
-        """The batch it sends next is ready."""
-
-    def fail(self, reason: GyreError) -> None:
-        """Nothing will come any more."""
-
-    def cast_off(self) -> None:
-        """It must go on by itself, from memory that it reserved itself."""
-
-    def follow(self, feed: "Feed", step: int) -> None:
-        """From a step on it takes batches from another feed."""
 
 
 class Subscription:
     """One subscriber's part in a feed."""
 
-    def __init__(self, feed: "Feed", subscriber: Subscriber, view: View) -> None:
+    def __init__(self, feed: "Feed", subscriber: "Subscriber[Feed]", view: View) -> None:
         self.feed = feed
         self.subscriber = subscriber
         self.view = view
@@ -126,7 +97,7 @@ class Feed:
         storage_share: of what its batches wait for.
     """
 
-    def __init__(self, spec: Spec, share: Share, first_step: int, owner: Subscriber, machinery: Machinery) -> None:
+    def __init__(self, spec: Spec, share: Share, first_step: int, owner: "Subscriber[Feed]", machinery: Machinery) -> None:
         self.spec = spec
         self.share = share
         self.owner = owner
@@ -146,11 +117,12 @@ class Feed:
         self._is_read = asyncio.Event()
         self._is_full = False
         self._is_draining = False
+        self._is_vacating = False
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self.storage_share = StorageShare(until_known=0.0 if self._in_bulk else 1.0)
         self._apart_until = first_step
         machinery.feeds.add(self)
-        self._running = asyncio.create_task(leaving_nothing(self._run()), name="feed")
+        self._running = asyncio.create_task(self._run(), name="feed")
         self._running.add_done_callback(self._run_done)
 
     async def started(self) -> None:
@@ -163,7 +135,7 @@ class Feed:
         return self.spec.plan.running_position(self.window.next_to_begin)
 
     def subscribe(
-        self, subscriber: Subscriber, first_step: int, end_step: int | None, *, is_active: bool = True
+        self, subscriber: "Subscriber[Feed]", first_step: int, end_step: int | None, *, is_active: bool = True
     ) -> Subscription:
         """One subscriber more, where the window has its first step."""
         view = self.window.join(first_step, end_step, is_active=is_active)
@@ -186,10 +158,10 @@ class Feed:
         """All its memory is full of batches that are kept, here or by those who have left."""
         return self._is_full and self.window.keeper() is not None
 
-    def may_be_joined(self, spec: Spec, share: Share) -> bool:
-        """Sessions that want this, with that much memory of their own, can read along."""
+    def may_be_joined(self, spec: Spec) -> bool:
+        """Sessions that want this can read along, however much memory they have themselves."""
         is_open = not self.is_closed and not self.is_following and not self._is_apart
-        return is_open and self.share == share and self.spec.is_as(spec)
+        return is_open and self.spec.is_as(spec)
 
     def stay_apart(self, step: int) -> None:
         """Neither join nor be joined until a window of steps from this one on has been taken.
@@ -227,10 +199,11 @@ class Feed:
         self._is_draining = True
 
     def close(self) -> None:
-        """Fetch no more and let go of the memory: it lives on for those who still read it and is never used again."""
+        """Fetch no more and give the memory back; it is never used again."""
         if self.is_closed:
             return
         self.is_closed = True
+        self._machinery.feeds.discard(self)
         self._running.cancel()
         self._outcomes.clear()
         self._slots.clear()
@@ -244,10 +217,34 @@ class Feed:
         self._resize()
         return shrinking
 
+    def reshape(self, share: Share) -> None:
+        """Go on with less memory: what was taken stays where it is until it is released."""
+        self.share = share
+        self._growth = Growth(share, in_bulk=self._in_bulk)
+        self._growth.shrunk(self._machinery.clock())
+        self.arenas.reshape(share)
+        self._vacate()
+        self._resize()
+
+    def _vacate(self) -> None:
+        """What nobody has been sent yet, and lies in memory that is given back, is read again later."""
+        leaving = [step for step, slot in self._slots.items() if self.arenas.is_leaving(slot) and self.window.is_wanted(step)]
+        self._is_vacating = bool(leaving)
+        if leaving:
+            self.window.rewind(min(leaving))
+            self._prefetcher.rewind(self.window.next_to_begin)
+
+    def lies_in(self, step: int, arena: Arena) -> bool:
+        """A step that is in memory lies in that arena."""
+        slot = self._slots.get(self.window.strip_of(step))
+        return slot is not None and slot.arena is arena
+
     def _inherit(self) -> None:
         heirs = [each.subscriber for each in self._subscriptions if not each.subscriber.owns_a_feed]
         if heirs:
-            self.owner = heirs[0]
+            self.owner = max(heirs, key=lambda heir: heir.share.reserved_bytes)
+            if self.owner.share.reserved_bytes < self.share.reserved_bytes:
+                self.reshape(self.owner.share)
             return
         for each in list(self._subscriptions):  # they are on their way here, each in a feed of its own
             each.subscriber.cast_off()
@@ -260,7 +257,7 @@ class Feed:
             while True:
                 self._changed.clear()
                 while begun := self._begin():
-                    group.create_task(leaving_nothing(self._fill(begun)))
+                    group.create_task(self._fill(begun))
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._wait()
 
@@ -317,7 +314,7 @@ class Feed:
         """Let another feed go on for this one, where that has what would be begun next in memory."""
         step = self.window.next_to_begin
         for other in list(self._machinery.feeds):
-            if other is not self and other.may_be_joined(self.spec, self.share) and other.window.has(step):
+            if other is not self and other.may_be_joined(self.spec) and other.window.has(step):
                 self.is_following = True
                 for each in list(self._subscriptions):
                     each.view.cut(step)
@@ -346,36 +343,27 @@ class Feed:
             self.arenas.put_back(self._slots.pop(first_step))
 
     async def _fill(self, begun: Begun) -> None:
-        delays, began = Delays(), self._machinery.clock()
-        outcome = await self._prefetcher.fill(begun, self.owner.flow, delays)
-        if self.is_closed:  # what is kept here would keep the memory until some garbage collection
+        arena, delays, began = begun.slot.arena, Delays(), self._machinery.clock()
+        if not arena.acquire():
             return
-        self._give_account(outcome, began, delays)
+        try:
+            outcome = await self._prefetcher.fill(begun, self.owner.flow, delays)
+        finally:
+            arena.release()
+        if self.is_closed:
+            return
+        times, job = (began, self._machinery.clock()), self.owner.flow.name
+        self.storage_share.add(delays.storage_s, times[1] - times[0])
+        account = account_of(self.spec, job, outcome, times, delays, is_awaited=self._is_awaited)
+        self._machinery.accounts.add(account)
         self._outcomes[begun.first_step] = outcome
         self.window.seal(begun.first_step)
+        if self._is_vacating and self.arenas.is_leaving(begun.slot):
+            self._vacate()
         self._grow_if_awaited(len(outcome.strip.plan))
         for each in self._subscriptions:
             if each.view.head_is_sealed:
                 each.subscriber.wake()
-
-    def _give_account(self, outcome: Outcome, began: float, delays: Delays) -> None:
-        plan, total_s = outcome.strip.plan, self._machinery.clock() - began
-        self.storage_share.add(delays.storage_s, total_s)
-        self._machinery.accounts.add(
-            BatchAccount(
-                dataset=self.spec.dataset.name,
-                job=self.owner.flow.name,
-                rank=self.spec.rank,
-                world_size=self.spec.world_size,
-                first_step=plan.first_step,
-                stop_step=plan.stop_step,
-                begun_at=began,
-                total_s=total_s,
-                is_awaited=self._is_awaited,
-                delays=delays,
-                error=next(map(str, outcome.errors.values()), ""),
-            )
-        )
 
     @property
     def _is_awaited(self) -> bool:

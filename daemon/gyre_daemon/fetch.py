@@ -7,14 +7,14 @@ by one.
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.arena import Slot
+from gyre_daemon.arena import Arena, Slot
 from gyre_daemon.batch import LayoutMaker, StripLayout, write_own_tensors
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import CorruptSample
@@ -189,7 +189,7 @@ class Fetcher:
 
         Args:
             fetch: from `prepare`.
-            slot: at least `fetch.layout.num_bytes` long; the caller keeps it.
+            slot: at least `fetch.layout.num_bytes` long; the caller holds a lease of its arena.
             flow: the job for which it is done; earlier steps are more urgent.
             ahead: what the job will read after these.
             delays: told what it took.
@@ -207,7 +207,8 @@ class Fetcher:
             delays.storage_s = delays.read_s
         if self._finishes:
             finish = partial(self._finish, placed)
-            await self._workers.run(flow, fetch.layout.num_bytes, fetch.plan.first_step, finish)
+            work = partial(_while_leased, slot.arena, finish)
+            await self._workers.run(flow, fetch.layout.num_bytes, fetch.plan.first_step, work)
             delays.finish_s += time.monotonic() - read
         return Strip(fetch.plan, fetch.layout, slot)
 
@@ -218,7 +219,7 @@ class Fetcher:
         if isinstance(storage, LocalStorage):
             cuts = itertools.pairwise(storage.cuts(fetch.plan.sample_ids.size, fetch.layout.num_bytes))
             makes = [partial(self._make_reads, fetch, slot, slice(*cut), placed) for cut in cuts]
-            delays.storage_s += await storage.read_made(makes, flow, fetch.layout.num_bytes, urgency)
+            delays.storage_s += await storage.read_made(makes, flow, fetch.layout.num_bytes, urgency, slot.arena.lease)
         else:
             reads = self._make_reads(fetch, slot, slice(None), placed)
             told = replace(
@@ -270,10 +271,9 @@ class Fetcher:
             if after.any():
                 pieces.append((start + before, after, bulk.place[:, column], everyone))
         start, size, target, sample = _in_order(pieces)
-        memory = (bulk.slot.memory, *(scratch.memory for scratch in scratches))
-        arena = None if any(len(scratch.memory) for scratch in scratches) else bulk.slot.arena
+        memory = tuple(scratch.memory for scratch in scratches if len(scratch.memory))
         shard = bulk.shard if sample is everyone else bulk.shard[sample]
-        return Reads(shard, start, size, target.view(np.uint64), sample, memory, arena=arena), scratches
+        return Reads(shard, start, size, target.view(np.uint64), sample, memory, arena=bulk.slot.arena), scratches
 
     def _finish(self, placed: Sequence[_Placed]) -> None:
         for bulk, scratches in placed:
@@ -317,6 +317,12 @@ class Fetcher:
             f"{self._dataset.fields[column].name}: {reason}",
             {"dataset": self._dataset.name, "shard": shard, "sample_id": sample_id, "offset": offset, "reason": reason},
         )
+
+
+def _while_leased(arena: Arena, compute: Callable[[], None]) -> None:
+    """In a thread, which goes on where nobody waits for it any more."""
+    with arena.lease():
+        compute()
 
 
 def _in_order(pieces: Sequence[_Columns]) -> _Columns:

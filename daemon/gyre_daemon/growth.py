@@ -2,7 +2,7 @@
 
 import math
 
-from gyre_daemon.arena import Share
+from gyre_daemon.share import Share
 
 _REST_S = 30.0  # after it has shrunk: memory that is asked for elsewhere is not taken, touched and given back all the time
 

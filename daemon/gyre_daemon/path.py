@@ -9,13 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from gyre_daemon.arena import Share
+from gyre_daemon.arena import Arena
 from gyre_daemon.errors import GyreError
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Feed, Machinery, Subscription
 from gyre_daemon.fetch import Strip
 from gyre_daemon.patience import Patience
 from gyre_daemon.prefetch import Spec
+from gyre_daemon.share import Share
 from gyre_daemon.window import View
 
 _PATIENCE = ((0.25, 1.0), (1.0, 0.05))  # seconds that a reader may cost others at once, and the part of all time besides
@@ -37,6 +38,7 @@ class Path:
 
     Attributes:
         flow: the job that reads.
+        share: memory that was reserved for it.
         is_starved: its client may soon have nothing to go on with, and no batch is ready.
         patience: that others have with it.
     """
@@ -59,7 +61,7 @@ class Path:
         self.patience = Patience(_PATIENCE)
         self._traveller = traveller
         self._spec = spec
-        self._share = share
+        self.share = share
         self._end_step = steps[1]
         self._machinery = machinery
         self._is_draining = False
@@ -114,6 +116,25 @@ class Path:
         if subscription:
             subscription.release(first_step)
 
+    def reshape(self, share: Share) -> None:
+        """Less is reserved for it from now on."""
+        self.share = share
+        for feed in self._own_feeds:
+            feed.reshape(share)
+
+    @property
+    def first_arena_bytes(self) -> int:
+        """Of memory that it cannot do without."""
+        return max((feed.arenas.first_bytes for feed in self._own_feeds), default=0)
+
+    @property
+    def _own_feeds(self) -> list[Feed]:
+        return [subscription.feed for subscription in self._subscriptions if subscription.feed.owner is self]
+
+    def held_in(self, arena: Arena) -> list[int]:
+        """What was taken at once and lies in an arena, by first steps."""
+        return [step for step, subscription in self._held.items() if subscription.feed.lies_in(step, arena)]
+
     def drain(self) -> None:
         """Begin no further step."""
         self._is_draining = True
@@ -135,7 +156,7 @@ class Path:
     @property
     def owns_a_feed(self) -> bool:
         """The memory that was reserved for it is in use."""
-        return any(subscription.feed.owner is self for subscription in self._subscriptions)
+        return bool(self._own_feeds)
 
     def wake(self) -> None:
         """The batch it takes next is ready."""
@@ -171,19 +192,19 @@ class Path:
         """Read along in another feed, or in one of its own up to where another begins, or in one of its own."""
         end = self._end_step
         for feed in list(self._machinery.feeds):
-            if not feed.may_be_joined(self._spec, self._share):
+            if not feed.may_be_joined(self._spec):
                 continue
             if feed.window.has(step):
                 return deque([feed.subscribe(self, step, end)])
             meet = feed.window.next_to_begin
-            if 0 < meet - step <= _REACH * self._share.num_ahead and (end is None or meet < end):
+            if 0 < meet - step <= _REACH * self.share.num_ahead and (end is None or meet < end):
                 own = self._found(step, meet)
                 own.feed.is_following = True
                 return deque([own, feed.subscribe(self, meet, end, is_active=False)])
         return deque([self._found(step, end)])
 
     def _found(self, first_step: int, end_step: int | None) -> Subscription:
-        feed = Feed(self._spec, self._share, first_step, self, self._machinery)
+        feed = Feed(self._spec, self.share, first_step, self, self._machinery)
         if self._is_draining:
             feed.drain()
         return feed.subscribe(self, first_step, end_step)

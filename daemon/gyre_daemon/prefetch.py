@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.arena import Share, Slot
+from gyre_daemon.account import BatchAccount
+from gyre_daemon.arena import Slot
 from gyre_daemon.arenas import Arenas
 from gyre_daemon.cache import CachedStorage
 from gyre_daemon.dataset import Dataset
@@ -16,6 +17,7 @@ from gyre_daemon.errors import first_error
 from gyre_daemon.fair import FairExecutor, Flow
 from gyre_daemon.fetch import NOTHING_AHEAD, Ahead, Fetch, Fetcher, Strip
 from gyre_daemon.plan import NEVER, Order, Plan
+from gyre_daemon.share import Share
 from gyre_daemon.steps import StripPlan
 from gyre_daemon.storage import Delays
 from gyre_daemon.window import Window
@@ -66,6 +68,7 @@ class Spec:
         rank: whose part of each global batch.
         world_size: of how many.
         plan: of the order.
+        num_wished: batches ahead that were asked for; 0 where the size of a batch decides.
     """
 
     dataset: Dataset
@@ -73,14 +76,44 @@ class Spec:
     rank: int
     world_size: int
     plan: Plan
+    num_wished: int
 
     def is_as(self, other: "Spec") -> bool:
         """Both give the same batches; the same dataset opened anew counts as another."""
-        return self.dataset is other.dataset and (self.order, self.rank, self.world_size) == (
-            other.order,
-            other.rank,
-            other.world_size,
-        )
+        return self.dataset is other.dataset and self._terms == other._terms
+
+    @property
+    def _terms(self) -> tuple[Order, int, int, int]:
+        return self.order, self.rank, self.world_size, self.num_wished
+
+
+def account_of(
+    spec: Spec, job: str, outcome: Outcome, times: tuple[float, float], delays: Delays, *, is_awaited: bool
+) -> BatchAccount:
+    """What became of a strip.
+
+    Args:
+        spec: that it is of.
+        job: for which it was read.
+        outcome: of it.
+        times: when it was begun and when it was whole, on the daemon's clock.
+        delays: of its reads.
+        is_awaited: somebody waited for it.
+    """
+    plan, (began, ended) = outcome.strip.plan, times
+    return BatchAccount(
+        dataset=spec.dataset.name,
+        job=job,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        first_step=plan.first_step,
+        stop_step=plan.stop_step,
+        begun_at=began,
+        total_s=ended - began,
+        is_awaited=is_awaited,
+        delays=delays,
+        error=next(map(str, outcome.errors.values()), ""),
+    )
 
 
 class Prefetcher:
@@ -121,6 +154,16 @@ class Prefetcher:
         self._fetches.popleft()
         self._next_to_begin = window.begin(len(fetch.plan)).stop
         return Begun(fetch, slot)
+
+    def rewind(self, step: int) -> None:
+        """Begin at this step next, which was begun before."""
+        if step == self._next_to_begin:
+            return
+        self._fetches.clear()
+        self._next_to_begin = step
+        self._plans = self._spec.plan.batches(step, 0, self._spec.rank, self._spec.world_size)
+        if self._announcer:
+            self._announcer.rewind()
 
     async def fill(self, begun: Begun, flow: Flow, delays: Delays) -> Outcome:
         """Read a strip into its slot; where some batches fail, which do; `delays` are told what it took."""
@@ -186,6 +229,10 @@ class _Announcer:
         num_blocks = max(1, min(_MAX_BLOCKS_AHEAD, spec.order.window_blocks // 4))  # beside those of the window itself
         samples_ahead = num_blocks * spec.dataset.num_samples // max(1, self._table.num_blocks)
         self.num_steps = -(-samples_ahead // spec.order.global_batch_size)
+
+    def rewind(self) -> None:
+        """The steps to come are others than those that were announced."""
+        self._num_announced = 0
 
     def announce(self, plans: StripPlan, num_taken: int, end_step: int | None, flow: Flow) -> None:
         """The blocks of the next steps will be read, in this order.

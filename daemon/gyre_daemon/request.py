@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass, replace
 
-from gyre_daemon.arena import Share, divide
 from gyre_daemon.batch import max_batch_bytes, max_note_bytes
 from gyre_daemon.config import MAX_PREFETCH_BATCHES
 from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor
 from gyre_daemon.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.plan import Order, check_ranks
+from gyre_daemon.share import Share, divide
 
 MAX_EPOCHS = 1 << 32
 MAX_POSITION = 1 << 62
 _AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
+_LEAST_SLOTS = 10  # a window of three batches, as many that are queued, and what is kept
 _STRIPS_AHEAD_BYTES, _MANY_IN_STRIPS = 24 << 20, 192  # the same where several batches make a strip
 _MOST_IN_STRIPS, _SAMPLES_IN_STRIPS = 768, 48 << 10  # where layouts are equal: a third of them is planned in 1 ms
 _FEW_STRIPS, _FEW_STRIPS_BYTES = 12, 80 << 20  # batches: three strips of four, as far as the bytes are enough for them
@@ -96,6 +97,16 @@ class SessionRequest:
         num_ahead = self.prefetch_batches or num_wanted
         note_bytes, may_grow = max_note_bytes(self.dataset.index, num_samples), not self.prefetch_batches
         return divide(batch_bytes, num_ahead, limit_bytes, note_bytes=note_bytes, in_strips=in_strips, may_grow=may_grow)
+
+    def scarce_share(self, limit_bytes: int, free_bytes: int) -> Share:
+        """As much as seven eighths of what is free: who comes next finds something too."""
+        return self.wanted_share(min(limit_bytes, free_bytes * 7 // 8), scarce=True)
+
+    def least_bytes(self, limit_bytes: int) -> int:
+        """What a share for a few batches reserves: no session that is open has to do with less."""
+        share = self.wanted_share(limit_bytes, scarce=True)
+        num_slots = min(share.num_bytes // share.batch_bytes, _LEAST_SLOTS)
+        return share.reserved_for(num_slots * share.batch_bytes)
 
     def _in_strips(self, batch_bytes: int, *, scarce: bool) -> int:
         part = 2 if scarce else 1

@@ -16,8 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from gyre_daemon.arena import Budget
-from gyre_daemon.arenas import Mapped
+from gyre_daemon.budget import Budget
 from gyre_daemon.cache import NodeCache, SidecarStore, UnpackedShards, open_disk_cache
 from gyre_daemon.catalog import Catalog
 from gyre_daemon.census import take_census
@@ -31,6 +30,7 @@ from gyre_daemon.fair import FairExecutor
 from gyre_daemon.feed import Machinery
 from gyre_daemon.lag import LoopLag
 from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
+from gyre_daemon.mapped import Mapped
 from gyre_daemon.metrics import Metrics
 from gyre_daemon.notify import feed_watchdog, notify
 from gyre_daemon.reload import Reloader, Reread

@@ -6,14 +6,13 @@ over. Sessions that want the same batches read along in one feed; each has reser
 """
 
 import asyncio
-import copy
 import math
 import secrets
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from gyre_daemon.arena import Budget, Share
+from gyre_daemon.arena import Arena
+from gyre_daemon.budget import Budget
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fair import Flow
 from gyre_daemon.feed import Machinery
@@ -21,13 +20,16 @@ from gyre_daemon.fetch import Strip
 from gyre_daemon.jobs import SessionTotals
 from gyre_daemon.lately import Lately, Recorder
 from gyre_daemon.metrics import Metrics
+from gyre_daemon.news import LeftArenas, Sent
 from gyre_daemon.occupancy import Occupancy
 from gyre_daemon.path import Path
 from gyre_daemon.plan import Plan
 from gyre_daemon.prefetch import Spec
 from gyre_daemon.quality import ShuffleMeter
 from gyre_daemon.request import SessionRequest
+from gyre_daemon.share import Share
 from gyre_daemon.sidechannel import Peer, ShownArenas
+from gyre_daemon.unsent import Unsent
 from gyre_daemon.window import View
 
 _MAX_CREDITS = 1 << 20
@@ -86,17 +88,17 @@ class Session:
                 f"the cursor stands at step {self.first_step}, after the stream's end at step {self.num_steps}"
             )
         self._shown: ShownArenas | None = None
-        self._payloads: deque[memoryview] = deque()
-        self._payload: memoryview | None = None
+        self._left: list[int] = []  # arenas that the client is not yet told to unmap
+        self._moved: dict[int, list[int]] = {}  # what it has moved out of an arena once that is unmapped, by first steps
+        self._unsent = Unsent()
         self._sendable = asyncio.Event()
-        self._payload_ready = asyncio.Event()
         self._ended: GyreError | None = None
         self._draining = False
         self._seen = environment.machinery.clock()
         self._occupancy = Occupancy(self._seen)
         self._recorder = Recorder(self._seen)
         self.share = self._granted = self._reserve()
-        spec = Spec(request.dataset, order, reader.rank, reader.world_size, plan)
+        spec = Spec(request.dataset, order, reader.rank, reader.world_size, plan, request.prefetch_batches)
         self._path = Path(self, spec, self.share, (self.first_step, self.num_steps), flow, environment.machinery)
 
     async def start(self) -> None:
@@ -107,11 +109,11 @@ class Session:
         """
         await self._path.feed.started()
         if self._ended:
-            raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
+            raise self._ended
 
     def share_arenas(self, peer: Peer) -> bool:
         """From now on batches are read where they lie; False where the client cannot be reached so."""
-        shown = ShownArenas(self.session_id, peer)
+        shown = ShownArenas(self.session_id, peer, self._arena_left)
         if not self._ended and shown.number(self._path.feed.arenas.first) is not None:
             self._shown = shown
         return self.shares_arena
@@ -141,12 +143,19 @@ class Session:
         """Of the first arena that batches lie in."""
         return self._path.feed.arenas.first.num_bytes
 
-    def arena_number(self, strip: Strip) -> int:
-        """What the client calls the arena where batches lie."""
-        assert self._shown
-        number = self._shown.number(strip.slot.arena)
-        assert number is not None
-        return number
+    def unmapped(self, arenas: Collection[int]) -> None:
+        """The client has these arenas no longer, and needs nothing that it was sent there before it was told."""
+        for number in arenas:
+            if self._shown:
+                self._shown.unmapped(number)
+            for step in self._moved.pop(number, []):
+                self.release(step)
+
+    def _arena_left(self, arena: Arena, number: int) -> None:
+        if not self._ended:
+            self._moved[number] = self._path.held_in(arena)
+            self._left.append(number)
+            self._sendable.set()
 
     def new_grant(self) -> Share | None:
         """What its client may have from now on, where that is not what it was told last."""
@@ -218,8 +227,11 @@ class Session:
         if not self._ended:
             self._path.release(first_step)
 
-    async def next_strip(self, max_batches: int = _MAX_CREDITS) -> Strip | None:
-        """Batches of the next steps, from one to so many, once they are whole and have credit; None after the last.
+    async def next_news(self, max_batches: int = _MAX_CREDITS) -> Sent | LeftArenas | None:
+        """What the client is told next.
+
+        Batches of the next steps, from one to so many, once they are whole and have credit; arenas that it is to unmap; None
+        after the last batch.
 
         Raises:
             GyreError: the step failed, or the session ended; Draining where the daemon wants to stop and nothing is left to
@@ -227,10 +239,12 @@ class Session:
         """
         while True:
             if self._ended:
-                raise copy.copy(self._ended)  # an error keeps the frames it came through, and with them batches
-            strip = self.ready_strip(max_batches)
-            if strip:
-                return strip
+                raise self._ended
+            if self._left:
+                left, self._left = self._left, []
+                return LeftArenas(left)
+            if sent := self.ready_strip(max_batches):
+                return sent
             if self._path.at_end:
                 return None
             if self._drained:
@@ -239,7 +253,7 @@ class Session:
                 )
             await self._wait_until_sendable()
 
-    def ready_strip(self, max_batches: int = _MAX_CREDITS) -> Strip | None:
+    def ready_strip(self, max_batches: int = _MAX_CREDITS) -> Sent | None:
         """Batches of the next steps that can be sent now, and lie in one piece of memory.
 
         Raises:
@@ -250,14 +264,16 @@ class Session:
         taken = self._path.take(min(self.credits, max_batches))
         if isinstance(taken, Exception):
             raise taken
+        number: int | None = 0
         if self._shown is None:
-            self._payloads.extend(taken.payloads)
-            self._payload_ready.set()
-        elif self._shown.number(taken.slot.arena) is None:
+            self._unsent.add(taken)
+        else:
+            number = self._shown.number(taken.slot.arena)
+        if number is None:
             raise LeaseExpired("the client left the side channel, where it gets its batches' memory; open the session again")
         self.credits -= len(taken.plan)
         self._count(taken)
-        return taken
+        return Sent(taken, number)
 
     @property
     def head_is_whole(self) -> bool:
@@ -265,21 +281,16 @@ class Session:
         return self._path.head_is_whole
 
     async def next_payload(self) -> int:
-        """Go on to the next batch that `next_strip` gave, for the stream that carries payload.
+        """Go on to the next batch that `next_news` gave, for the stream that carries payload.
 
         Returns:
             Its length in bytes; 0 after the session's last.
-        """  # the session keeps it, and not who reads it: the call of a frozen client lasts, and must not keep an arena
-        self._payload = None
-        while not self._payloads and not self._ended:
-            self._payload_ready.clear()
-            await self._payload_ready.wait()
-        self._payload = self._payloads.popleft() if self._payloads else None
-        return self._payload.nbytes if self._payload else 0
+        """
+        return await self._unsent.next()
 
     def payload_part(self, begin: int, num_bytes: int) -> memoryview | None:
         """So many bytes of it, or what is left; None where the session has ended meanwhile."""
-        return self._payload[begin : begin + num_bytes] if self._payload else None
+        return self._unsent.part(begin, num_bytes)
 
     def drain(self) -> None:
         """Begin no further step; send what is under way as far as the client has credit for it."""
@@ -295,13 +306,31 @@ class Session:
         if self._ended:
             return
         self._ended = reason
-        self._payloads.clear()
-        self._payload = None
+        self._unsent.close()
         self._path.leave(self._shown.when_unread if self._shown else _at_once)
         self._shown = None
         self._environment.budget.give_back(self.share.reserved_bytes)
         self._sendable.set()
-        self._payload_ready.set()
+
+    @property
+    def least_bytes(self) -> int:
+        """What it cannot do without."""
+        least_bytes = self.request.least_bytes(self._environment.machinery.arena_limit_bytes)
+        return min(self.share.reserved_bytes, max(least_bytes, self.share.reserved_for(self._path.first_arena_bytes)))
+
+    def halve(self) -> bool:
+        """Have half of the memory, for others to have it; no less than for a few batches. False where it has no more.
+
+        What its client was given stays until it is released.
+        """
+        before = self.share.reserved_bytes
+        share = self.request.wanted_share(max(before // 2, self.least_bytes), scarce=True)
+        if self._ended or share.reserved_bytes >= before:
+            return False
+        self.share = share
+        self._path.reshape(share)
+        self._environment.budget.give_back(before - share.reserved_bytes)
+        return True
 
     def wake(self) -> None:
         """The batch it sends next is ready."""
@@ -317,12 +346,12 @@ class Session:
         return self._draining and (self._path.view.num_begun == 0 or not self.credits)
 
     def _reserve(self) -> Share:
-        """What it wants, or as much of it as seven eighths of what there is; who comes next finds something too."""
+        """What it wants; where that is more than half of what there is, less."""
         request, budget = self.request, self._environment.budget
         limit_bytes = self._environment.machinery.arena_limit_bytes
         share = request.wanted_share(limit_bytes)
         if share.reserved_bytes > budget.free_bytes // 2:
-            share = request.wanted_share(min(limit_bytes, budget.free_bytes * 7 // 8), scarce=True)
+            share = request.scarce_share(limit_bytes, budget.free_bytes)
         budget.reserve(share.reserved_bytes, f"a session on `{request.dataset.name}`")
         return share
 

@@ -13,9 +13,8 @@ from gyre_daemon.events import log_event
 from gyre_daemon.fair import NO_JOB, Flow
 from gyre_daemon.plan import Order, plan_of
 from gyre_daemon.request import Reader, SessionRequest
+from gyre_daemon.room import make_room
 from gyre_daemon.session import Session, SessionEnvironment
-
-_RECLAIM_S = 1.0
 
 
 class SessionTable:
@@ -54,7 +53,7 @@ class SessionTable:
         request.check()
         machinery = self.environment.machinery
         plan = await machinery.workers.run(NO_JOB, 0, 0, lambda: plan_of(request.order, request.dataset.index))
-        await self._reclaim(request)
+        await make_room(request, self._sessions.values(), machinery)
         reader = request.reader
         for other in self:
             theirs = other.request.reader
@@ -149,15 +148,6 @@ class SessionTable:
                 await self._empty.wait()
         for session in self:
             self.close(session.session_id, Draining("the daemon stopped; open the session again with the last cursor"))
-
-    async def _reclaim(self, request: SessionRequest) -> None:
-        """Where memory is short, windows that have grown shrink first."""
-        machinery = self.environment.machinery
-        if request.wanted_share(machinery.arena_limit_bytes).reserved_bytes > machinery.budget.free_bytes // 2:
-            shrinking = [shrunk.wait() for feed in machinery.feeds if (shrunk := feed.shrink())]
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_RECLAIM_S):
-                    await asyncio.gather(*shrinking)
 
     def _flow(self, job: str) -> Flow:
         """All sessions of a job have one claim on what is shared."""

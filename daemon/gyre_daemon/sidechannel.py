@@ -66,23 +66,57 @@ class Peer:
 
 
 class ShownArenas:
-    """The arenas of one session that its client can read, by number."""
+    """The arenas of one session that its client maps, by number."""
 
-    def __init__(self, session_id: str, peer: Peer) -> None:
+    def __init__(self, session_id: str, peer: Peer, on_left: Callable[[Arena, int], None]) -> None:
+        """None yet.
+
+        Args:
+            session_id: whose they are.
+            peer: the client.
+            on_left: called with an arena that the client should unmap, and its number. From then on the client does not
+                know the arena; where it is shown once more, it has another number.
+        """
         self._session_id = session_id
         self._peer = peer
+        self._on_left = on_left
         self._numbers: dict[Arena, int] = {}
+        self._num_shown = 0
+        self._leaving: dict[int, Arena] = {}  # until the client has unmapped them
+        peer.when_gone(self._peer_gone)
 
     def number(self, arena: Arena) -> int | None:
         """What the client calls an arena, which it is given if it does not have it; None if that cannot be done."""
         number = self._numbers.get(arena)
-        if number is None and self._peer.hand_over(self._session_id, len(self._numbers), arena.descriptor):
-            number = self._numbers[arena] = len(self._numbers)
+        if number is None and self._peer.hand_over(self._session_id, self._num_shown, arena.descriptor):
+            number = self._numbers[arena] = self._num_shown
+            self._num_shown += 1
+            arena.add_reader(self)
         return number
+
+    def arena_left(self, arena: Arena) -> None:
+        """See `Reader`."""
+        number = self._numbers.pop(arena, None)
+        if number is not None:
+            self._leaving[number] = arena
+            self._on_left(arena, number)
+
+    def unmapped(self, number: int) -> None:
+        """The client has this one no longer; what it was not asked to unmap changes nothing."""
+        arena = self._leaving.pop(number, None)
+        if arena:
+            arena.remove_reader(self)
 
     def when_unread(self, act: Callable[[], None]) -> None:
         """See `Peer.when_gone`."""
         self._peer.when_gone(act)
+
+    def _peer_gone(self) -> None:
+        arenas = [*self._numbers, *self._leaving.values()]
+        self._numbers.clear()
+        self._leaving.clear()
+        for arena in arenas:
+            arena.remove_reader(self)
 
 
 class SideChannel:

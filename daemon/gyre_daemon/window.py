@@ -89,6 +89,36 @@ class Window:
         strip.is_sealed = True
         self._free_if_unneeded(strip)
 
+    def is_wanted(self, step: int) -> bool:
+        """Somebody is to be sent some of the strip that a step in memory is a part of."""
+        return any(view.wants(self._strips[step].steps) for view in self.views)
+
+    def rewind(self, first_step: int) -> None:
+        """Forget steps of strips from `first_step` on, from the last one back, which are begun again later.
+
+        Only those that are sealed and that nobody was sent: the first other one, seen from the end, ends it.
+        """
+        while (strip := self._strips.get(self.next_to_begin - 1)) and strip.steps.start >= first_step:
+            wanting = [view for view in self.views if view.wants(strip.steps)]
+            fronts = {max(view.next_to_send, strip.steps.start) for view in wanting}
+            furthest = max((view.next_to_send for view in self.views if view.is_active), default=0)
+            if not strip.is_sealed or len(fronts) != 1 or furthest > min(fronts):
+                return
+            self._shorten(strip, fronts.pop(), len(wanting))
+
+    def _shorten(self, strip: _Strip, stop_step: int, num_wanting: int) -> None:
+        """Forget the end of the last strip, or all of it."""
+        start = strip.steps.start
+        for step in range(stop_step, strip.steps.stop):
+            del self._strips[step]
+        strip.steps = range(start, stop_step)
+        strip.num_needs -= num_wanting
+        self.next_to_begin = stop_step
+        if not strip.num_needs:
+            for step in strip.steps:
+                del self._strips[step]
+            self._on_free(start)
+
     def join(self, first_step: int, end_step: int | None, *, is_active: bool = True) -> "View":
         """One reader more, where the window `has` its first step.
 

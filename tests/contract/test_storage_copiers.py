@@ -36,10 +36,11 @@ class _Through:
         assert slot
         begins = ends - reads.size
         target = begins.astype(np.uint64) + np.uint64(slot.address)
-        await self._storage.read(replace(reads, target=target, arena=arena, memory=(slot.memory, *reads.memory)))
+        await self._storage.read(replace(reads, target=target, arena=arena, memory=()))
         self._copiers.unmap(arena.key)
         for begin, size, place in zip(begins.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True):
             memory_at(place, size)[:] = slot.memory[begin : begin + size]
+        arena.close()
 
 
 class TestLocalByCopiers(test_storage_local.TestLocal):

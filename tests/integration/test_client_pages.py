@@ -5,6 +5,7 @@ import os
 import resource
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from gyre_client.pages import PrivatePages
 
@@ -22,12 +23,17 @@ def mapping() -> Iterator[mmap.mmap]:
         os.close(descriptor)
 
 
+def pages_of(mapping: mmap.mmap) -> PrivatePages:
+    return PrivatePages(np.frombuffer(mapping, np.uint8).ctypes.data, len(mapping))
+
+
 @pytest.fixture
-def pages(mapping: mmap.mmap) -> PrivatePages:
-    pages = PrivatePages(mapping)
+def pages(mapping: mmap.mmap) -> Iterator[PrivatePages]:
+    pages = pages_of(mapping)
     if pages.may_be_written(0, PAGE):
         pytest.skip("this kernel does not tell which pages were written (Linux 6.7 and later do)")
-    return pages
+    yield pages
+    pages.close()
 
 
 def test_reading_writes_nothing(mapping: mmap.mmap, pages: PrivatePages) -> None:
@@ -58,12 +64,14 @@ def test_where_the_kernel_does_not_tell_everything_may_be_written(mapping: mmap.
         raise PermissionError
 
     monkeypatch.setattr(os, "open", refuse)
-    assert PrivatePages(mapping).may_be_written(0, PAGE)
+    assert pages_of(mapping).may_be_written(0, PAGE)
 
 
 def test_pages_that_were_mapped_are_read_without_faults(mapping: mmap.mmap) -> None:
     """But for those of the interpreter itself; what was only allocated is mapped page by page otherwise."""
-    PrivatePages(mapping).map_pages()
+    pages = pages_of(mapping)
+    pages.map_pages()
+    pages.close()
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     for page in range(NUM_PAGES):
         mapping[page * PAGE]

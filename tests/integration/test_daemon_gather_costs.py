@@ -75,6 +75,7 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
                 assert slot
                 await fetcher.fill(fetch, slot, NO_JOB)
             counts.append(calls.num - before)
+            arena.close()
         catalog.close()
     return counts
 

@@ -86,6 +86,31 @@ class WindowModel(RuleBasedStateMachine):
             assert self.window.begin(len(steps)) == steps
             self.strips[step] = steps
 
+    @rule(back=st.integers(0, 12))
+    def rewind(self, back: int) -> None:
+        limit = self.first + self.num_begun - back
+        self.window.rewind(limit)
+        while self.strips and (last := max(self.strips)) >= limit:
+            front = self.front_of(last)
+            if front is None:
+                break
+            if front > last:
+                self.strips[last] = range(last, front)
+                break
+            assert last == self.freed_strips.pop(self.freed_strips.index(last))
+            self.sealed_strips.remove(last)
+            del self.strips[last]
+        assert self.window.next_to_begin == self.first + self.num_begun
+
+    def front_of(self, first_step: int) -> int | None:
+        """From which step on a strip may be forgotten."""
+        strip = self.strips[first_step]
+        wanting = [reader for reader in self.present if any(map(reader.wants, strip))]
+        fronts = {max(reader.next_to_send, first_step) for reader in wanting}
+        furthest = max((reader.next_to_send for reader in self.present if reader.is_active), default=0)
+        is_alike = first_step in self.sealed_strips and len(fronts) == 1
+        return min(fronts) if is_alike and furthest <= min(fronts) else None
+
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
         in_flight = sorted(self.strips.keys() - self.sealed_strips)

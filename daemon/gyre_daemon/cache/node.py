@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ from gyre_daemon.fair import NO_JOB, FairExecutor, FairQueue, Flow
 from gyre_daemon.metrics import CacheCounts
 from gyre_daemon.storage import Delays, Reads, Storage
 from gyre_daemon.storage.gather import gather, is_allowed, memory_at
+
+_Result = TypeVar("_Result")
 
 _MAX_FETCHING_BYTES = 32 << 20
 _INLINE_BYTES = 128 << 10  # copied at once: another thread would take longer
@@ -224,14 +227,14 @@ class NodeCache:
             _copy_all(sources, reads, self._copies)
         else:
             held = [volume.holder(block) for block in np.unique(blocks).tolist()]  # even if nobody waits any more
-            work = functools.partial(_copy_all, sources, reads, self._copies, held)
+            work = _leasing(reads, functools.partial(_copy_all, sources, reads, self._copies, held))
             await self._workers.run(reads.flow, cost, reads.urgency, work)
         return set()
 
     async def _copy_disk(self, volume: Volume, blocks: Integers, reads: Reads) -> set[int]:
         """Gives the blocks that turned out to be damaged."""
         assert volume.mirror
-        work = functools.partial(volume.mirror.copy, blocks, volume.within(blocks, reads), reads)
+        work = _leasing(reads, functools.partial(volume.mirror.copy, blocks, volume.within(blocks, reads), reads))
         damaged = await self._workers.run(reads.flow, int(reads.size.sum()), reads.urgency, work)
         if damaged:
             log_event("cached blocks damaged", {"blocks": len(damaged)}, logging.WARNING)
@@ -309,6 +312,16 @@ def _copy_all(sources: npt.NDArray[np.uint64], reads: Reads, may_gather: bool, _
         return
     for source, size, target in zip(sources.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True):
         memory_at(target, size)[:] = memory_at(source, size)
+
+
+def _leasing(reads: Reads, copy: Callable[[], _Result]) -> Callable[[], _Result]:
+    """A copy that holds a lease of the memory it writes to: a thread goes on where nobody waits any more."""
+
+    def work() -> _Result:
+        with reads.lease():
+            return copy()
+
+    return work
 
 
 def _look_at(task: asyncio.Task[None]) -> None:

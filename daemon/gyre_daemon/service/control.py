@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
-from gyre_daemon.fetch import Strip
+from gyre_daemon.news import LeftArenas, Sent
 from gyre_daemon.service import convert
 from gyre_daemon.session import Session
 
@@ -29,10 +29,12 @@ def take(session: Session, request: pb.StreamRequest) -> None:
         case "release":
             for step in request.release.steps:
                 session.release(step)
+        case "unmapped":
+            session.unmapped(request.unmapped.arenas)
         case "heartbeat":
             pass
         case _:
-            raise InvalidRequest("a message after the first must be `credit`, `release` or `heartbeat`")
+            raise InvalidRequest("a message after the first must be `credit`, `release`, `unmapped` or `heartbeat`")
 
 
 async def responses(session: Session, listening: asyncio.Task[None], lease_s: float) -> AsyncIterator[pb.StreamResponse]:
@@ -50,16 +52,17 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
         while True:
             try:
                 async with asyncio.timeout(lease_s / 4):
-                    strip = await session.next_strip(max_batches(session))
+                    news = await session.next_news(max_batches(session))
             except TimeoutError:
                 yield pb.StreamResponse(heartbeat=pb.Heartbeat())
                 continue
-            if strip is None:
+            if isinstance(news, LeftArenas):
+                yield pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=news.numbers))
+                continue
+            if news is None:
                 yield pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=session.num_steps or 0))
                 break
-            message = batches(session, strip)
-            del strip  # the call of a client that is frozen keeps this frame, which must not keep an arena
-            yield message
+            yield batches(session, news)
     except Draining as reason:
         yield pb.StreamResponse(goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S))
     except GyreError:
@@ -75,13 +78,13 @@ def max_batches(session: Session) -> int:
     return _MAX_ALIKE if session.request.dataset.has_equal_samples else _MAX_UNLIKE
 
 
-def batches(session: Session, first: Strip) -> pb.StreamResponse:
+def batches(session: Session, first: Sent) -> pb.StreamResponse:
     """One message with all batches that can be sent now; one that failed is left for the next call."""
-    strips, num_left = [first], max_batches(session) - len(first.plan)
+    sent, num_left = [first], max_batches(session) - len(first.strip.plan)
     while num_left > 0 and session.head_is_whole:
-        strip = session.ready_strip(num_left)
-        if strip is None:
+        more = session.ready_strip(num_left)
+        if more is None:
             break
-        strips.append(strip)
-        num_left -= len(strip.plan)
-    return convert.from_strips(strips, session)
+        sent.append(more)
+        num_left -= len(more.strip.plan)
+    return convert.from_strips(sent, session)

@@ -22,6 +22,7 @@ from gyre_daemon.fetch import Strip
 from gyre_daemon.formats import FieldSpec
 from gyre_daemon.lately import Lately
 from gyre_daemon.metrics import CacheCounts
+from gyre_daemon.news import Sent
 from gyre_daemon.plan import MAX_START_POSITION, Order, OrderMode, Tail
 from gyre_daemon.quality import ShuffleQuality
 from gyre_daemon.request import Reader
@@ -203,18 +204,18 @@ def from_cache(counts: CacheCounts) -> pb.CacheCount:
     return pb.CacheCount(**dataclasses.asdict(counts))
 
 
-def from_strips(strips: list[Strip], session: Session) -> pb.StreamResponse:
+def from_strips(sent: list[Sent], session: Session) -> pb.StreamResponse:
     """One message for several strips."""
     response = pb.StreamResponse()
     response.batches.SetInParent()
     if session.shares_arena and (grant := session.new_grant()):
         response.batches.prefetch_batches = grant.num_queued
         response.batches.max_kept_batches = grant.num_kept
-    for strip in strips:
+    for each in sent:
         message = response.batches.strips.add()
-        message.CopyFrom(_as_told(strip, session))
+        message.CopyFrom(_as_told(each.strip, session))
         if session.shares_arena:
-            message.arena.arena = session.arena_number(strip)
+            message.arena.arena = each.arena
         else:
             message.inline.SetInParent()
     return response

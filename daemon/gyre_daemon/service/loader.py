@@ -169,9 +169,7 @@ class LoaderService(pb_grpc.LoaderServicer):
                 part = session.payload_part(begin, _CHUNK_BYTES)
                 if part is None:
                     return
-                frame = convert.frame_chunk(part)
-                del part
-                yield frame
+                yield convert.frame_chunk(part)
 
     @answers_errors
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.SessionState:
@@ -196,6 +194,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             draining=self._sessions.draining,
             memory_reserved_bytes=environment.budget.reserved_bytes,
             memory_budget_bytes=environment.budget.limit_bytes,
+            memory_abandoned_bytes=environment.budget.abandoned_bytes,
             sessions=[convert.from_session(session) for session in self._sessions],
             storage=[explain.from_count(labels, count) for labels, count in counts],
             endpoints=[explain.from_endpoint(endpoint, time.monotonic()) for endpoint in self._catalog.endpoints],
@@ -253,7 +252,6 @@ class LoaderService(pb_grpc.LoaderServicer):
 
 
 def _stream_ended() -> GyreError:
-    """Made anew each time: an error that is raised keeps the frames it came through."""
     return GyreError("the client ended its stream")
 
 

@@ -4,7 +4,7 @@ A `Location` is what the operator wrote. `StorageOpener` lists its shards and gi
 ranges of shards, each with the memory where its bytes belong. Reading waits; it never decodes.
 """
 
-from gyre_daemon.storage.base import MAX_GAP_BYTES, Bounds, NextUse, Reads, Shard, Storage
+from gyre_daemon.storage.base import MAX_GAP_BYTES, ArenaClosed, Bounds, NextUse, Reads, Region, Shard, Storage
 from gyre_daemon.storage.checksums import Checksums, checksums_as_listed
 from gyre_daemon.storage.delays import Delays, RequestDelays
 from gyre_daemon.storage.endpoint import Endpoint, Terms
@@ -16,6 +16,7 @@ from gyre_daemon.storage.patterns import matches_any
 
 __all__ = [
     "MAX_GAP_BYTES",
+    "ArenaClosed",
     "Bounds",
     "Checksums",
     "Delays",
@@ -24,6 +25,7 @@ __all__ = [
     "Location",
     "NextUse",
     "Reads",
+    "Region",
     "RequestDelays",
     "Shard",
     "Storage",

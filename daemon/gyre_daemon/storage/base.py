@@ -1,6 +1,7 @@
 """The seam: what a dataset needs of any storage."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,10 @@ from gyre_daemon.storage.delays import Delays
 MAX_GAP_BYTES = 4096  # between two fields of a sample: reading over it is cheaper than another request
 
 NextUse = Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+
+
+class ArenaClosed(Exception):
+    """Nobody waits any more for what would be written there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Shard:
 
 
 class Region(Protocol):
-    """An arena, as far as copiers must know it.
+    """An arena, as far as those who write there must know it.
 
     Attributes:
         key: its name.
@@ -47,6 +52,9 @@ class Region(Protocol):
     @property
     def address(self) -> int:
         """See above."""
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Inside, its memory is there; raises ArenaClosed where it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,9 @@ class Reads:
         size: int64 [n], in bytes.
         target: uint64 [n], addresses.
         sample: int64 [n], equal for reads of one sample.
-        arena: that all targets lie in; None where some do not.
-        memory: what owns the targets: it must live until the last byte is there, even where nobody waits for it any more.
+        arena: that targets lie in. The caller of `read` holds a lease of it while it waits. A thread that writes
+            there holds one of its own, since it goes on where the caller is cancelled.
+        memory: what owns the targets elsewhere: it must live until the last byte is there, even where nobody waits for it.
         flow: for which job.
         urgency: among the job's reads the lowest goes first.
         block_bytes: the job soon reads what lies around these: a cache fetches blocks of about this size, whole; 0 where it
@@ -94,6 +103,15 @@ class Reads:
     def part(self, which: slice | npt.NDArray[np.int64]) -> "Reads":
         """Some of the reads; a view where they follow each other."""
         return self._selected(which)
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Inside, the memory of all targets is there; raises ArenaClosed where it is not."""
+        return self.arena.lease() if self.arena else nullcontext()
+
+    @property
+    def are_in_arena(self) -> bool:
+        """All targets lie in the arena, and none elsewhere."""
+        return self.arena is not None and not self.memory
 
     def nonempty(self) -> "Reads":
         """Those that bring any byte."""

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from gyre_daemon.storage.patterns import patterns_of
 from gyre_daemon.storage.readahead import ReadAhead, Wait, fits_into_memory
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
 from gyre_daemon.storage.stamps import Stamp
+
+Lease = Callable[[], AbstractContextManager[None]]
 
 _STREAM_CHUNK_BYTES = 8 << 20
 _MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
@@ -79,7 +82,7 @@ class LocalStorage:
         num_bytes = int(reads.size.sum())
         cuts = self.cuts(len(reads), num_bytes)
         parts = [partial(reads.part, slice(*cut)) for cut in itertools.pairwise(cuts)]
-        await self.read_made(parts, reads.flow, num_bytes, reads.urgency)
+        await self.read_made(parts, reads.flow, num_bytes, reads.urgency, reads.lease)
 
     def cuts(self, num_reads: int, num_bytes: int) -> list[int]:
         """Where so many reads are best cut into jobs for several threads: from 0 to the end.
@@ -90,7 +93,9 @@ class LocalStorage:
         num_jobs = max(1, min(most, 1 + num_bytes // _MIN_JOB_BYTES, num_reads))
         return [num_reads * job // num_jobs for job in range(num_jobs + 1)]
 
-    async def read_made(self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int) -> float:
+    async def read_made(
+        self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int, lease: Lease
+    ) -> float:
         """Do reads that are worked out in the threads that do them: the event loop has other things to do.
 
         Args:
@@ -98,15 +103,16 @@ class LocalStorage:
             flow: see `Reads`.
             num_bytes: about how much it is.
             urgency: see `Reads`.
+            lease: of the memory that all of them write to; each thread holds one.
 
         Returns:
             For how many seconds a thread waited for the disk; 0.0 where all was in memory.
         """
         cost = num_bytes / len(makes)
         if len(makes) == 1:
-            return await self._run(makes[0], flow, cost, urgency)
+            return await self._run(makes[0], flow, cost, urgency, lease)
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._run(make, flow, cost, urgency)) for make in makes]
+            running = [group.create_task(self._run(make, flow, cost, urgency, lease)) for make in makes]
         return max(each.result() for each in running)
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
@@ -140,25 +146,26 @@ class LocalStorage:
         """Where the shard lies."""
         return self._paths[shard]
 
-    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int) -> float:
+    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int, lease: Lease) -> float:
         outcome: Outcome = "error"
         made: list[tuple[int, int]] = []  # reads and bytes, once they are known
         try:
-            waited_s = await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made))
+            waited_s = await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made, lease))
             outcome = "ok"
             return waited_s
         finally:
             for num_reads, num_bytes in made:
                 self._metrics.count_requests(RequestLabels("file", "read", outcome), num_reads, num_bytes)
 
-    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]]) -> float:
-        reads = make()
-        self._bounds.check(reads)
-        reads = reads.nonempty()
-        if not len(reads):
-            return 0.0
-        made.append((len(reads), int(reads.size.sum())))
-        return self._read_all(reads)
+    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]], lease: Lease) -> float:
+        with lease():
+            reads = make()
+            self._bounds.check(reads)
+            reads = reads.nonempty()
+            if not len(reads):
+                return 0.0
+            made.append((len(reads), int(reads.size.sum())))
+            return self._read_all(reads)
 
     def _read_all(self, reads: Reads) -> float:
         """Gives for how many seconds the disk was waited for."""
@@ -218,7 +225,7 @@ class LocalStorage:
 
     def _have_copied(self, reads: Reads, opened: Mapping[int, OpenShard], wait: Wait) -> bool:
         """Whether copiers did it, where they are faster; no second one dies of the same file."""
-        if reads.arena is None or not all(shard.is_sound for shard in opened.values()):
+        if reads.arena is None or not reads.are_in_arena or not all(shard.is_sound for shard in opened.values()):
             return False
         mean_bytes = int(reads.size.sum()) / len(reads)
         if mean_bytes >= _MAX_COPIED_BYTES or (mean_bytes < _MIN_COPIED_BYTES and len(opened) > 1):

@@ -905,6 +905,7 @@ class StreamRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    UNMAPPED_FIELD_NUMBER: _builtins.int
     NUM_TAKEN_FIELD_NUMBER: _builtins.int
     num_taken: _builtins.int
     """batches of this session that the trainer has taken; told every second or so. 0: not known"""
@@ -918,6 +919,8 @@ class StreamRequest(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def unmapped(self) -> Global___Unmapped: ...
     def __init__(
         self,
         *,
@@ -925,13 +928,14 @@ class StreamRequest(_message.Message):
         credit: Global___Credit | None = ...,
         release: Global___Release | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        unmapped: Global___Unmapped | None = ...,
         num_taken: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "release", b"release", "unmapped", b"unmapped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "num_taken", b"num_taken", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "credit", b"credit", "event", b"event", "heartbeat", b"heartbeat", "num_taken", b"num_taken", "release", b"release", "unmapped", b"unmapped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["attach", "credit", "release", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["attach", "credit", "release", "heartbeat", "unmapped"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1033,6 +1037,28 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
+class Unmapped(_message.Message):
+    """The client has these arenas of the session no longer: their memory may be freed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARENAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def arenas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        arenas: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unmapped: _TypeAlias = Unmapped  # noqa: Y015
+
+@_typing.final
 class StreamResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1040,6 +1066,7 @@ class StreamResponse(_message.Message):
     END_OF_STREAM_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    ARENAS_LEFT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batches(self) -> Global___Batches: ...
     @_builtins.property
@@ -1050,6 +1077,8 @@ class StreamResponse(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """the daemon is alive and has nothing to send yet"""
 
+    @_builtins.property
+    def arenas_left(self) -> Global___ArenasLeft: ...
     def __init__(
         self,
         *,
@@ -1057,12 +1086,13 @@ class StreamResponse(_message.Message):
         end_of_stream: Global___EndOfStream | None = ...,
         goodbye: Global___Goodbye | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        arenas_left: Global___ArenasLeft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "end_of_stream", b"end_of_stream", "event", b"event", "goodbye", b"goodbye", "heartbeat", b"heartbeat"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arenas_left", b"arenas_left", "batches", b"batches", "end_of_stream", b"end_of_stream", "event", b"event", "goodbye", b"goodbye", "heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "end_of_stream", b"end_of_stream", "event", b"event", "goodbye", b"goodbye", "heartbeat", b"heartbeat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas_left", b"arenas_left", "batches", b"batches", "end_of_stream", b"end_of_stream", "event", b"event", "goodbye", b"goodbye", "heartbeat", b"heartbeat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["batches", "end_of_stream", "goodbye", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["batches", "end_of_stream", "goodbye", "heartbeat", "arenas_left"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1096,6 +1126,30 @@ class Batches(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Batches: _TypeAlias = Batches  # noqa: Y015
+
+@_typing.final
+class ArenasLeft(_message.Message):
+    """No further batch comes to lie in these arenas of the session. What the client still needs of them it copies; then it unmaps
+    them and says so with Unmapped. Until it does, their memory counts as abandoned.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARENAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def arenas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        arenas: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArenasLeft: _TypeAlias = ArenasLeft  # noqa: Y015
 
 @_typing.final
 class Strip(_message.Message):
@@ -1595,6 +1649,7 @@ class DaemonStatus(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     NUM_COPIERS_FIELD_NUMBER: _builtins.int
+    MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
     uptime_s: _builtins.float
@@ -1606,6 +1661,8 @@ class DaemonStatus(_message.Message):
     num_bytes_sent: _builtins.int
     num_copiers: _builtins.int
     """processes that copy local samples now; the kernel copies where there is none"""
+    memory_abandoned_bytes: _builtins.int
+    """of arenas that the daemon uses no longer and clients still map; part of the budget"""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionState]: ...
     @_builtins.property
@@ -1632,10 +1689,11 @@ class DaemonStatus(_message.Message):
         endpoints: _abc.Iterable[Global___EndpointState] | None = ...,
         cache: Global___CacheCount | None = ...,
         num_copiers: _builtins.int = ...,
+        memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copiers", b"num_copiers", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copiers", b"num_copiers", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,98 @@
+"""Memory files: what a process of another user may map and read, and can neither write into nor change the size of.
+
+Python's own `mmap` keeps a duplicate of the descriptor, and the memory for as long as any view of it is referred to. Here both
+end with `close`, whoever still refers to a view: frames, tracebacks, and reference cycles keep no memory.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+
+from gyre_daemon.errors import Overloaded
+
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next ones
+_F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_madvise = _libc.madvise  # `mmap.madvise` keeps the interpreter's lock for as long as it takes
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class MemoryFile:
+    """One memory file, mapped for writing.
+
+    Attributes:
+        num_bytes: its size.
+        descriptor: of the file; -1 once it is closed.
+        address: of its first byte.
+        memory: all of it, writable. After `close` nobody may look into it: the process would end.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Map an empty file; `allocate` gives it its memory, `seal` ends that.
+
+        Args:
+            num_bytes: whole pages.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+        """
+        self.num_bytes = num_bytes
+        with self._refusal():
+            self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(self.descriptor, num_bytes)
+                self.address = _map(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.descriptor)
+            except OSError:
+                os.close(self.descriptor)
+                raise
+        array = (ctypes.c_char * num_bytes).from_address(self.address)
+        self.memory = memoryview(array).cast("B")
+        weakref.finalize(array, _munmap, self.address, num_bytes).atexit = False  # nothing else comes to lie there before
+
+    def allocate(self, begin: int, end: int) -> None:
+        """Allocate and touch a part, of whole pages; takes some ms per 10 MiB. Different parts in any threads at once.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+        """
+        with self._refusal():
+            os.posix_fallocate(self.descriptor, begin, end - begin)
+        _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)  # an older kernel: each page when it is written to
+
+    def seal(self) -> None:
+        """From now on nobody else can write, and nobody at all change the size."""
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+    def close(self) -> None:
+        """Give memory and descriptor back now; the memory is freed as soon as no other process maps it."""
+        descriptor, self.descriptor = self.descriptor, -1
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        _map(self.address, self.num_bytes, _PROT_NONE, flags, -1)
+        os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _refusal(self) -> Iterator[None]:
+        """What an operating system without memory says inside."""
+        try:
+            yield
+        except OSError as error:
+            raise Overloaded(f"this machine has no {self.num_bytes} bytes of memory for a session: {error.strerror}") from error
+
+
+def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:
+    mapped: int | None = _mmap(address, num_bytes, protection, flags, descriptor, 0)
+    if mapped is None or mapped == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapped

@@ -1,0 +1,166 @@
+"""Memory of batches is given back by those who hold it, whatever still refers to it and whether or not a collector runs."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.errors import CorruptSample
+from gyre_daemon.arena import Arena, Slot
+from gyre_daemon.arenas import Arenas
+from gyre_daemon.budget import Budget
+from gyre_daemon.fair import NO_JOB, FairExecutor
+from gyre_daemon.mapped import Mapped
+from gyre_daemon.share import divide
+from gyre_daemon.storage import ArenaClosed
+
+from tests.conftest import Daemon, StartDaemon
+
+NUM_BYTES = 1 << 20
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def num_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("gyre-arena")
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def made() -> Arena:
+    arena = Arena(NUM_BYTES)
+    arena.allocate(0, NUM_BYTES)
+    arena.seal()
+    return arena
+
+
+def failure(slot: Slot) -> Exception:
+    """An error with a frame in its traceback that refers to a slot and views of it, and to itself."""
+    view = np.frombuffer(slot.memory, np.uint8)
+    try:
+        raise ValueError(slot, view)
+    except ValueError as error:
+        kept = error
+    return kept
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_frames_and_tracebacks_keep_no_arena_mapped() -> None:
+    before, descriptors = num_mapped(), num_descriptors()
+    arena = made()
+    slot = arena.take(NUM_BYTES)
+    assert slot
+    error = failure(slot)
+    assert num_mapped() == before + 1
+    arena.close()
+    assert num_mapped() == before
+    assert num_descriptors() == descriptors
+    assert error.args[0] is slot
+
+
+def test_memory_is_there_until_the_last_lease_is_returned() -> None:
+    arena, gone = made(), threading.Event()
+    arena.when_unmapped(gone.set)
+    slot = arena.take(NUM_BYTES)
+    assert slot
+    with arena.lease():
+        assert arena.acquire()
+        arena.close()
+        arena.close()
+        slot.memory[:1] = b"x"
+        arena.release()
+        assert not gone.is_set()
+        assert bytes(slot.memory[:1]) == b"x"
+    assert gone.is_set()
+    assert not arena.acquire()
+    with pytest.raises(ArenaClosed), arena.lease():
+        pass
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -> None:
+    share = divide(NUM_BYTES, 4, 1 << 30)
+
+    async def write() -> None:
+        before = num_mapped()
+        mapped = Mapped(1 << 30)
+        with ThreadPoolExecutor(1) as threads:
+            workers = FairExecutor(threads, 1)
+            arenas = Arenas(share, Budget(0), mapped, 1 << 30, workers)
+            await arenas.allocate(NO_JOB)
+            slot = arenas.take(NUM_BYTES)
+            assert slot
+            begun, may_end = threading.Event(), threading.Event()
+
+            def fill() -> None:
+                with slot.arena.lease():
+                    begun.set()
+                    may_end.wait()
+                    slot.memory[:] = bytes(NUM_BYTES)
+
+            filling = asyncio.create_task(workers.run(NO_JOB, 0, 0, fill))
+            await asyncio.to_thread(begun.wait)
+            filling.cancel()
+            arenas.close()
+            assert num_mapped() == before + 1
+            assert mapped.num_bytes > 0
+            may_end.set()
+        await asyncio.sleep(0)  # what the thread said is heard
+        assert num_mapped() == before
+        assert mapped.num_bytes == 0
+
+    asyncio.run(write())
+
+
+def shared_bytes(daemon: Daemon) -> int:
+    assert daemon.process
+    lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
+
+
+def num_files(daemon: Daemon) -> int:
+    """Memory files that the daemon has open."""
+    assert daemon.process
+    folder = Path(f"/proc/{daemon.process.pid}/fd")
+    return sum("gyre-arena" in str(link.readlink()) for link in folder.iterdir())
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def fail(daemon: Daemon, seed: int) -> None:
+    with Loader("tokens", batch_size=64, seed=seed, address=daemon.address) as loader, pytest.raises(CorruptSample):
+        for _ in range(200):
+            next(loader)
+
+
+def test_sessions_that_end_with_an_error_keep_no_memory(gyred: StartDaemon, tmp_path: Path) -> None:
+    path, length = tmp_path / "tokens.bin", 1 << 14
+    np.arange(256 * length, dtype="<u2").tofile(path)
+    tokens = {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": length}
+    daemon = gyred({"memory_budget": "256MiB", "datasets": {"tokens": tokens}})
+    with Loader("tokens", batch_size=64, address=daemon.address) as loader:
+        next(loader)
+    path.write_bytes(path.read_bytes()[: 250 * 2 * length])  # what is read beyond it is an error
+    for seed in range(40):
+        fail(daemon, seed)
+    until(lambda: shared_bytes(daemon) == 0)  # what threads still wrote
+    until(lambda: num_files(daemon) == 0)
+    assert not [event for event in daemon.events() if event["event"] == "memory not given back yet"]

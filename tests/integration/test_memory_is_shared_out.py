@@ -1,0 +1,184 @@
+"""One budget for many sessions: whoever comes later finds memory, and nobody loses a batch over it."""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_client.address import parse_address
+from gyre_client.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+
+LENGTH = 1024  # a sample is 2 KiB
+
+
+@pytest.fixture
+def token_path(tmp_path: Path) -> Path:
+    """8,000 samples, each full of its number."""
+    samples = np.arange(8000, dtype="<u2")[:, None] + np.zeros(LENGTH, "<u2")
+    samples.tofile(tmp_path / "tokens.bin")
+    return tmp_path / "tokens.bin"
+
+
+def started(gyred: StartDaemon, path: Path, **config: object) -> Daemon:
+    tokens = {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": LENGTH}
+    return gyred({**config, "datasets": {"tokens": tokens}})
+
+
+def status(daemon: Daemon) -> pb.DaemonStatus:
+    with Connection(parse_address(daemon.address)) as connection:
+        return connection.status()
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def silence(is_over: threading.Event) -> Iterator[pb.StreamRequest]:
+    """A client that says nothing more until it goes."""
+    is_over.wait()
+    yield from ()
+
+
+class RawSession:
+    """A session whose payload comes through gRPC, by the bare contract."""
+
+    def __init__(self, stub: pb_grpc.LoaderStub, job: str, rank: int, world_size: int, batch_size: int) -> None:
+        self._stub = stub
+        request = pb.OpenSessionRequest(
+            dataset=pb.DatasetRef(name="tokens"),
+            order=pb.OrderSpec(global_batch_size=batch_size * world_size, seed=5),
+            reader=pb.Reader(job=job, rank=rank, world_size=world_size),
+        )
+        self.opened: pb.SessionOpened = stub.OpenSession(request, timeout=60)
+
+    def read(self, num_batches: int) -> Iterator[tuple[pb.Layout, bytes]]:
+        """The next batches; then the session is over."""
+        said = [
+            pb.StreamRequest(attach=pb.Attach(session_id=self.opened.session_id)),
+            pb.StreamRequest(credit=pb.Credit(num_batches=num_batches)),
+        ]
+        is_over = threading.Event()
+        control = self._stub.Stream(itertools.chain(said, silence(is_over)), timeout=60)
+        payload = self._stub.ReadPayload(pb.ReadPayloadRequest(session_id=self.opened.session_id), timeout=60)
+        num_read = 0
+        for response in control:
+            for strip in response.batches.strips:
+                layouts = list(strip.layouts) * (len(strip.cursors.own) if len(strip.layouts) == 1 else 1)
+                for layout in layouts:
+                    data = b""
+                    while len(data) < layout.num_bytes:
+                        data += next(iter(payload)).data
+                    yield layout, data
+                    num_read += 1
+            if num_read >= num_batches:
+                break
+        is_over.set()
+        control.cancel()
+        payload.cancel()
+
+
+def tensor(layout: pb.Layout, data: bytes, name: str) -> np.ndarray:
+    place = next(tensor for tensor in layout.tensors if tensor.name == name)
+    size = int(np.prod(place.shape)) * np.dtype(place.dtype).itemsize
+    return np.frombuffer(data[place.offset_bytes : place.offset_bytes + size], place.dtype).reshape(place.shape)
+
+
+def test_128_ranks_of_small_batches_fit_the_default_budget(gyred: StartDaemon, token_path: Path) -> None:
+    daemon, num_ranks, batch_size = started(gyred, token_path, lease_s=600.0), 128, 8
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+        ranks = []
+        for rank in range(num_ranks):
+            ranks.append(RawSession(stub, "wide", rank, num_ranks, batch_size))
+            if rank % 16 == 15:
+                now = status(daemon)
+                assert now.memory_reserved_bytes <= now.memory_budget_bytes
+        assert len(status(daemon).sessions) == num_ranks
+        assert min(session.prefetch_batches for session in status(daemon).sessions) >= 3
+        seen = []
+        for rank in ranks:
+            for layout, data in rank.read(3):
+                ids, tokens = tensor(layout, data, "sample_id"), tensor(layout, data, "tokens")
+                assert ids.shape == (batch_size,)
+                assert (tokens == ids[:, None]).all()
+                seen += ids.tolist()
+        assert len(set(seen)) == len(seen) == 3 * num_ranks * batch_size, "each sample once, of steps 0 to 2"
+    until(lambda: status(daemon).memory_reserved_bytes == 0)
+    assert status(daemon).memory_abandoned_bytes == 0
+
+
+def right(batch: dict[str, torch.Tensor]) -> bool:
+    ids = batch["sample_id"].numpy()
+    return bool((batch["tokens"].numpy() == ids[:, None]).all())
+
+
+def loader_of(daemon: Daemon, job: str, batch_size: int = 64, prefetch_batches: int = 0) -> Loader:
+    """In an order of its own."""
+    seed = sum(job.encode())
+    return Loader(
+        "tokens", batch_size=batch_size, seed=seed, job=job, prefetch_batches=prefetch_batches, address=daemon.address
+    )
+
+
+def ids_of(loader: Loader, num_batches: int) -> list[list[int]]:
+    batches = [next(loader) for _ in range(num_batches)]
+    assert all(right(batch) for batch in batches)
+    return [batch["sample_id"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("prefetch_batches", [0, 1000])
+def test_jobs_that_wait_for_each_other_all_find_memory(gyred: StartDaemon, token_path: Path, prefetch_batches: int) -> None:
+    """None goes on reading before all are there; what the first ones have ready would fill the budget."""
+    daemon = started(gyred, token_path, memory_budget="128MiB")
+    with loader_of(daemon, "0", prefetch_batches=prefetch_batches) as first:
+        wanted = ids_of(first, 700)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(loader_of(daemon, "0", prefetch_batches=prefetch_batches))
+        found = ids_of(first, 300)
+        kept = [next(first) for _ in range(40)]
+        (alone,) = status(daemon).sessions
+        assert alone.memory_limit_bytes > 20 << 20
+        until(lambda: status(daemon).sessions[0].num_in_flight == 0)  # it has all that it may have
+        others = []
+        for number in range(1, 16):
+            others.append(stack.enter_context(loader_of(daemon, str(number))))
+            ids_of(others[-1], 1)
+        now = status(daemon)
+        assert now.memory_reserved_bytes + now.memory_abandoned_bytes <= now.memory_budget_bytes
+        limits = [session.memory_limit_bytes for session in now.sessions]
+        assert len(limits) == 16
+        assert limits[0] < alone.memory_limit_bytes // 2
+        found += [batch["sample_id"].tolist() for batch in kept]
+        found += ids_of(first, 360)
+        for other in others:
+            ids_of(other, 200)
+        assert all(right(batch) for batch in kept)
+        assert found == wanted
+    until(lambda: status(daemon).memory_reserved_bytes + status(daemon).memory_abandoned_bytes == 0)
+
+
+def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_others(gyred: StartDaemon, token_path: Path) -> None:
+    daemon = started(gyred, token_path, memory_budget="8MiB", session_memory="8MiB")
+    with Loader("tokens", batch_size=64, job="small", address=daemon.address) as small:
+        assert right(next(small))
+        before = status(daemon).sessions[0].memory_limit_bytes
+        with grpc.insecure_channel(daemon.address) as channel, pytest.raises(grpc.RpcError) as refused:
+            RawSession(pb_grpc.LoaderStub(channel), "huge", 0, 1, 8000)
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "of the daemon's memory_budget of 8388608 bytes only" in str(refused.value.details())
+        assert status(daemon).sessions[0].memory_limit_bytes == before
+        assert right(next(small))
