@@ -1,6 +1,7 @@
 """Memory of batches is given back by those who hold it, whatever still refers to it and whether or not a collector runs."""
 
 import asyncio
+import contextlib
 import gc
 import threading
 import time
@@ -134,8 +135,11 @@ def shared_bytes(daemon: Daemon) -> int:
 def num_files(daemon: Daemon) -> int:
     """Memory files that the daemon has open."""
     assert daemon.process
-    folder = Path(f"/proc/{daemon.process.pid}/fd")
-    return sum("gyre-arena" in str(link.readlink()) for link in folder.iterdir())
+    num = 0
+    for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            num += "gyre-arena" in str(link.readlink())
+    return num
 
 
 def until(holds: Callable[[], object]) -> None:
