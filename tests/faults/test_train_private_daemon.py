@@ -14,7 +14,7 @@ import psutil
 import pytest
 from gyre_trainer.training.records.history import committed, resumes
 
-DEADLINE_S = 200.0
+DEADLINE_S = 450.0
 CONFIG = """
 [run]
 out = "{out}"
@@ -86,7 +86,7 @@ def directories_while(process: "subprocess.Popen[bytes]") -> set[str]:
             with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it has just ended
                 command = daemon.cmdline()
                 directories.add(command[command.index("--socket-dir") + 1])
-        time.sleep(0.05)
+        time.sleep(0.2)
     return directories
 
 
