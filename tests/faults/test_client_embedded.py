@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from gyre_client import Loader
-from gyre_client.errors import ConfigError, DaemonUnavailable, ShardMissing, UnknownDataset
+from gyre_client.errors import ConfigError, DaemonUnavailable, NotInstalled, ShardMissing, UnknownDataset
 from gyre_client.private_folder import PrivateFolder
 
 OPTIONS = {"dtype": "uint16", "sequence_length": 8}
@@ -237,5 +237,5 @@ def test_a_daemon_that_cannot_start_is_an_error_with_its_last_words(tokens: Path
 
 def test_a_daemon_that_is_not_installed_is_one_sentence(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gyre_daemon", None)
-    with pytest.raises(DaemonUnavailable, match=r'pip install "gyre-ml\[daemon\]"'):
+    with pytest.raises(NotInstalled, match=r'pip install "gyre-ml\[daemon\]"'):
         private(tokens)
