@@ -185,7 +185,7 @@ class Indexer:
         return dataset
 
     async def take_checksums(self, dataset: Dataset) -> None:
-        """Have a checksum of every block of a dataset on this machine's disk.
+        """Have a checksum of every block of a dataset on this machine's disk, also for later daemons.
 
         Raises:
             StorageUnavailable: a shard cannot be read.
@@ -194,12 +194,11 @@ class Indexer:
         if not isinstance(storage, LocalStorage):
             return
         for shard in range(len(storage.shards)):
-            if shard not in storage.checksums.known:
-                await self._in_thread(self._take_checksums, dataset.uri, storage, shard)
+            await self._in_thread(self._keep_checksums, dataset.uri, storage, shard)
 
-    def _take_checksums(self, location: str, storage: LocalStorage, shard: int) -> None:
+    def _keep_checksums(self, location: str, storage: LocalStorage, shard: int) -> None:
         try:
-            self._checksums.take(location, storage, shard)
+            self._checksums.keep(location, storage, shard)
         except OSError as error:
             raise file_error(storage.shards[shard].name, error) from error
 

@@ -76,6 +76,18 @@ class ChecksumTaker:
             self._save(location, storage, shard, checksums)
         return checksums
 
+    def keep(self, location: str, storage: LocalStorage, shard: int) -> None:
+        """Keep the checksums of one shard for later daemons; where there are none, take them.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        known = storage.checksums.known.get(shard)
+        if known is None:
+            self.take(location, storage, shard)
+        else:
+            self._save(location, storage, shard, known)
+
     def stored(self, location: str, storage: LocalStorage, shard: int) -> tuple[Checksums, bool] | None:
         """What was kept of a shard, and whether it was as listed then; None for nothing."""
         key = _key(location, storage, shard)
