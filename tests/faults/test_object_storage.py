@@ -26,7 +26,7 @@ from tests.object_server.script import Rule, Script
 LENGTH = 128  # tokens of a sample
 NUM_SHARDS, SHARD_SAMPLES = 4, 600
 NUM_SAMPLES = NUM_SHARDS * SHARD_SAMPLES
-NUM_READS = NUM_SAMPLES + NUM_SHARDS  # the fingerprint has a look at each shard
+NUM_READS = NUM_SAMPLES + 2 * NUM_SHARDS  # each shard's head is looked at, and its middle for the fingerprint
 MAX_REQUESTS = 64
 TOKENS = (np.arange(NUM_SAMPLES * LENGTH, dtype=np.uint32) * 2654435761).astype(np.uint32).view(np.int32)
 
