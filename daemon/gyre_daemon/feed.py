@@ -117,7 +117,7 @@ class Feed:
         self._is_read = asyncio.Event()
         self._is_full = False
         self._is_draining = False
-        self._is_vacating = False
+        self._vacating: set[Slot] = set()  # of strips that were in flight when memory was given back
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self.storage_share = StorageShare(until_known=0.0 if self._in_bulk else 1.0)
         self._apart_until = first_step
@@ -223,13 +223,13 @@ class Feed:
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self._growth.shrunk(self._machinery.clock())
         self.arenas.reshape(share)
+        self._vacating = {slot for step, slot in self._slots.items() if step not in self._outcomes}
         self._vacate()
         self._resize()
 
     def _vacate(self) -> None:
         """What nobody has been sent yet, and lies in memory that is given back, is read again later."""
         leaving = [step for step, slot in self._slots.items() if self.arenas.is_leaving(slot) and self.window.is_wanted(step)]
-        self._is_vacating = bool(leaving)
         if leaving:
             self.window.rewind(min(leaving))
             self._prefetcher.rewind(self.window.next_to_begin)
@@ -358,7 +358,8 @@ class Feed:
         self._machinery.accounts.add(account)
         self._outcomes[begun.first_step] = outcome
         self.window.seal(begun.first_step)
-        if self._is_vacating and self.arenas.is_leaving(begun.slot):
+        if begun.slot in self._vacating:
+            self._vacating.remove(begun.slot)
             self._vacate()
         self._grow_if_awaited(len(outcome.strip.plan))
         for each in self._subscriptions:
