@@ -4,10 +4,15 @@ To touch fresh memory takes a second per some GiB. So a first arena is small and
 the share follows in pieces, each when batches have no room without it: who reads as fast as batches come never needs most of
 it. A piece has room for the longest strips that the window may grow to. Every piece is allocated step by step: a feed that is
 closed meanwhile leaves no thread busy.
+
+[Note: What is reserved]
+A session reserves its share. What there is beyond it is reserved here, at any time: arenas that were added, and those of a
+share that has become smaller until they are given back. So no more memory is ever there than the budget says, and no arena is
+made while others that are about to be given back take its room.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from gyre_daemon.arena import Arena, Slot
@@ -53,7 +58,9 @@ class Arenas:
         self._workers = workers
         self._in_bulk = in_bulk
         self.first_bytes = _first_bytes(share)
-        self._excess_bytes = 0  # of the own arenas, beyond the share
+        self._reserved_bytes = 0  # here, of arenas: see the note above
+        self._making_bytes = 0  # of one more own arena
+        self._growing_bytes = 0  # still to be added
         self._own: list[Arena] = []
         self._added: list[Arena] = []
         self._leaving: list[Arena] = []
@@ -63,8 +70,8 @@ class Arenas:
 
     @property
     def is_complete(self) -> bool:
-        """All of the share is there."""
-        return self._missing_bytes <= 0
+        """All of the share is there, or what is about to be given back takes its room."""
+        return self._missing_bytes + self._making_bytes <= 0
 
     @property
     def first(self) -> Arena:
@@ -101,10 +108,17 @@ class Arenas:
         while True:
             await self._is_short.wait()
             if not self.is_complete:
-                await self._make(next(self._pieces(self._missing_bytes)), flow, self._own)
-                self._trim()
+                await self._make_piece(next(self._pieces(self._missing_bytes)), flow)
                 made()
             self._is_short.clear()
+
+    async def _make_piece(self, num_bytes: int, flow: Flow) -> None:
+        self._making_bytes = num_bytes
+        try:
+            await self._make(num_bytes, flow, self._own)
+        finally:
+            self._making_bytes = 0
+            self._trim()  # the share may have become smaller meanwhile
 
     def take(self, num_bytes: int) -> Slot | None:
         """A free slot, or None until one is put back or another arena is there."""
@@ -130,11 +144,12 @@ class Arenas:
             -(-share.num_bytes // self._piece) * self._piece if self._in_bulk else share.num_ahead * share.batch_bytes
         )
         more = (num_windows - self.num_windows) * window_bytes
-        has = self._share.num_bytes + sum(arena.num_bytes for arena in self._added + self._leaving)
+        has = self._share.num_bytes + _bytes_of(self._added) + _bytes_of(self._leaving)
         needed = share.with_notes(more)
         if self._growing or has + more > self._limit_bytes or needed + share.reserved_bytes > self._budget.free_bytes:
             return None
-        self._budget.reserve(needed, "a longer window")
+        self._growing_bytes = more
+        self._settle()
         self._growing = asyncio.create_task(self._add(more, num_windows, flow))
         return self._growing
 
@@ -160,17 +175,19 @@ class Arenas:
         self._trim()
 
     def _trim(self) -> None:
-        """Leave what is beyond the share. Its memory stays reserved here until it is given back."""
-        while self._missing_bytes < 0 and len(self._own) > 1:
+        """Leave what is beyond the share."""
+        while len(self._own) > 1 and _bytes_of(self._own) + self._making_bytes > self._share.num_bytes:
             arena = self._own.pop()
             self._leaving.append(arena)
             arena.leave()
-            self._budget.keep(self._share.with_notes(arena.num_bytes))
-        excess_bytes = max(0, -self._missing_bytes)
-        self._budget.keep(self._share.with_notes(excess_bytes) - self._share.with_notes(self._excess_bytes))
-        self._excess_bytes = excess_bytes
         self._has_shrunk.clear()
         self._drop_empty()
+
+    def _settle(self) -> None:
+        """Have reserved what the note above says."""
+        share, reserved_bytes = self._share, _bytes_of(self._added) + self._growing_bytes + max(0, -self._missing_bytes)
+        self._budget.adjust(share.with_notes(reserved_bytes) - share.with_notes(self._reserved_bytes))
+        self._reserved_bytes = reserved_bytes
 
     def is_leaving(self, slot: Slot) -> bool:
         """Its arena is given back as soon as no batch lies there."""
@@ -178,25 +195,24 @@ class Arenas:
 
     @property
     def leaving_bytes(self) -> int:
-        """What is given back as soon as no batch lies there."""
-        return self._share.with_notes(sum(arena.num_bytes for arena in self._leaving))
+        """What is free for others as soon as no batch lies there."""
+        return self._share.with_notes(min(_bytes_of(self._leaving), max(0, -self._missing_bytes)))
 
     @property
     def _missing_bytes(self) -> int:
-        """Of the share; negative where there is more."""
-        return self._share.num_bytes - sum(arena.num_bytes for arena in self._own)
+        """Of the share; negative where more is there, what is about to be given back included."""
+        return self._share.num_bytes - _bytes_of(self._own) - _bytes_of(self._leaving) - self._making_bytes
 
     def close(self) -> None:
         """Give everything back; what is still read or written as soon as that is over."""
         if self._growing:
             self._growing.cancel()
-        self._give_back(sum(arena.num_bytes for arena in self._added + self._leaving))
-        self._give_back(self._excess_bytes)
-        self._excess_bytes = 0
         for arena in self._all:
             arena.close()
         for arenas in (self._own, self._added, self._leaving):
             arenas.clear()
+        self._making_bytes = self._growing_bytes = 0
+        self._settle()
         self._has_shrunk.set()
 
     def _pieces(self, num_bytes: int) -> Iterator[int]:
@@ -211,26 +227,22 @@ class Arenas:
         for arena in [arena for arena in self._leaving if not arena.held_bytes]:
             self._leaving.remove(arena)
             arena.close()
-            self._give_back(arena.num_bytes)
+        self._settle()
         if not self._leaving:
             self._has_shrunk.set()
 
     async def _add(self, num_bytes: int, num_windows: int, flow: Flow) -> None:
-        missing = num_bytes
         try:
             for piece in self._pieces(num_bytes) if self._in_bulk else (num_bytes,):
                 await self._make(piece, flow, self._added)
-                missing -= piece
+                self._growing_bytes -= piece
             self._resize(num_windows)
         except Overloaded:  # the machine has less than the budget says: go on with what there is
             pass
         finally:
-            self._give_back(missing)
+            self._growing_bytes = 0
+            self._settle()
             self._growing = None
-
-    def _give_back(self, num_bytes: int) -> None:
-        """Of what was added."""
-        self._budget.give_back(self._share.with_notes(num_bytes))
 
     def _resize(self, num_windows: int) -> None:
         self.num_windows = num_windows
@@ -259,6 +271,10 @@ class Arenas:
         num_at_once = 1 if self._own else 1 + self._workers.num_threads  # nobody waits for more than the first
         for index in range(0, len(works), num_at_once):
             await asyncio.gather(*(self._workers.run(flow, 0, 0, work) for work in works[index : index + num_at_once]))
+
+
+def _bytes_of(arenas: Sequence[Arena]) -> int:
+    return sum(arena.num_bytes for arena in arenas)
 
 
 def _first_bytes(share: Share) -> int:

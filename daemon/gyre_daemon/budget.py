@@ -45,9 +45,11 @@ class Budget:
         self.reserved_bytes -= num_bytes
         self.freed.set()
 
-    def keep(self, num_bytes: int) -> None:
-        """Reserve what is in use, beside the share that it was a part of and that is returned in the same step."""
+    def adjust(self, num_bytes: int) -> None:
+        """Reserve so much more of what was found to be free, or is in use anyway; less where it is negative."""
         self.reserved_bytes += num_bytes
+        if num_bytes < 0:
+            self.freed.set()
 
     def abandon(self, num_bytes: int) -> None:
         """So much more is kept by clients alone; less where it is negative."""

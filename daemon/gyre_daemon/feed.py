@@ -214,6 +214,7 @@ class Feed:
         """Give back what a longer window took, as soon as no batch lies there, which the event tells; None for nothing."""
         self._growth.shrunk(self._machinery.clock())
         shrinking = self.arenas.shrink()
+        self._give_back_unsent()
         self._resize()
         return shrinking
 
@@ -223,9 +224,13 @@ class Feed:
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self._growth.shrunk(self._machinery.clock())
         self.arenas.reshape(share)
+        self._give_back_unsent()
+        self._resize()
+
+    def _give_back_unsent(self) -> None:
+        """Nothing that is ready, or will be, waits for a trainer in memory that is given back."""
         self._vacating = {slot for step, slot in self._slots.items() if step not in self._outcomes}
         self._vacate()
-        self._resize()
 
     def _vacate(self) -> None:
         """What nobody has been sent yet, and lies in memory that is given back, is read again later."""
