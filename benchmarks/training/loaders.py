@@ -100,6 +100,7 @@ def gyre(order: Literal["full", "block"], address: str, seed: int, window: Windo
         batch_size=BATCH_SIZE,
         seed=seed,
         address=address,
+        token_dtype="stored",  # as the others give them
         tail="drop",
         order=order,
         io_block_bytes=block_bytes,

@@ -65,7 +65,7 @@ def test_what_is_held_back_is_averaged_with_the_last_part(ranks: StartRanks, num
 
 
 def test_a_model_that_is_not_rotated_is_refused() -> None:
-    with pytest.raises(RotationError, match=r"Linear is not rotated; call rotate_all"), no_sync(nn.Linear(2, 2)):
+    with pytest.raises(RotationError, match=r"Linear is not rotated; first call rotate_all"), no_sync(nn.Linear(2, 2)):
         pass
 
 

@@ -93,7 +93,7 @@ def test_files_with_a_header_are_read_behind_it(tmp_path: Path, capsys: pytest.C
     (tmp_path / "llm_c.bin").write_bytes(np.array([20240520, 1, 4000, *[0] * 253], np.int32).tobytes() + ids.tobytes())
     (tmp_path / "own.bin").write_bytes(bytes(10) + ids.tobytes())
     for name, options in (("ids.npy", []), ("llm_c.bin", []), ("own.bin", ["dtype=uint16", "header_bytes=10"])):
-        arguments = ["bench", "--dataset", str(tmp_path / name), "--format", "tokens", "--batch-size", "8"]
+        arguments = ["bench", str(tmp_path / name), "--format", "tokens", "--batch-size", "8"]
         arguments += ["--seconds", "0.02", "--option", "sequence_length=16"]
         assert main([*arguments, *(part for option in options for part in ("--option", option))]) == 0
         assert "250 samples" in capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_the_command_line_shows_such_fields(gyred: StartDaemon, tmp_path: Path, 
     assert fields == [["cls", "int64"], ["npy", "int64"], ["cls.present", "bool"]]
     assert main(["cat", "set", "--num", "2", "--address", daemon.address]) == 0
     assert "cls.present  bool []  True" in capsys.readouterr().out
-    assert main(["bench", "--dataset", "set", "--batch-size", "1", "--address", daemon.address]) == 2
+    assert main(["bench", "set", "--batch-size", "1", "--address", daemon.address]) == 2
     assert "has optional fields or arrays of several shapes" in capsys.readouterr().err
 
 

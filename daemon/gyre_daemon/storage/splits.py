@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from gyre_daemon.errors import InvalidRequest, ShardMissing
+from gyre_daemon.storage.patterns import patterns_of
 
 _WORD = re.compile(r"[A-Za-z]+")
 _SETS = {
@@ -30,7 +32,7 @@ def check_one_set(folder: str, names: Sequence[str], pattern: str) -> None:
             by_word.setdefault(word, []).append(name)
     if len({_SETS[word.lower()] for word in by_word}) < 2:
         return
-    root = folder.rstrip("/")
+    root, pattern = folder.rstrip("/"), _narrowest(pattern, names)
     found = " and ".join(f"{word} ({len(its)} files, such as {its[0]})" for word, its in by_word.items())
     patterns = " or ".join(f"{root}/*{word}{pattern}" for word in by_word)
     raise InvalidRequest(
@@ -56,6 +58,11 @@ def check_subfolders(folder: str, names: Sequence[str], pattern: str) -> None:
             f"{root}/{sets[0]}, or {root}/*/{pattern} for all of them",
             {"path": root},
         )
+
+
+def _narrowest(pattern: str, names: Sequence[str]) -> str:
+    """Of a brace list of patterns, the one that all names match; all of it where there is none."""
+    return next((each for each in patterns_of(pattern) if all(fnmatchcase(name, each) for name in names)), pattern)
 
 
 def _split_word(name: str) -> str | None:
