@@ -189,6 +189,11 @@ class Arenas:
         self._budget.adjust(share.with_notes(reserved_bytes) - share.with_notes(self._reserved_bytes))
         self._reserved_bytes = reserved_bytes
 
+    @property
+    def is_giving_back(self) -> bool:
+        """Some arenas are given back as soon as no batch lies there."""
+        return bool(self._leaving)
+
     def is_leaving(self, slot: Slot) -> bool:
         """Its arena is given back as soon as no batch lies there."""
         return slot.arena in self._leaving

@@ -117,7 +117,6 @@ class Feed:
         self._is_read = asyncio.Event()
         self._is_full = False
         self._is_draining = False
-        self._vacating: set[Slot] = set()  # of strips that were in flight when memory was given back
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self.storage_share = StorageShare(until_known=0.0 if self._in_bulk else 1.0)
         self._apart_until = first_step
@@ -214,7 +213,7 @@ class Feed:
         """Give back what a longer window took, as soon as no batch lies there, which the event tells; None for nothing."""
         self._growth.shrunk(self._machinery.clock())
         shrinking = self.arenas.shrink()
-        self._give_back_unsent()
+        self._vacate()
         self._resize()
         return shrinking
 
@@ -224,19 +223,17 @@ class Feed:
         self._growth = Growth(share, in_bulk=self._in_bulk)
         self._growth.shrunk(self._machinery.clock())
         self.arenas.reshape(share)
-        self._give_back_unsent()
+        self._vacate()
         self._resize()
 
-    def _give_back_unsent(self) -> None:
-        """Nothing that is ready, or will be, waits for a trainer in memory that is given back."""
-        self._vacating = {slot for step, slot in self._slots.items() if step not in self._outcomes}
-        self._vacate()
-
     def _vacate(self) -> None:
-        """What nobody has been sent yet, and lies in memory that is given back, is read again later."""
-        leaving = [step for step, slot in self._slots.items() if self.arenas.is_leaving(slot) and self.window.is_wanted(step)]
-        if leaving:
-            self.window.rewind(min(leaving))
+        """What is ready, was sent to nobody, and lies in memory that is given back, is read again later.
+
+        Strips are forgotten from the last one back, and none that is in flight: so look again whenever one is ready.
+        """
+        steps = [step for step in self._outcomes if self.arenas.is_leaving(self._slots[step]) and self.window.is_wanted(step)]
+        if steps:
+            self.window.rewind(min(steps))
             self._prefetcher.rewind(self.window.next_to_begin)
 
     def lies_in(self, step: int, arena: Arena) -> bool:
@@ -363,8 +360,7 @@ class Feed:
         self._machinery.accounts.add(account)
         self._outcomes[begun.first_step] = outcome
         self.window.seal(begun.first_step)
-        if begun.slot in self._vacating:
-            self._vacating.remove(begun.slot)
+        if self.arenas.is_giving_back:
             self._vacate()
         self._grow_if_awaited(len(outcome.strip.plan))
         for each in self._subscriptions:

@@ -269,6 +269,8 @@ class Session:
             self._unsent.add(taken)
         else:
             number = self._shown.number(taken.slot.arena)
+            if self._path.feed.arenas.is_leaving(taken.slot):
+                self._shown.arena_left(taken.slot.arena)  # the client moves the batches out once it has them
         if number is None:
             raise LeaseExpired("the client left the side channel, where it gets its batches' memory; open the session again")
         self.credits -= len(taken.plan)
