@@ -14,14 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import uvloop
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Reads, Storage, StorageOpener, Terms, parse_location
-from gyre_daemon.storage.drivers import DriverSource
-from gyre_daemon.storage.endpoint import Endpoint
-from gyre_daemon.storage.objects import ObjectSource
-from gyre_daemon.storage.remote import RemoteStorage
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage.engine.endpoint import Endpoint, Terms
+from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.sources.drivers import DriverSource
+from gyre_daemon.storage.sources.objects import ObjectSource
 
 from benchmarks.loader.processes import load_average
 from tests.object_server.process import ObjectServerProcess, object_server

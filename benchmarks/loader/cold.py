@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Reads, Shard
-from gyre_daemon.storage.local import LocalStorage, stat_shard
-from gyre_daemon.storage.readahead import ReadAhead
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.local.local import LocalStorage, stat_shard
+from gyre_daemon.storage.local.readahead import ReadAhead
+from gyre_daemon.storage.shard import Shard
 
 FILE_BYTES = 1 << 30
 JOB_BYTES = 4 << 20

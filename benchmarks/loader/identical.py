@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gyre_client import Loader
-from gyre_daemon.plan import Order, Plan
+from gyre_daemon.order.plan import Order, Plan
 
 from benchmarks.loader.data import SEQUENCE_LENGTH, SHORT, Workload, workloads
 from benchmarks.loader.markdown import table

@@ -17,24 +17,25 @@ from pathlib import Path
 from unittest import mock
 
 import uvloop
-from gyre_daemon.budget import Budget
-from gyre_daemon.cache import SidecarStore
-from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import GyreError
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.feed import Machinery
-from gyre_daemon.mapped import Mapped
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.news import Sent
-from gyre_daemon.plan import Order
-from gyre_daemon.request import Reader, SessionRequest
+from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.mapped import Mapped
+from gyre_daemon.memory.sidechannel import Peer
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.order.plan import Order
+from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.service import control
-from gyre_daemon.session import Session, SessionEnvironment
-from gyre_daemon.sessions import SessionTable
-from gyre_daemon.sidechannel import Peer
-from gyre_daemon.storage import StorageOpener, Terms
-from gyre_daemon.storage.gather import Addresses, Sizes, gather
+from gyre_daemon.sessions.feed import Machinery
+from gyre_daemon.sessions.news import Sent
+from gyre_daemon.sessions.request import Reader, SessionRequest
+from gyre_daemon.sessions.session import Session, SessionEnvironment
+from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.local.gather import Addresses, Sizes, gather
+from gyre_daemon.storage.opener import StorageOpener
 
 from benchmarks.loader.data import FULL, Workload, workloads
 from benchmarks.loader.markdown import table
@@ -100,7 +101,7 @@ async def measure(workload: Workload, folder: Path) -> Cost:
     with (
         client_nearby() as client,
         ThreadPoolExecutor(NUM_THREADS) as executor,
-        mock.patch("gyre_daemon.storage.local.gather", copies.run),
+        mock.patch("gyre_daemon.storage.local.local.gather", copies.run),
     ):
         table_, session = await _open(workload, folder, FairExecutor(executor, NUM_THREADS))
         session.attach()

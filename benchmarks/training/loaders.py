@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gyre_client import Loader
-from gyre_daemon.plan import Order, Plan
+from gyre_daemon.order.plan import Order, Plan
 from torch.utils.data import DataLoader, Sampler
 
 from benchmarks.loader.datasets import Rinas

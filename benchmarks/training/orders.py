@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from gyre_client.address import parse_address
 from gyre_client.connection import Connection
-from gyre_daemon.permutation import Int64Array
-from gyre_daemon.quality import ShuffleMeter
-from gyre_daemon.steps import StripPlan
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.quality import ShuffleMeter
+from gyre_daemon.order.steps import StripPlan
 from torch.utils.data import default_collate
 from webdataset.filters import _shuffle as buffered
 

@@ -6,14 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_daemon.cache import SidecarStore
-from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.formats import make_format
+from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import GyreError, first_error
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.formats import make_format
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import StorageOpener, Terms, list_files, parse_location
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.local.local import list_files
+from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.opener import StorageOpener
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from gyre_daemon import __version__
 from gyre_daemon.checks import missing_datasets, open_datasets
 from gyre_daemon.config import DaemonConfig, EffectiveConfig, load
 from gyre_daemon.copiers import Copiers
+from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.events import log_event, start_log
-from gyre_daemon.formats import make_format
-from gyre_daemon.limits import DescriptorShares, check_memory_budget, memory_limit_bytes, raise_descriptor_limit
-from gyre_daemon.listen import parse_address, parse_metrics_address
+from gyre_daemon.runtime.events import log_event, start_log
+from gyre_daemon.runtime.limits import DescriptorShares, check_memory_budget, memory_limit_bytes, raise_descriptor_limit
+from gyre_daemon.runtime.listen import parse_address, parse_metrics_address
 from gyre_daemon.server import Privacy, serve
-from gyre_daemon.storage import parse_location
+from gyre_daemon.storage.location import parse_location
 
 _COLLECT_AFTER = (50_000, 20, 50)  # objects that may be in cycles; then generations
 _FLAG_KEYS = ("memory_budget", "log_level", "log_format", "index_dir", "prefetch_batches", "num_io_threads")

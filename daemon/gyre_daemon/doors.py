@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.events import log_event
-from gyre_daemon.listen import SocketClaim, UnixAddress
-from gyre_daemon.sidechannel import SideChannel
+from gyre_daemon.memory.sidechannel import SideChannel
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.listen import SocketClaim, UnixAddress
 
 _LOOK_S = 1.0  # how long nobody can connect at most; a look takes a few system calls for each address
 

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, replace
 
-from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DaemonConfig
+from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.errors import ConfigError, InvalidInput
-from gyre_daemon.events import log_event
-from gyre_daemon.notify import notify
-from gyre_daemon.sessions import SessionTable
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.notify import notify
+from gyre_daemon.sessions.table import SessionTable
 
 Reread = Callable[[], DaemonConfig]
 Sleep = Callable[[float], Awaitable[None]]

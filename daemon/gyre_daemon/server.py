@@ -16,30 +16,34 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from gyre_daemon.budget import Budget
-from gyre_daemon.cache import NodeCache, SidecarStore, UnpackedShards, open_disk_cache
-from gyre_daemon.catalog import Catalog
-from gyre_daemon.census import take_census
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copiers import Copiers
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.datasets.unpacked import UnpackedShards
 from gyre_daemon.doors import Door, Doors
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.events import log_event
-from gyre_daemon.exposition import Exposition
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.feed import Machinery
-from gyre_daemon.lag import LoopLag
-from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
-from gyre_daemon.mapped import Mapped
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.notify import feed_watchdog, notify
+from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.mapped import Mapped
+from gyre_daemon.memory.sidechannel import SideChannel
+from gyre_daemon.monitoring.exposition import Exposition
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.monitoring.scrape import ScrapeServer
 from gyre_daemon.reload import Reloader, Reread
-from gyre_daemon.scrape import ScrapeServer
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.lag import LoopLag
+from gyre_daemon.runtime.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
+from gyre_daemon.runtime.notify import feed_watchdog, notify
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
-from gyre_daemon.session import SessionEnvironment
-from gyre_daemon.sessions import SessionTable
-from gyre_daemon.sidechannel import SideChannel
-from gyre_daemon.storage import StorageOpener, Terms
+from gyre_daemon.sessions.census import take_census
+from gyre_daemon.sessions.feed import Machinery
+from gyre_daemon.sessions.session import SessionEnvironment
+from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.storage.cache.disk import open_disk_cache
+from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.opener import StorageOpener
 
 _MAX_CONTROL_BYTES = 64 << 10
 _SERVER_OPTIONS = [

@@ -5,12 +5,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
-from gyre_daemon.fair import Flow
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Delays, Reads, Shard
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.endpoint import Endpoint, Terms
-from gyre_daemon.storage.remote import RemoteStorage
+from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.engine.endpoint import Endpoint, Terms
+from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Done
 
 from tests.contract.places import noise, run

@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from gyre_daemon.batch import max_batch_bytes
-from gyre_daemon.cache import Arrays, SidecarKey, SidecarStore
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.dataset import block_ranges
+from gyre_daemon.datasets.dataset import block_ranges
+from gyre_daemon.datasets.formats import Format, SampleIndex, make_format
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.formats import Format, SampleIndex, make_format
-from gyre_daemon.storage import Shard
-from gyre_daemon.transform import CODECS
+from gyre_daemon.fetching.layout import max_batch_bytes
+from gyre_daemon.fetching.transform import CODECS
+from gyre_daemon.storage.shard import Shard
 
 Sample = Mapping[str, bytes]
 

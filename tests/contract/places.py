@@ -13,7 +13,9 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 from gyre_daemon.errors import first_error
-from gyre_daemon.storage import Reads, StorageOpener, checksums_as_listed
+from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.local.checksums import checksums_as_listed
+from gyre_daemon.storage.opener import StorageOpener
 
 from tests.conftest import S3Server
 from tests.contract.objects import ObjectServer

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Any
 
-from gyre_daemon.metrics import Metrics
+from gyre_daemon.monitoring.metrics import Metrics
 
 from tests.contract.places import Place, Targets, noise, run
 from tests.contract.storage_contract import StorageContract

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from gyre_daemon.copiers import NO_COPIERS, Copiers
 from gyre_daemon.errors import CorruptSample, ShardMissing
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Reads, Storage, StorageOpener, Terms, local, parse_location, remote
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage.engine import remote
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.local import local
+from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.opener import StorageOpener
 
 from tests.contract.places import GUARD, Place, Targets, first_of, noise, openers, run
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.cache import ChecksumTaker, SidecarStore, checksums
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import LocalStorage, stat_shard
+from gyre_daemon.datasets import checksum_taker as checksums
+from gyre_daemon.datasets.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.local.local import LocalStorage, stat_shard
 
 from tests.contract.places import noise
 

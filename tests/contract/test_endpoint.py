@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.storage import Delays
 from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.entrance import Entrance
+from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.engine.entrance import Entrance
 from gyre_daemon.storage.source import Done
 
 from tests.contract.engine import DATA, JOB, Asked, Engine, ScriptedSource, play, until

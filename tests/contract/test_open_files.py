@@ -4,9 +4,9 @@ import gc
 import os
 from pathlib import Path
 
-from gyre_daemon.limits import descriptor_shares
-from gyre_daemon.storage.local import stat_shard
-from gyre_daemon.storage.openfiles import OpenFiles, OpenShards
+from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.storage.local.local import stat_shard
+from gyre_daemon.storage.local.openfiles import OpenFiles, OpenShards
 
 
 def num_open(path: Path) -> int:

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.connections import Connections
-from gyre_daemon.storage.plain import MAX_CONNECTING, Get, PlainHttp
+from gyre_daemon.storage.sources.connections import Connections
+from gyre_daemon.storage.sources.plain import MAX_CONNECTING, Get, PlainHttp
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WHOLE = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\neTaG: "x"\r\ncontent-range: bytes 3-7/99\r\n\r\n12345'

@@ -4,11 +4,11 @@ import asyncio
 from typing import cast
 
 import pytest
-from gyre_daemon.storage import plainsources
 from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.connections import Connections
-from gyre_daemon.storage.objects import ObjectSource
-from gyre_daemon.storage.plainsources import PlainSource
+from gyre_daemon.storage.sources import plainsources
+from gyre_daemon.storage.sources.connections import Connections
+from gyre_daemon.storage.sources.objects import ObjectSource
+from gyre_daemon.storage.sources.plainsources import PlainSource
 
 from tests.contract.objects import ObjectServer
 from tests.contract.places import noise, run

@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.cache import BlockMap, CachedStorage, NodeCache, open_disk_cache
-from gyre_daemon.cache.eviction import NEVER
 from gyre_daemon.errors import CorruptSample, ShardMissing
-from gyre_daemon.fair import FairExecutor, Flow
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Storage, StorageOpener, Terms, parse_location
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.cache.cached import CachedStorage
+from gyre_daemon.storage.cache.disk import open_disk_cache
+from gyre_daemon.storage.cache.eviction import NEVER
+from gyre_daemon.storage.cache.node import NodeCache
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.opener import StorageOpener
 
 from tests.contract.objects import ObjectServer
 from tests.contract.places import HttpPlace, Place, Targets, first_of, noise, openers, run

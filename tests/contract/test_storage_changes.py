@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, StorageUnavailable
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import LocalStorage, Reads, Storage, StorageOpener, Terms, checksums, local, parse_location
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.local import checksums, local
+from gyre_daemon.storage.local.local import LocalStorage
+from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.opener import StorageOpener
 
 from tests.contract.places import Targets, first_of, noise, openers, run, take_checksums
 

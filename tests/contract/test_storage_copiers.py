@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.arena import Arena
 from gyre_daemon.copiers import Copiers
 from gyre_daemon.errors import StorageUnavailable
-from gyre_daemon.storage import LocalStorage, Reads, local
-from gyre_daemon.storage.gather import memory_at
+from gyre_daemon.memory.arena import Arena
+from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.local import local
+from gyre_daemon.storage.local.gather import memory_at
+from gyre_daemon.storage.local.local import LocalStorage
 
 from tests.contract import test_storage_local
 from tests.contract.places import FailingDisk, Place, Targets, first_of, noise, run

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 from gyre_daemon.errors import ConfigError, CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import Storage, StorageOpener, Terms, opener, parse_location
-from gyre_daemon.storage.objects import open_objects
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage import opener
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.sources.objects import open_objects
 
 from tests.contract.objects import ObjectServer
 from tests.contract.places import Targets, first_of, noise, openers, run

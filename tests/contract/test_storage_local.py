@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
-from gyre_daemon.fair import NO_JOB, FairExecutor
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.storage import local
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.storage.local import local
 
 from tests.contract.places import FailingDisk, LocalPlace, Place, Targets, first_of, noise, num_descriptors, run, take_checksums
 from tests.contract.storage_contract import StorageContract

@@ -8,10 +8,11 @@ import zlib
 from pathlib import Path
 
 import pytest
-from gyre_daemon.cache import UnpackedDataset, UnpackedShards, gunzip
-from gyre_daemon.cache.gunzip import gunzipped
+from gyre_daemon.datasets import gunzip
+from gyre_daemon.datasets.gunzip import gunzipped
+from gyre_daemon.datasets.unpacked import UnpackedDataset, UnpackedShards
 from gyre_daemon.errors import CorruptSample, Overloaded
-from gyre_daemon.storage import Shard
+from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
 

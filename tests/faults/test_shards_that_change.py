@@ -51,7 +51,7 @@ def daemon(gyred: StartDaemon, folder: Path, request: pytest.FixtureRequest, cap
 
 # The second takes no dataset for a small one, and nothing in the background.
 LARGE = (
-    "import sys; from gyre_daemon import cli; from gyre_daemon.cache import checksums; "
+    "import sys; from gyre_daemon import cli; from gyre_daemon.datasets import checksum_taker as checksums; "
     "checksums._AT_ONCE_BYTES = -1; checksums.ChecksumTaker._take_quietly = lambda *_: None; "
     "cli.main(['serve', '--config', sys.argv[1]])"
 )

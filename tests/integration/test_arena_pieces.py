@@ -4,12 +4,12 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gyre_daemon.arena import Slot
-from gyre_daemon.arenas import Arenas
-from gyre_daemon.budget import Budget
-from gyre_daemon.fair import NO_JOB, FairExecutor
-from gyre_daemon.mapped import Mapped
-from gyre_daemon.share import divide
+from gyre_daemon.memory.arena import Slot
+from gyre_daemon.memory.arenas import Arenas
+from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.mapped import Mapped
+from gyre_daemon.memory.share import divide
+from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 
 BATCH_BYTES = 1 << 20
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.arena import Arena
-from gyre_daemon.cache import SidecarStore
-from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.fair import NO_JOB, FairExecutor
-from gyre_daemon.fetch import Fetcher
-from gyre_daemon.metrics import Metrics
-from gyre_daemon.plan import Order, Plan
-from gyre_daemon.storage import StorageOpener, Terms
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.memory.arena import Arena
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.order.plan import Order, Plan
+from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.opener import StorageOpener
 from webdataset import TarWriter
 
 NUM_SAMPLES = 1500

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_daemon.plan import Order, Plan
+from gyre_daemon.order.plan import Order, Plan
 from webdataset import TarWriter
 
 SEED, BATCH_SIZE, NUM_STEPS = 7, 16, 40

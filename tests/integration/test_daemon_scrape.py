@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.listen import TcpAddress
-from gyre_daemon.scrape import MAX_CONNECTIONS, MAX_HEAD_BYTES, ScrapeServer
+from gyre_daemon.monitoring.scrape import MAX_CONNECTIONS, MAX_HEAD_BYTES, ScrapeServer
+from gyre_daemon.runtime.listen import TcpAddress
 
 BODY = b"gyre_things 1\n"
 ASK = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"

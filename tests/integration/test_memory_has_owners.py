@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample
-from gyre_daemon.arena import Arena, Slot
-from gyre_daemon.arenas import Arenas
-from gyre_daemon.budget import Budget
-from gyre_daemon.fair import NO_JOB, FairExecutor
-from gyre_daemon.mapped import Mapped
-from gyre_daemon.share import divide
-from gyre_daemon.storage import ArenaClosed
+from gyre_daemon.memory.arena import Arena, Slot
+from gyre_daemon.memory.arenas import Arenas
+from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.mapped import Mapped
+from gyre_daemon.memory.share import divide
+from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
+from gyre_daemon.storage.base import ArenaClosed
 
 from tests.conftest import Daemon, StartDaemon
 

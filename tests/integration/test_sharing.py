@@ -28,7 +28,8 @@ LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
 # A daemon with other limits of what a reader may cost others: the test's pauses count, and a busy machine's do not.
 WITH_PATIENCE = """
 import sys
-from gyre_daemon import cli, path
+from gyre_daemon import cli
+from gyre_daemon.sessions import path
 path._PATIENCE = {}
 cli.main(["serve", "--config", sys.argv[1]])
 """

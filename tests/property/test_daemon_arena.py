@@ -4,10 +4,10 @@ import resource
 
 import numpy as np
 import pytest
-from gyre_daemon.arena import Arena, Slot
-from gyre_daemon.budget import Budget
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.share import divide
+from gyre_daemon.memory.arena import Arena, Slot
+from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.share import divide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.batch import ALIGNMENT_BYTES, BatchLayout, LayoutMaker, max_batch_bytes, write_own_tensors
-from gyre_daemon.cache import Arrays
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.formats import FieldSpec, SampleIndex, make_format
-from gyre_daemon.formats.webdataset import WebdatasetIndex, WebdatasetOptions
-from gyre_daemon.plan import Order, Plan, Tail
-from gyre_daemon.steps import BatchPlan, StripPlan
-from gyre_daemon.storage import Shard
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, make_format
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.webdataset import WebdatasetIndex, WebdatasetOptions
+from gyre_daemon.fetching.layout import ALIGNMENT_BYTES, BatchLayout, LayoutMaker, max_batch_bytes, write_own_tensors
+from gyre_daemon.order.plan import Order, Plan, Tail
+from gyre_daemon.order.steps import BatchPlan, StripPlan
+from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,8 +1,8 @@
 """Which block a read lies in: the one that has all of it, or none."""
 
 import numpy as np
-from gyre_daemon.cache.blocks import BlockMap
-from gyre_daemon.storage import Reads
+from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.cache.blocks import BlockMap
 from hypothesis import given
 from hypothesis import strategies as st
 

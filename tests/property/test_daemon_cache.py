@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from gyre_daemon.cache import SUFFIX, Arrays, SidecarKey, SidecarStore
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.sidecars import SUFFIX, SidecarKey, SidecarStore
 from gyre_daemon.errors import Overloaded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

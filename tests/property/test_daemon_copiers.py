@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.arena import Arena
 from gyre_daemon.copiers import NO_COPIERS, Copiers, Ranges, new_key
+from gyre_daemon.memory.arena import Arena
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from typing import Any, get_args
 
 import pytest
-from gyre_daemon.cursor import NUM_BEFORE, Cursor, check_cursor, decode_cursor
 from gyre_daemon.errors import CursorRejected
-from gyre_daemon.plan import Order, Plan, Tail
+from gyre_daemon.order.cursor import NUM_BEFORE, Cursor, check_cursor, decode_cursor
+from gyre_daemon.order.plan import Order, Plan, Tail
 from hypothesis import given
 from hypothesis import strategies as st
 

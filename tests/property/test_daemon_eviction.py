@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from gyre_daemon.cache.eviction import NEVER, NextUseEviction
+from gyre_daemon.storage.cache.eviction import NEVER, NextUseEviction
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

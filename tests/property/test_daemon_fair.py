@@ -3,7 +3,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gyre_daemon.fair import FairExecutor, FairQueue, Flow
+from gyre_daemon.runtime.fair import FairExecutor, FairQueue, Flow
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,9 +1,9 @@
 """Rates over the last seconds: what a session did between two words of its client, however its batches came in groups."""
 
 import pytest
-from gyre_daemon.jobs import SessionTotals
-from gyre_daemon.lately import MIN_GAP_S, SILENCE_S, SPAN_S, Recorder
-from gyre_daemon.occupancy import StorageShare, WindowTimes
+from gyre_daemon.monitoring.jobs import SessionTotals
+from gyre_daemon.monitoring.lately import MIN_GAP_S, SILENCE_S, SPAN_S, Recorder
+from gyre_daemon.monitoring.occupancy import StorageShare, WindowTimes
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from gyre_daemon.jobs import OTHERS, Jobs, SessionTotals
-from gyre_daemon.occupancy import Occupancy, WindowTimes
+from gyre_daemon.monitoring.jobs import OTHERS, Jobs, SessionTotals
+from gyre_daemon.monitoring.occupancy import Occupancy, WindowTimes
 from hypothesis import given
 from hypothesis import strategies as st
 

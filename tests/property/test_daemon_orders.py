@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.blocks import BlockTable, blocks_of_equal_samples
-from gyre_daemon.cursor import Cursor, check_cursor, decode_cursor, joined_at
 from gyre_daemon.errors import CursorRejected
-from gyre_daemon.plan import NEVER, Order, Plan
+from gyre_daemon.order.blocks import BlockTable, blocks_of_equal_samples
+from gyre_daemon.order.cursor import Cursor, check_cursor, decode_cursor, joined_at
+from gyre_daemon.order.plan import NEVER, Order, Plan
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from gyre_daemon.permutation import ALGORITHM_VERSION, MAX_SAMPLES, Permutation, _Computed, _Tabled, epoch_key
+from gyre_daemon.order.permutation import ALGORITHM_VERSION, MAX_SAMPLES, Permutation, _Computed, _Tabled, epoch_key
 from hypothesis import given
 from hypothesis import strategies as st
 

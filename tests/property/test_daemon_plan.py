@@ -5,10 +5,10 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.epochs import EpochOrder
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.permutation import MAX_SAMPLES, Permutation, epoch_key
-from gyre_daemon.plan import Order, Plan, Tail, check_ranks
+from gyre_daemon.order.epochs import EpochOrder
+from gyre_daemon.order.permutation import MAX_SAMPLES, Permutation, epoch_key
+from gyre_daemon.order.plan import Order, Plan, Tail, check_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 

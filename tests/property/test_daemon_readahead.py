@@ -10,10 +10,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from gyre_daemon.storage import Reads, readahead
-from gyre_daemon.storage.local import stat_shard
-from gyre_daemon.storage.openfiles import OpenShard, OpenShards
-from gyre_daemon.storage.readahead import ReadAhead, blocks, is_mapped_in_memory
+from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.local import readahead
+from gyre_daemon.storage.local.local import stat_shard
+from gyre_daemon.storage.local.openfiles import OpenShard, OpenShards
+from gyre_daemon.storage.local.readahead import ReadAhead, blocks, is_mapped_in_memory
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.scatter import SCATTER_KEY_BYTES, Scatter
+from gyre_daemon.order.scatter import SCATTER_KEY_BYTES, Scatter
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats

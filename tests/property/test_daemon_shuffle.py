@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.permutation import Permutation, _Network, _Tabled, epoch_key
+from gyre_daemon.order.permutation import Permutation, _Network, _Tabled, epoch_key
 from scipy import stats
 
 Orders = npt.NDArray[np.int64]  # [K, N]: the ids of K epochs at places 0 to N - 1

@@ -8,11 +8,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import webdataset
-from gyre_daemon.cache import Arrays
+from gyre_daemon.datasets.formats import Extents, SampleIndex
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.formats import Extents, SampleIndex
-from gyre_daemon.formats.webdataset import WebdatasetFormat, WebdatasetOptions
-from gyre_daemon.storage import Shard
+from gyre_daemon.storage.shard import Shard
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ The window counts by strips, the model looks at every step."""
 
 from dataclasses import dataclass, field
 
-from gyre_daemon.window import View, Window
+from gyre_daemon.fetching.window import View, Window
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

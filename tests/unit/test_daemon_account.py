@@ -1,7 +1,7 @@
 """The record of what batches took."""
 
-from gyre_daemon.account import Accounts, BatchAccount
-from gyre_daemon.storage import Delays
+from gyre_daemon.fetching.account import Accounts, BatchAccount
+from gyre_daemon.storage.delays import Delays
 
 
 def account(step: int, job: str = "a", dataset: str = "x", num_steps: int = 1) -> BatchAccount:

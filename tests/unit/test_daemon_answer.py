@@ -3,7 +3,7 @@
 import pytest
 from gyre_daemon.errors import CorruptSample, GyreError, NotAllowed, ShardMissing, StorageUnavailable
 from gyre_daemon.storage.answer import Answer, Meaning, Range, failure, final_error, meaning, told
-from gyre_daemon.storage.base import Shard
+from gyre_daemon.storage.shard import Shard
 
 SHARD = Shard("a/0.tar", 1000, '"v1"')
 WANTED = Range(SHARD, 100, 150)

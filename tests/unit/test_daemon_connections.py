@@ -2,9 +2,9 @@
 
 import resource
 
-from gyre_daemon.limits import DescriptorShares
-from gyre_daemon.storage.connections import Connections
-from gyre_daemon.storage.limit import AdaptiveLimit
+from gyre_daemon.runtime.limits import DescriptorShares
+from gyre_daemon.storage.engine.limit import AdaptiveLimit
+from gyre_daemon.storage.sources.connections import Connections
 
 
 class Host:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from gyre_daemon.blocks import BlockTable, blocks_of_unequal_samples
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.cost import Estimate, Prices, Question, estimate_costs
-from gyre_daemon.formats import Extents, FieldSpec, SampleIndex, make_format
-from gyre_daemon.plan import Order
-from gyre_daemon.storage import Shard
+from gyre_daemon.datasets.cost import Estimate, Prices, Question, estimate_costs
+from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex, make_format
+from gyre_daemon.order.blocks import BlockTable, blocks_of_unequal_samples
+from gyre_daemon.order.plan import Order
+from gyre_daemon.storage.shard import Shard
 
 MIB = 1 << 20
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.dataset import fingerprint, probe_ranges
-from gyre_daemon.formats import make_format
-from gyre_daemon.storage import Shard
+from gyre_daemon.datasets.dataset import fingerprint, probe_ranges
+from gyre_daemon.datasets.formats import make_format
+from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
 

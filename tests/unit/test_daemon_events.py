@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from gyre_daemon.events import log_event, start_log
+from gyre_daemon.runtime.events import log_event, start_log
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from gyre_daemon.exposition import Census, Exposition, JobNow
-from gyre_daemon.jobs import SessionTotals
-from gyre_daemon.lag import BOUNDS_S, LoopLag
-from gyre_daemon.metrics import RequestCount, RequestLabels
-from gyre_daemon.occupancy import WindowTimes
+from gyre_daemon.monitoring.exposition import Census, Exposition, JobNow
+from gyre_daemon.monitoring.jobs import SessionTotals
+from gyre_daemon.monitoring.metrics import RequestCount, RequestLabels
+from gyre_daemon.monitoring.occupancy import WindowTimes
+from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics

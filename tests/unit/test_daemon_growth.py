@@ -1,6 +1,6 @@
 import pytest
-from gyre_daemon.growth import Growth
-from gyre_daemon.share import divide
+from gyre_daemon.memory.share import divide
+from gyre_daemon.sessions.growth import Growth
 
 SMALL = divide(1 << 17, 192, 1 << 30, in_strips=True, may_grow=True)  # strips of 8 MiB, which may be three times as long
 

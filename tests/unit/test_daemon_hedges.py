@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from gyre_daemon.storage.hedges import Hedges, most_needed_first, size_class
+from gyre_daemon.storage.engine.hedges import Hedges, most_needed_first, size_class
 
 
 def test_nothing_is_late_before_enough_is_known() -> None:

@@ -1,6 +1,6 @@
 """How many requests an endpoint is given: up by trying, down by what was refused, and back."""
 
-from gyre_daemon.storage.limit import AdaptiveLimit
+from gyre_daemon.storage.engine.limit import AdaptiveLimit
 
 
 def play(limit: AdaptiveLimit, num_rounds: int, share_refused: float = 0.0, first_byte_s: float = 0.02) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.limits import check_memory_budget, memory_limit_bytes
+from gyre_daemon.runtime.limits import check_memory_budget, memory_limit_bytes
 
 
 def group(root: Path, path: str, name: str, text: str) -> None:
@@ -62,7 +62,7 @@ def test_a_budget_above_the_limit_is_refused_by_name() -> None:
 def test_descriptors_are_raised_to_what_is_allowed() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     program = (
-        "import resource; from gyre_daemon.limits import raise_descriptor_limit\n"
+        "import resource; from gyre_daemon.runtime.limits import raise_descriptor_limit\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))\n"
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

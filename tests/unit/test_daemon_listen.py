@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def bind(address: UnixAddress) -> socket.socket:
 def claim_elsewhere(address: UnixAddress) -> "subprocess.CompletedProcess[str]":
     """Try to claim it in another process."""
     program = (
-        "import sys; from pathlib import Path; from gyre_daemon.listen import SocketClaim, UnixAddress\n"
+        "import sys; from pathlib import Path; from gyre_daemon.runtime.listen import SocketClaim, UnixAddress\n"
         "try: SocketClaim(UnixAddress(Path(sys.argv[1]))).give_up()\n"
         "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')"
     )
@@ -182,7 +182,8 @@ def test_what_was_removed_is_claimed_again_and_never_what_another_has_by_now(tmp
 def test_what_a_killed_daemon_left_is_cleared_away(tmp_path: Path) -> None:
     address = address_in(tmp_path)
     program = (
-        "import os, signal, socket, sys; from pathlib import Path; from gyre_daemon.listen import SocketClaim, UnixAddress\n"
+        "import os, signal, socket, sys\n"
+        "from pathlib import Path; from gyre_daemon.runtime.listen import SocketClaim, UnixAddress\n"
         "claim = SocketClaim(UnixAddress(Path(sys.argv[1]))); s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gyre_daemon.notify import feed_watchdog, notify
+from gyre_daemon.runtime.notify import feed_watchdog, notify
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.formats.npy import parse_npy_header
+from gyre_daemon.datasets.formats.npy import parse_npy_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-from gyre_daemon.patience import Patience
+from gyre_daemon.sessions.patience import Patience
 
 
 def test_patience_runs_out_with_the_time_that_is_lost() -> None:

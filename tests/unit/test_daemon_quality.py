@@ -5,11 +5,11 @@ import random
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.block_order import default_io_block_bytes, default_window_blocks
-from gyre_daemon.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
-from gyre_daemon.plan import Order, OrderMode, Plan
-from gyre_daemon.quality import ShuffleMeter, ShuffleQuality, expected_quality
-from gyre_daemon.steps import StripPlan
+from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
+from gyre_daemon.order.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
+from gyre_daemon.order.plan import Order, OrderMode, Plan
+from gyre_daemon.order.quality import ShuffleMeter, ShuffleQuality, expected_quality
+from gyre_daemon.order.steps import StripPlan
 
 N, G = 200_000, 256
 

@@ -1,6 +1,6 @@
 """The budget of repetitions, and the pauses before them."""
 
-from gyre_daemon.storage.retries import RetryBudget, pause_s
+from gyre_daemon.storage.engine.retries import RetryBudget, pause_s
 
 
 def test_all_that_is_in_flight_can_be_tried_again_once() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.formats import SampleIndex
 
 from tests.unit.test_daemon_webdataset import index_of, names, tar_of
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.formats import Found, SampleIndex, Wanted, make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.formats import Found, SampleIndex, Wanted, make_format
-from gyre_daemon.storage import Shard
+from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image

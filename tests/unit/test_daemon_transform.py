@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.formats import FieldSpec
-from gyre_daemon.transform import CODECS
+from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.fetching.transform import CODECS
 from hypothesis import given
 from hypothesis import strategies as st
 

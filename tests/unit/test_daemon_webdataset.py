@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.formats import SampleIndex, make_format
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.formats import SampleIndex, make_format
-from gyre_daemon.storage import Shard
+from gyre_daemon.storage.shard import Shard
 
 Member = tuple[str, bytes]
 

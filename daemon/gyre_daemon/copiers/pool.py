@@ -12,7 +12,7 @@ from functools import partial
 from gyre_daemon.copiers.copier import Copier, File
 from gyre_daemon.copiers.keeper import Keeper, fork_keeper, spawn_keeper
 from gyre_daemon.copiers.ranges import Ranges
-from gyre_daemon.events import log_event
+from gyre_daemon.runtime.events import log_event
 
 _MIN_REFILL_S = 1.0
 _MAX_JOIN_S = 5.0  # at the end, for a keeper that is being started

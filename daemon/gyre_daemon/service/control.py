@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
-from gyre_daemon.news import LeftArenas, Sent
 from gyre_daemon.service import convert
-from gyre_daemon.session import Session
+from gyre_daemon.sessions.news import LeftArenas, Sent
+from gyre_daemon.sessions.session import Session
 
 _MAX_ALIKE, _MAX_UNLIKE = 512, 64  # batches a message: some 20 bytes each where one layout serves all, some 300 otherwise
 _GOODBYE_RETRY_S = 1.0

@@ -8,25 +8,25 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.batch import BatchLayout
-from gyre_daemon.block_order import default_io_block_bytes, default_window_blocks
-from gyre_daemon.cache import shared_block_bytes
-from gyre_daemon.catalog import IndexProgress
-from gyre_daemon.changes import Change
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.cost import Prices, Question, Report
-from gyre_daemon.cursor import NUM_BEFORE
-from gyre_daemon.dataset import Dataset
+from gyre_daemon.datasets.catalog import IndexProgress
+from gyre_daemon.datasets.changes import Change
+from gyre_daemon.datasets.cost import Prices, Question, Report
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.fetch import Strip
-from gyre_daemon.formats import FieldSpec
-from gyre_daemon.lately import Lately
-from gyre_daemon.metrics import CacheCounts
-from gyre_daemon.news import Sent
-from gyre_daemon.plan import MAX_START_POSITION, Order, OrderMode, Tail
-from gyre_daemon.quality import ShuffleQuality
-from gyre_daemon.request import Reader
-from gyre_daemon.session import Session
+from gyre_daemon.fetching.fetch import Strip
+from gyre_daemon.fetching.layout import BatchLayout
+from gyre_daemon.monitoring.lately import Lately
+from gyre_daemon.monitoring.metrics import CacheCounts
+from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
+from gyre_daemon.order.cursor import NUM_BEFORE
+from gyre_daemon.order.plan import MAX_START_POSITION, Order, OrderMode, Tail
+from gyre_daemon.order.quality import ShuffleQuality
+from gyre_daemon.sessions.news import Sent
+from gyre_daemon.sessions.request import Reader
+from gyre_daemon.sessions.session import Session
+from gyre_daemon.storage.cache.cached import shared_block_bytes
 
 _TAILS: dict[int, Tail] = {pb.TAIL_UNSPECIFIED: "wrap", pb.TAIL_WRAP: "wrap", pb.TAIL_DROP: "drop", pb.TAIL_PAD: "pad"}
 _MODES: dict[int, OrderMode] = {

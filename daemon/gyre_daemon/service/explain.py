@@ -4,9 +4,10 @@ from dataclasses import asdict
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.account import BatchAccount
-from gyre_daemon.metrics import RequestCount, RequestLabels
-from gyre_daemon.storage import Endpoint, RequestDelays
+from gyre_daemon.fetching.account import BatchAccount
+from gyre_daemon.monitoring.metrics import RequestCount, RequestLabels
+from gyre_daemon.storage.delays import RequestDelays
+from gyre_daemon.storage.engine.endpoint import Endpoint
 
 
 def from_count(labels: RequestLabels, count: RequestCount) -> pb.StorageCount:

@@ -11,22 +11,22 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon import __version__
-from gyre_daemon.catalog import Catalog
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.copiers import Copiers
-from gyre_daemon.cost import estimate_costs
-from gyre_daemon.cursor import joined_at
-from gyre_daemon.dataset import Dataset
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.cost import estimate_costs
+from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import GyreError, InvalidRequest
-from gyre_daemon.events import log_event
-from gyre_daemon.plan import Order, check_ranks, plan_of
-from gyre_daemon.request import SessionRequest
+from gyre_daemon.memory.sidechannel import Peer, SideChannel
+from gyre_daemon.order.cursor import joined_at
+from gyre_daemon.order.plan import Order, check_ranks, plan_of
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, explain
 from gyre_daemon.service.status import Context, answers_errors
-from gyre_daemon.session import Session
-from gyre_daemon.sessions import SessionTable
-from gyre_daemon.sidechannel import Peer, SideChannel
-from gyre_daemon.storage import parse_location
+from gyre_daemon.sessions.request import SessionRequest
+from gyre_daemon.sessions.session import Session
+from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.storage.location import parse_location
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 _SIDE_TOKEN = "gyre-side-token"

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from gyre_daemon import errors
-from gyre_daemon.events import log_event
+from gyre_daemon.runtime.events import log_event
 
 DOMAIN = "gyre"
 STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {

@@ -6,8 +6,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
-from gyre_daemon.storage.base import Shard, changed, truncated
 from gyre_daemon.storage.location import redact
+from gyre_daemon.storage.shard import Shard, changed, truncated
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _STALE = ("ExpiredToken", "TokenRefreshRequired")  # Amazon says so with a 400

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.errors import CorruptSample
-from gyre_daemon.fair import NO_JOB, Flow
+from gyre_daemon.runtime.fair import NO_JOB, Flow
 from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.shard import Shard, truncated
 
 MAX_GAP_BYTES = 4096  # between two fields of a sample: reading over it is cheaper than another request
 
@@ -20,21 +20,6 @@ NextUse = Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 class ArenaClosed(Exception):
     """Nobody waits any more for what would be written there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One file or object of a dataset, as listed when the dataset was opened.
-
-    Attributes:
-        name: relative to the dataset's root, so that a mirror elsewhere has the same names.
-        size_bytes: its length.
-        version: etag, or a local file's times of modification and of change in ns; changes when the shard does.
-    """
-
-    name: str
-    size_bytes: int
-    version: str
 
 
 class Region(Protocol):
@@ -189,21 +174,3 @@ class Bounds:
             first = int(np.argmax(outside))
             start, size = int(reads.start[first]), int(reads.size[first])
             raise truncated(self._shards[int(reads.shard[first])].name, start, start + size, max(0, int(sizes[first]) - start))
-
-
-def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample:
-    """The error for a read that ran past the end of a shard."""
-    return CorruptSample(
-        f"shard {name} is shorter than its index says: bytes [{start}, {stop}) were asked for and {num_bytes} came; restore "
-        "the shard, or index the dataset again",
-        {"shard": name, "offset": start, "reason": "truncated"},
-    )
-
-
-def changed(name: str) -> CorruptSample:
-    """The error for a shard that is no longer what was listed."""
-    return CorruptSample(
-        f"shard {name} has changed since the dataset was opened; restore it with its times (`cp -p`), or index the dataset "
-        "again",
-        {"shard": name, "reason": "changed"},
-    )

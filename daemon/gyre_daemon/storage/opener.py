@@ -13,20 +13,21 @@ from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
 from gyre_daemon.copiers import NO_COPIERS, Copiers
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable, first_error
-from gyre_daemon.fair import FairExecutor
-from gyre_daemon.limits import descriptor_shares
-from gyre_daemon.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.answer import failure, told
-from gyre_daemon.storage.base import Shard, Storage
-from gyre_daemon.storage.connections import Connections
-from gyre_daemon.storage.drivers import DriverSource
-from gyre_daemon.storage.endpoint import Endpoint, Terms
-from gyre_daemon.storage.local import LocalStorage, list_files, stat_shard
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.engine.endpoint import Endpoint, Terms
+from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.local.local import LocalStorage, list_files, stat_shard
+from gyre_daemon.storage.local.openfiles import OpenFiles
 from gyre_daemon.storage.location import Location, endpoints_in, redact, relative_names
-from gyre_daemon.storage.openfiles import OpenFiles
 from gyre_daemon.storage.patterns import matches_any, patterns_of
-from gyre_daemon.storage.remote import RemoteStorage
+from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.sources.connections import Connections
+from gyre_daemon.storage.sources.drivers import DriverSource
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
@@ -129,8 +130,8 @@ class StorageOpener:
         """What carries the reads of a dataset that was listed; it may make so many connections already."""
         if scheme not in _OBJECT_SCHEMES:
             return DriverSource(filesystem)
-        from gyre_daemon.storage.objects import ObjectSource  # noqa: PLC0415  an extra, which local files do without
-        from gyre_daemon.storage.plainsources import plain_source  # noqa: PLC0415
+        from gyre_daemon.storage.sources.objects import ObjectSource  # noqa: PLC0415  an extra, which local files do without
+        from gyre_daemon.storage.sources.plainsources import plain_source  # noqa: PLC0415
 
         return await plain_source(
             ObjectSource(scheme, settings, path), scheme, settings, path, self._connections, num_connections
@@ -151,7 +152,7 @@ class StorageOpener:
         scheme = location.scheme
         try:
             if scheme in _OBJECT_SCHEMES:
-                from gyre_daemon.storage.objects import open_objects  # noqa: PLC0415  an extra, which local files do without
+                from gyre_daemon.storage.sources.objects import open_objects  # noqa: PLC0415  an extra, which local files do without
 
                 return open_objects(scheme, settings, location.paths[0])
             driver = fsspec.get_filesystem_class(scheme)

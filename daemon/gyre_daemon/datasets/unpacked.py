@@ -1,0 +1,213 @@
+"""Compressed shards, unpacked once into a folder of the daemon's: from then on they are read as every local file is.
+
+A range of a compressed file cannot be read. So a shard is unpacked when it is indexed, into a file that is named by the
+shard's name, size and version, and appears whole or not at all. Each dataset has a folder with a lock: whoever serves the
+dataset holds it shared, whoever removes something must have it alone. So several daemons may use one folder.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from gyre_daemon.datasets.gunzip import gunzipped
+from gyre_daemon.errors import CorruptSample, Overloaded
+from gyre_daemon.storage.shard import Shard
+
+_LOCK = "lock"
+_ENDINGS = (".gz", ".tgz")
+
+
+def is_compressed(name: str) -> bool:
+    """Whether a shard must be unpacked, by its name."""
+    return name.endswith(_ENDINGS)
+
+
+def unpacked_name(name: str) -> str:
+    """What a compressed shard is called when it is not."""
+    return name.removesuffix(".gz") if name.endswith(".gz") else name.removesuffix(".tgz") + ".tar"
+
+
+class UnpackedShards:
+    """The folder of all datasets that have compressed shards."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Make nothing yet.
+
+        Args:
+            folder: made where it is missing.
+            limit_bytes: what all unpacked shards may take together.
+        """
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+
+    def open(self, identity: str, shards: Sequence[Shard]) -> "UnpackedDataset":
+        """The folder of one dataset; what no shard of it needs goes, if nobody else serves it.
+
+        Args:
+            identity: the dataset's location, and what tells it from another one there.
+            shards: as listed.
+
+        Raises:
+            Overloaded: the folder cannot be made.
+        """
+        folder = self._folder / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        try:
+            return UnpackedDataset(folder, shards, self)
+        except OSError as error:
+            raise Overloaded(
+                f"compressed shards cannot be unpacked into {self._folder}: {error.strerror}; set unpack_dir",
+                {"folder": self._folder, "reason": error.strerror or "unknown"},
+            ) from error
+
+    def write(self, shard: Shard, pieces: Iterable[bytes], target: Path) -> None:
+        """Write a file, whole or not at all, within the limit.
+
+        Raises:
+            Overloaded: there is no room, not even after datasets that nobody serves have gone.
+        """
+        unfinished = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            with unfinished.open("xb") as file:
+                for piece in pieces:
+                    self._make_room(shard, len(piece), target.parent)
+                    file.write(piece)
+                    file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        except OSError as error:
+            raise Overloaded(
+                f"shard {shard.name} cannot be unpacked into {self._folder}: {error.strerror}; free some space, set "
+                "unpack_dir, or store the shard uncompressed",
+                {"shard": shard.name, "reason": error.strerror or "unknown"},
+            ) from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _make_room(self, shard: Shard, num_bytes: int, own: Path) -> None:
+        with self._lock:
+            excess = _num_bytes(self._folder) + num_bytes - self._limit_bytes
+            for folder in self._unused(own) if excess > 0 else ():
+                excess -= _remove_unused(folder)
+                if excess <= 0:
+                    break
+        if excess > 0:
+            raise Overloaded(
+                f"there is no room to unpack shard {shard.name}: the unpacked shards in {self._folder} would take "
+                f"{self._limit_bytes + excess} bytes, and unpack_disk is {self._limit_bytes}; raise it, or store the shards "
+                "uncompressed",
+                {"shard": shard.name, "needed_bytes": self._limit_bytes + excess, "limit_bytes": self._limit_bytes},
+            )
+
+    def _unused(self, own: Path) -> Iterator[Path]:
+        """Folders of other datasets, the one that was changed first at first; some may be in use all the same."""
+        folders = [folder for folder in self._folder.iterdir() if folder.is_dir() and folder != own]
+        yield from sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)
+
+
+class UnpackedDataset:
+    """The unpacked shards of one dataset; they stay for as long as this object lives."""
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], owner: UnpackedShards) -> None:
+        """See `UnpackedShards.open`.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        self._folder = folder
+        self._owner = owner
+        names = {_file_name(shard) for shard in shards}
+        self._lock = _locked_alone_once(folder, lambda: _tidy(folder, names))
+
+    def __del__(self) -> None:
+        """Let others remove them."""
+        if hasattr(self, "_lock"):
+            os.close(self._lock)
+
+    def find(self, shard: Shard) -> Path | None:
+        """Where a shard lies that was unpacked before; a storage that tells no versions cannot say that it is the same."""
+        path = self._folder / _file_name(shard)
+        return path if shard.version and path.exists() else None
+
+    def unpack(self, shard: Shard, source: BinaryIO) -> Path:
+        """Unpack a shard from a file that is read from its beginning to its end; waits.
+
+        Raises:
+            CorruptSample: it is damaged or truncated.
+            Overloaded: there is no room.
+        """
+        path = self._folder / _file_name(shard)
+        try:
+            self._owner.write(shard, gunzipped(source), path)
+        except ValueError as error:
+            reason = str(error)
+            raise CorruptSample(
+                f"shard {shard.name} cannot be unpacked: {reason}", {"shard": shard.name, "reason": reason}
+            ) from error
+        return path
+
+
+def _file_name(shard: Shard) -> str:
+    key = f"{shard.name}\n{shard.size_bytes}\n{shard.version}"
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + ".tar"
+
+
+def _locked_alone_once(folder: Path, tidy: Callable[[], None]) -> int:
+    """A shared lock of a folder; if nobody else had one, the folder was tidied first."""
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            tidy()
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if _is_at(descriptor, folder / _LOCK):
+            return descriptor
+        os.close(descriptor)  # another daemon removed the folder in between
+
+
+def _tidy(folder: Path, names: set[str]) -> None:
+    for file in folder.iterdir():
+        if file.name != _LOCK and file.name not in names:
+            file.unlink()
+
+
+def _remove_unused(folder: Path) -> int:
+    """Remove a dataset's folder unless somebody serves it; gives the bytes that came back."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        num_bytes = _num_bytes(folder)
+        shutil.rmtree(folder)
+    except BlockingIOError:
+        return 0
+    finally:
+        os.close(descriptor)
+    return num_bytes
+
+
+def _num_bytes(folder: Path) -> int:
+    """Of all files in a folder and the folders in it; what goes meanwhile counts as gone."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(place) / name).stat().st_size
+    return total
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

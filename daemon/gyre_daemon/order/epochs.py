@@ -1,0 +1,57 @@
+"""The order of each epoch of a job, made when it is needed and kept while it may be needed again."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gyre_daemon.order.block_order import BlockOrder
+from gyre_daemon.order.permutation import Int64Array
+
+_MAX_KEPT = 3  # a batch touches the epoch that ends and the one that begins; a next use may lie in the one after
+
+
+class EpochOrder(Protocol):
+    """A bijection from the places of one epoch to sample ids."""
+
+    def __call__(self, places: Int64Array) -> Int64Array:
+        """Sample ids at places; both int64 [n], in `[0, N)`."""
+
+    def inverse(self, sample_ids: Int64Array) -> Int64Array:
+        """Places at which sample ids occur; both int64 [n], in `[0, N)`."""
+
+
+class Sequential:
+    """By sample id."""
+
+    def __call__(self, places: Int64Array) -> Int64Array:
+        """See `EpochOrder`."""
+        return places
+
+    def inverse(self, sample_ids: Int64Array) -> Int64Array:
+        """See `EpochOrder.inverse`."""
+        return sample_ids
+
+
+class EpochOrders:
+    """The orders of all epochs."""
+
+    def __init__(self, make: Callable[[int], EpochOrder]) -> None:
+        self._make = make
+        self._kept: dict[int, EpochOrder] = {}
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    def of(self, epoch: int) -> EpochOrder:
+        """The order of an epoch."""
+        if epoch not in self._kept:
+            if len(self._kept) >= _MAX_KEPT:
+                del self._kept[min(self._kept)]
+            self._kept[epoch] = self._make(epoch)
+        return self._kept[epoch]
+
+    def blocks_of(self, epoch: int) -> BlockOrder:
+        """The order of an epoch of a job that reads in blocks."""
+        order = self.of(epoch)
+        assert isinstance(order, BlockOrder)
+        return order

@@ -1,0 +1,268 @@
+"""Blocks in a file: what was written whole is found again, also by the next daemon, and nothing else ever is.
+
+A mirror is two files. `NAME.blocks` has a place for every block of a dataset and takes space only for those that are there. In
+`NAME.journal` a record says that a block was written, with a digest of its bytes, or that it is gone. Nothing is flushed: a
+daemon that is killed leaves a block without a record, a machine that crashes may leave a record without its block, and the
+digest tells. It is compared before a block is used for the first time, and again after anybody else has written to the file.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import itertools
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.cache.blocks import Integers
+from gyre_daemon.storage.local.gather import address_of, gather, is_allowed, memory_at
+
+BLOCKS_SUFFIX, JOURNAL_SUFFIX = ".blocks", ".journal"
+
+_RECORD = struct.Struct("<Q16s")  # block, digest; a CRC of both follows
+_CRC = struct.Struct("<I")
+_RECORD_BYTES = _RECORD.size + _CRC.size
+_KEEP_SIZE_AND_PUNCH = 1 | 2
+_DIGEST_BYTES = 16
+_NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that is gone
+_MAX_LOOKS = 3
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+@dataclass(slots=True, eq=False)
+class _Stored:
+    """A block that was written: another one when it is written anew."""
+
+    digest: bytes
+
+
+class Mirror:
+    """The blocks of one dataset that lie on disk. Safe for several threads; everything may wait."""
+
+    def __init__(self, path: Path, sizes: Integers, offsets: Integers) -> None:
+        """Open or make the files, and find out what is there.
+
+        Args:
+            path: without a suffix; names the dataset's blocks, so that other blocks have another.
+            sizes: int64 [M], of the blocks.
+            offsets: int64 [M + 1], from `BlockMap.offsets`.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self._sizes, self._offsets = sizes, offsets
+        self._lock = threading.Lock()
+        self._stored: dict[int, _Stored] = {}
+        self._is_verified = np.zeros(len(sizes), np.bool_)  # of those that are there
+        self._file = os.open(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(self._file, int(offsets[-1]))
+            self._load_journal(path.with_name(path.name + JOURNAL_SUFFIX))
+            self._mapping = mmap.mmap(self._file, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except OSError:
+            os.close(self._file)
+            raise
+        self._address = address_of(np.frombuffer(self._mapping, np.uint8))
+        self._copies = is_allowed()
+        self._written_at = os.fstat(self._file).st_mtime_ns
+
+    def __del__(self) -> None:
+        """Close the files, where they were opened."""
+        for name in ("_file", "_journal"):
+            if hasattr(self, name):
+                os.close(getattr(self, name))
+
+    def blocks(self) -> Integers:
+        """int64, those that are there, ascending."""
+        return np.array(sorted(self._stored), np.int64)
+
+    def __contains__(self, block: int) -> bool:
+        """Whether a block is there; does not wait."""
+        return block in self._stored
+
+    def write(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Keep a block that is not there.
+
+        Raises:
+            OSError: there is no space, or the disk fails; the block is not there.
+        """
+        memory, offset, done = data.data, int(self._offsets[block]), 0
+        digest = _digest(memory)
+        with self._own_change():
+            try:
+                while done < len(memory):
+                    done += os.pwrite(self._file, memory[done:], offset + done)
+                self._record(block, digest)
+            except OSError:
+                self._punch(block, block + 1)
+                raise
+            self._stored[block] = _Stored(digest)
+            self._is_verified[block] = True
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Give the space of some blocks back.
+
+        Raises:
+            OSError: the disk fails; the blocks are not there all the same.
+        """
+        with self._own_change():
+            self._drop([block for block in blocks if block in self._stored])
+
+    def copy(self, blocks: Integers, starts: Integers, reads: Reads) -> set[int]:
+        """Copy ranges of blocks that are there into memory.
+
+        Args:
+            blocks: int64 [n].
+            starts: int64 [n], within the blocks.
+            reads: how much, and to where.
+
+        Returns:
+            The blocks that are damaged; they are dropped, and nothing of their ranges counts as copied.
+        """
+        touched = np.unique(blocks)
+        damaged: dict[int, _Stored | None] = {}
+        for _ in range(_MAX_LOOKS):
+            self._look()
+            damaged |= self._unsound(touched[~self._is_verified[touched]])
+            sound = ~np.isin(blocks, list(damaged)) if damaged else slice(None)
+            failed = self._copy(self._offsets[blocks[sound]] + starts[sound], reads.size[sound], reads.target[sound])
+            if failed is not None:
+                block = int(blocks[sound][failed])
+                damaged[block] = self._stored.get(block)
+            elif self._look() and (damaged or self._is_verified[touched].all()):
+                break
+        else:
+            damaged = {block: self._stored.get(block) for block in touched.tolist()}
+        if damaged:
+            with contextlib.suppress(OSError), self._own_change():  # another thread may have written a block anew meanwhile
+                self._drop([block for block, its in damaged.items() if its and self._stored.get(block) is its])
+        return set(damaged)
+
+    def _copy(self, places: Integers, sizes: Integers, targets: npt.NDArray[np.uint64]) -> int | None:
+        """The index of the first range that cannot be read, if any."""
+        if self._copies:
+            return gather(self._address + places.astype(np.uint64), sizes, targets)
+        for index, (place, size, target) in enumerate(zip(places.tolist(), sizes.tolist(), targets.tolist(), strict=True)):
+            try:
+                if os.preadv(self._file, [memory_at(target, size)], place) != size:
+                    return index
+            except OSError:
+                return index
+        return None
+
+    def _unsound(self, blocks: Integers) -> "dict[int, _Stored | None]":
+        """Of blocks that must be verified, those that are not what was written, or not there."""
+        unsound: dict[int, _Stored | None] = {}
+        for block in blocks.tolist():
+            stored = self._stored.get(block)
+            if not stored or not self._matches(block, stored.digest):
+                unsound[block] = stored
+                continue
+            with self._lock:
+                self._is_verified[block] = self._stored.get(block) is stored  # another thread may have dropped it meanwhile
+        return unsound
+
+    def _matches(self, block: int, digest: bytes) -> bool:
+        try:
+            return digest == _digest(os.pread(self._file, int(self._sizes[block]), int(self._offsets[block])))
+        except OSError:
+            return False
+
+    def _look(self) -> bool:
+        """Whether nobody else has written to the file since the last look; otherwise every block must be verified anew.
+
+        While a thread of our own writes, nobody can tell.
+        """
+        if not self._lock.acquire(blocking=False):
+            return True
+        try:
+            written_at = os.fstat(self._file).st_mtime_ns
+            if written_at == self._written_at:
+                return True
+            self._is_verified[:] = False
+            self._written_at = written_at
+            return False
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _own_change(self) -> Iterator[None]:
+        """Inside, this thread changes the file, which is no reason to distrust it."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._written_at = os.fstat(self._file).st_mtime_ns
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        self._is_verified[list(blocks)] = False
+        for block in blocks:
+            del self._stored[block]
+        for block in blocks:
+            self._punch(block, block + 1)
+        for block in blocks:
+            self._record(block, _NO_DIGEST)
+
+    def _record(self, block: int, digest: bytes) -> None:
+        """Append a record, whole or not at all."""
+        record = _encode_record(block, digest)
+        end = os.fstat(self._journal).st_size
+        if os.write(self._journal, record) != len(record):
+            os.ftruncate(self._journal, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _load_journal(self, path: Path) -> None:
+        """Read what is there, write it anew without what is outdated, and give the space of all else back."""
+        data = path.read_bytes() if path.exists() else b""
+        for begin in range(0, len(data) - _RECORD_BYTES + 1, _RECORD_BYTES):
+            record = data[begin : begin + _RECORD.size]
+            if _CRC.unpack_from(data, begin + _RECORD.size) == (zlib.crc32(record),):
+                block, digest = _RECORD.unpack(record)
+                self._stored.pop(block, None)
+                if digest != _NO_DIGEST and block < len(self._sizes):
+                    self._stored[block] = _Stored(digest)
+        unfinished = path.with_name(path.name + ".tmp")
+        unfinished.write_bytes(b"".join(_encode_record(block, its.digest) for block, its in self._stored.items()))
+        unfinished.replace(path)
+        self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        borders = [-1, *sorted(self._stored), len(self._sizes)]
+        for before, after in itertools.pairwise(borders):
+            self._punch(before + 1, after)
+
+    def _punch(self, first: int, end: int) -> None:
+        """Make a hole of the blocks `[first, end)`: they read as zeros and take no space."""
+        offset, stop = int(self._offsets[first]), int(self._offsets[end])
+        if offset < stop:
+            punch(self._file, offset, stop - offset)
+
+
+def punch(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Make a hole in a file.
+
+    Raises:
+        OSError: the file system cannot, or fails.
+    """
+    if _fallocate(descriptor, _KEEP_SIZE_AND_PUNCH, offset, num_bytes):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _encode_record(block: int, digest: bytes) -> bytes:
+    record = _RECORD.pack(block, digest)
+    return record + _CRC.pack(zlib.crc32(record))
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

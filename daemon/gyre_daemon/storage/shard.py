@@ -1,0 +1,38 @@
+"""A shard: one file of a dataset, as it was listed; a value without I/O."""
+
+from dataclasses import dataclass
+
+from gyre_daemon.errors import CorruptSample
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file or object of a dataset, as listed when the dataset was opened.
+
+    Attributes:
+        name: relative to the dataset's root, so that a mirror elsewhere has the same names.
+        size_bytes: its length.
+        version: etag, or a local file's times of modification and of change in ns; changes when the shard does.
+    """
+
+    name: str
+    size_bytes: int
+    version: str
+
+
+def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample:
+    """The error for a read that ran past the end of a shard."""
+    return CorruptSample(
+        f"shard {name} is shorter than its index says: bytes [{start}, {stop}) were asked for and {num_bytes} came; restore "
+        "the shard, or index the dataset again",
+        {"shard": name, "offset": start, "reason": "truncated"},
+    )
+
+
+def changed(name: str) -> CorruptSample:
+    """The error for a shard that is no longer what was listed."""
+    return CorruptSample(
+        f"shard {name} has changed since the dataset was opened; restore it with its times (`cp -p`), or index the dataset "
+        "again",
+        {"shard": name, "reason": "changed"},
+    )
