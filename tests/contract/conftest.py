@@ -41,7 +41,7 @@ def failing_disk(tmp_path: Path) -> Iterator[FailingDisk]:
 def few_descriptors() -> Iterator[int]:
     """How many descriptors the process may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = num_descriptors() + 200
+    limit = 2 * num_descriptors() + 200  # what is open already has its part in each share
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     yield limit
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
