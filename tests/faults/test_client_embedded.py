@@ -167,6 +167,8 @@ def test_the_next_clears_away_what_a_killed_owner_and_daemon_left(tokens: Path, 
     (temporary / "gyred-a-file").touch()
     (temporary / "gyred-a-link").symlink_to(foreign)
     kept = {"gyred-of-a-user", "gyred-a-file", "gyred-a-link"}
+    with (left / "gyre.sock.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the killed daemon's copiers have ended too
     with private(tokens) as loader:
         assert not left.exists()
         (daemon,) = daemons()

@@ -32,7 +32,7 @@ import asyncio, signal, sys
 from pathlib import Path
 from gyre_daemon.config import load
 from gyre_daemon.copiers import Copiers
-from gyre_daemon.events import log_event, start_log
+from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.server import serve
 
 async def main(copiers: Copiers) -> None:
