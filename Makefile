@@ -45,7 +45,7 @@ test: setup
 # What needs no process of its own, and a little of each of the other folders.
 FAST := tests/unit tests/property $(addprefix tests/contract/,test_formats.py test_storage_local.py) \
   $(addprefix tests/integration/,test_daemon_batches.py test_daemon_reload.py test_train_checkpoint.py) \
-  $(addprefix tests/distributed/,test_rotation_modules.py test_rotation_plan.py) tests/faults/test_copiers_that_die.py
+  $(addprefix tests/distributed/,test_rotation_modules.py test_rotation_plan.py) tests/faults/test_copy_workers_that_die.py
 
 test-fast: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)

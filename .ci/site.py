@@ -1,4 +1,7 @@
-"""What MkDocs is told of the site: its home is README.md, folders have a list of their pages, other files are only named."""
+"""What MkDocs is told of the site.
+
+Its home is README.md, folders have a list of their pages, other files are only named.
+"""
 
 import re
 from pathlib import Path, PurePosixPath
@@ -10,6 +13,18 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"adr": "Decisions", "benchmarks": "Measurements"}
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """The navigation names every page of a folder that it has."""
+    for group in config.nav:
+        for entries in group.values():
+            for entry in entries if isinstance(entries, list) else []:
+                for folder, title in FOLDERS.items():
+                    if title in entry:
+                        pages = [f"{folder}/{page.name}" for page in _pages(folder)]
+                        entry[title] = [f"{folder}/index.md", *pages]
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -28,9 +43,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _listing(folder: str, title: str) -> str:
-    pages = sorted((ROOT / "docs" / folder).glob("*.md"))
-    lines = [f"* [{page.read_text().split(chr(10), 1)[0].lstrip('# ')}]({page.name})" for page in pages]
+    lines = [
+        f"* [{page.read_text().split(chr(10), 1)[0].lstrip('# ')}]({page.name})"
+        for page in _pages(folder)
+    ]
     return f"# {title}\n\n" + "\n".join(lines) + "\n"
+
+
+def _pages(folder: str) -> list[Path]:
+    return sorted((ROOT / "docs" / folder).glob("*.md"))
 
 
 def _link(found: re.Match[str], folder: PurePosixPath) -> str:

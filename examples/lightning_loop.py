@@ -1,6 +1,7 @@
-"""Train with Lightning on one rank or several, stop in the middle of an epoch, and go on from the checkpoint.
+"""Train with Lightning on one rank or several, stop inside an epoch, and resume.
 
-Lightning saves and loads the state of a Loader by itself: what it needs are `state_dict` and `load_state_dict`.
+Lightning saves and loads the state of a Loader by itself, through `state_dict` and
+`load_state_dict`.
 
     python examples/lightning_loop.py
     torchrun --nproc-per-node 2 examples/lightning_loop.py
@@ -18,26 +19,31 @@ from gyre_client import Loader
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 BATCH_SIZE, LENGTH, VOCABULARY = 16, 9, 100
-NUM_EPOCHS, SAVE_AT, STOP_AT = 3, 8, 10  # the two steps after the checkpoint are lost, and taken again
+# the two steps after the checkpoint are lost, and taken again
+NUM_EPOCHS, SAVE_AT, STOP_AT = (3, 8, 10)
 
 OPTIONS = {"sequence_length": LENGTH, "dtype": "uint16"}
 
 
 class Model(lightning.LightningModule):
-    """Guesses the next token from the present one; notes the samples that it is trained on."""
+    """Guesses the next token from the present one; records the samples that it is trained on."""
 
     def __init__(self, tokens: Path) -> None:
         super().__init__()
         self.tokens = tokens
-        self.layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY)
+        )
         self.seen: list[list[int]] = []
 
     def train_dataloader(self) -> Loader:
-        """Called when the ranks know of each other, as a Loader needs it."""
-        return Loader(self.tokens, batch_size=BATCH_SIZE, tail="drop", format="tokens", options=OPTIONS)
+        """Makes the Loader here, where the ranks already know of each other."""
+        return Loader(
+            self.tokens, batch_size=BATCH_SIZE, tail="drop", format="tokens", options=OPTIONS
+        )
 
     def val_dataloader(self) -> Loader:
-        """Returns one that starts again with each validation."""
+        """Returns a Loader that starts again with each validation."""
         return Loader(
             self.tokens,
             batch_size=BATCH_SIZE,
@@ -62,7 +68,9 @@ class Model(lightning.LightningModule):
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns the mean over all tokens."""
         tokens = batch["tokens"].long()
-        return torch.nn.functional.cross_entropy(self.layers(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            self.layers(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns plain SGD."""
@@ -77,11 +85,15 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         workdir.mkdir(parents=True, exist_ok=True)
-        np.random.default_rng(0).integers(0, VOCABULARY, 100 * LENGTH).astype(np.uint16).tofile(workdir / "tokens.bin")
+        np.random.default_rng(0).integers(0, VOCABULARY, 100 * LENGTH).astype(np.uint16).tofile(
+            workdir / "tokens.bin"
+        )
     before = train(workdir, max_steps=STOP_AT)
     after = train(workdir, resumed=True)
     (workdir / f"rank-{rank}.json").write_text(json.dumps(before[:SAVE_AT] + after))
-    print(f"rank {rank}: stopped after {len(before)} steps, then took {len(after)} more", flush=True)
+    print(
+        f"rank {rank}: stopped after {len(before)} steps, then took {len(after)} more", flush=True
+    )
 
 
 def train(workdir: Path, max_steps: int = -1, *, resumed: bool = False) -> list[list[int]]:

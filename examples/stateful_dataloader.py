@@ -1,6 +1,6 @@
-"""Read through torchdata's StatefulDataLoader, stop in the middle of an epoch, and go on from its state.
+"""Read through torchdata's StatefulDataLoader, stop inside an epoch, and resume.
 
-Its state holds the Loader's own, so nothing is read again to get there.
+Its state contains the Loader's own, so nothing is read again to get there.
 
     python examples/stateful_dataloader.py
 """
@@ -20,7 +20,9 @@ NUM_EPOCHS, STOP_AT = 3, 8
 
 def main() -> None:
     """Read until the stop, then from the state to the end."""
-    parser = argparse.ArgumentParser(description="Read with a StatefulDataLoader, stop, and resume.")
+    parser = argparse.ArgumentParser(
+        description="Read with a StatefulDataLoader, stop, and resume."
+    )
     parser.add_argument("--workdir", type=Path, default=Path(".demo/stateful"))
     workdir = parser.parse_args().workdir
     workdir.mkdir(parents=True, exist_ok=True)
@@ -34,7 +36,9 @@ def main() -> None:
 def read(workdir: Path, stop_at: int = 0, *, resumed: bool = False) -> list[list[int]]:
     """Returns the sample ids of each step."""
     options = {"sequence_length": LENGTH, "dtype": "uint16"}
-    with Loader(workdir / "tokens.bin", batch_size=BATCH_SIZE, tail="drop", format="tokens", options=options) as loader:
+    with Loader(
+        workdir / "tokens.bin", batch_size=BATCH_SIZE, tail="drop", format="tokens", options=options
+    ) as loader:
         batches = StatefulDataLoader(loader, batch_size=None)
         if resumed:
             batches.load_state_dict(torch.load(workdir / "state.pt"))

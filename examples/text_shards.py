@@ -1,4 +1,6 @@
-"""Train on text in tar shards: written with the webdataset library, read through a private daemon, nothing else set up.
+"""Train on text in tar shards.
+
+Written with the webdataset library, read through a private daemon, nothing else set up.
 
 Each docstring of the standard library is a document, so a sample is a few words or several pages.
 
@@ -22,25 +24,43 @@ DOCUMENTS_PER_SHARD = 1000
 
 
 def main() -> int:
-    """Write the shards, unless they are there, and train; the status of `gyre-train`."""
-    parser = argparse.ArgumentParser(description="Write webdataset shards of text and train on them.")
+    """Write the shards if they are missing, and train; return the status of `gyre-train`."""
+    parser = argparse.ArgumentParser(
+        description="Write webdataset shards of text and train on them."
+    )
     parser.add_argument("--workdir", type=Path, default=Path(".demo"))
     workdir = parser.parse_args().workdir.resolve()
     shards, run = workdir / "docstrings", workdir / "text-run"
     if not shards.exists():
         write_shards(shards)
     shutil.rmtree(run, ignore_errors=True)
-    overrides = [f"--set=data.dataset={shards}", f"--set=eval.dataset={shards}", f"--set=run.out={run}"]
-    command = [sysconfig.get_path("scripts") + "/gyre-train", "run", str(TRAIN_CONFIG), "--nproc", "2", *overrides]
+    overrides = [
+        f"--set=data.dataset={shards}",
+        f"--set=eval.dataset={shards}",
+        f"--set=run.out={run}",
+    ]
+    command = [
+        sysconfig.get_path("scripts") + "/gyre-train",
+        "run",
+        str(TRAIN_CONFIG),
+        "--nproc",
+        "2",
+        *overrides,
+    ]
     return subprocess.run(command, check=False).returncode
 
 
 def write_shards(folder: Path) -> None:
-    """A folder of tar files, complete or absent: member KEY.txt is a docstring, KEY.json says where it is from."""
+    """Write a folder of tar files, complete or absent.
+
+    Member KEY.txt is a docstring, KEY.json says where it is from.
+    """
     unfinished = folder.with_suffix(".writing")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    with webdataset.ShardWriter(f"{unfinished}/docstrings-%06d.tar", maxcount=DOCUMENTS_PER_SHARD, verbose=0) as writer:
+    with webdataset.ShardWriter(
+        f"{unfinished}/docstrings-%06d.tar", maxcount=DOCUMENTS_PER_SHARD, verbose=0
+    ) as writer:
         for index, (module, text) in enumerate(docstrings()):
             writer.write({"__key__": f"{index:08}", "txt": text, "json": {"module": module}})
     unfinished.rename(folder)

@@ -1,4 +1,4 @@
-"""What several folders of tests share: a real daemon process, and datasets written to a temporary folder."""
+"""Fixtures that several folders of tests share: a real daemon process, and datasets."""
 
 import functools
 import json
@@ -26,8 +26,9 @@ SERVE = ("-m", "gyre_daemon", "serve", "--config")
 settings.register_profile("gyre", derandomize=True, database=None, deadline=None)
 settings.load_profile("gyre")
 
-# What takes longest, and is therefore begun first: a file that begins last ends last. A file goes to one worker as a
-# whole, so that what its tests share is started once. Others follow in the order of their names.
+# The files that take longest begin first, so that no worker ends much later than the others. A file
+# goes to one worker as a whole, so that its shared fixtures are set up once. All other files follow
+# in the order of their names.
 LONGEST_FIRST = (
     "test_train_run",
     "test_rotation_parity",
@@ -66,13 +67,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two workers more than cores, since a third of the time tests wait: for leases, deadlines and each other's processes."""
+    """Returns two workers more than cores, because tests wait for a third of their time."""
     return len(os.sched_getaffinity(0)) + 2
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
-    """A nested table of texts, numbers, booleans and lists as TOML."""
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    """Returns a nested table of strings, numbers, booleans and lists as TOML."""
+    lines = [
+        f"{json.dumps(key)} = {json.dumps(value)}"
+        for key, value in table.items()
+        if not isinstance(value, Mapping)
+    ]
     for key, value in table.items():
         if isinstance(value, Mapping):
             name = f"{prefix}{json.dumps(key)}"
@@ -85,10 +90,11 @@ class Daemon:
     """A `gyred` process of a test.
 
     Attributes:
-        address: of its Unix socket, as clients write it.
-        log_path: where its log goes.
-        command: of the interpreter; the configuration's path follows.
-        interpreter: it is forked from this one where it is started for the first time, which is cheap; None for a fresh one.
+        address: The address of its Unix socket, as clients write it.
+        log_path: The file of its log.
+        command: The arguments of `python`; the configuration's path follows them.
+        interpreter: The interpreter that the first start is forked from, which is cheap; None for a
+            new one.
     """
 
     config_path: Path
@@ -100,15 +106,19 @@ class Daemon:
     process: subprocess.Popen[bytes] | Forked | None = field(default=None, init=False)
 
     def start(self) -> "Daemon":
-        """Start, and wait until it is ready."""
+        """Starts the daemon, and waits until it is ready."""
         self.log_path.touch()
         begin = self.log_path.stat().st_size
         with self.log_path.open("ab") as log:
             self.process = self._started(log)
         deadline = time.monotonic() + START_DEADLINE_S
         while not any(event["event"] == "ready" for event in self.events(begin)):
-            assert self.process.poll() is None, f"the daemon ended at its start:\n{self.log_path.read_text()}"
-            assert time.monotonic() < deadline, f"the daemon is not ready:\n{self.log_path.read_text()}"
+            assert self.process.poll() is None, (
+                f"the daemon ended at its start:\n{self.log_path.read_text()}"
+            )
+            assert time.monotonic() < deadline, (
+                f"the daemon is not ready:\n{self.log_path.read_text()}"
+            )
             time.sleep(0.02)
         return self
 
@@ -120,25 +130,25 @@ class Daemon:
         return subprocess.Popen([sys.executable, *command], stderr=log, env=environment)
 
     def events(self, begin: int = 0) -> list[dict[str, Any]]:
-        """The events of its log from a byte on."""
+        """Returns the events of its log from a byte on."""
         text = self.log_path.read_bytes()[begin:].decode()
         return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
 
     def stop(self, deadline_s: float = 120.0) -> int:
-        """SIGTERM; gives the exit status."""
+        """Sends SIGTERM, waits, and returns the exit status."""
         assert self.process
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(deadline_s)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL, and waits."""
         assert self.process
         self.process.kill()
         self.process.wait(120)
 
     def reconfigure(self, text: str) -> dict[str, Any]:
-        """Write a new configuration, have it read by SIGHUP, and give what the log says of it."""
+        """Writes a new configuration, sends SIGHUP, and returns the event of the reload."""
         assert self.process
         begin = self.log_path.stat().st_size
         self.config_path.write_text(text)
@@ -152,7 +162,7 @@ class Daemon:
             time.sleep(0.02)
 
     def restart(self) -> "Daemon":
-        """Start again on the same address after `stop` or `kill`."""
+        """Starts again on the same address after `stop` or `kill`."""
         return self.start()
 
 
@@ -161,7 +171,7 @@ StartDaemon = Callable[..., Daemon]
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Interpreter]:
-    """One that has imported a daemon."""
+    """An interpreter that has imported the daemon's modules."""
     interpreter = Interpreter(["gyre_daemon.cli", "gyre_daemon.server", "uvloop", "obstore"])
     yield interpreter
     interpreter.close()
@@ -169,23 +179,35 @@ def interpreter() -> Iterator[Interpreter]:
 
 @pytest.fixture
 def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
-    """`gyred({"datasets": {...}})` starts a daemon on a socket of its own; all are stopped after the test.
+    """`gyred({"datasets": {...}})` starts a daemon on a socket of its own.
 
-    Its indexes go to a folder of the test. `environment` adds variables; `command` is what the interpreter runs.
+    Its indexes go to a folder of the test. `environment` adds variables; `command` is what the
+    interpreter runs. All daemons are stopped after the test.
     """
     daemons: list[Daemon] = []
 
     def start(
-        config: Mapping[str, Any], environment: Mapping[str, str] | None = None, command: Sequence[str] = SERVE
+        config: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = SERVE,
     ) -> Daemon:
         folder = tmp_path / f"daemon-{len(daemons)}"
         folder.mkdir()
         address = f"unix:{folder}/run/gyre.sock"
         config_path = folder / "gyre.toml"
         config_path.write_text(
-            to_toml({"listen": [address], "index_dir": str(folder / "index"), "drain_timeout_s": 3.0, **config})
+            to_toml(
+                {
+                    "listen": [address],
+                    "index_dir": str(folder / "index"),
+                    "drain_timeout_s": 3.0,
+                    **config,
+                }
+            )
         )
-        daemon = Daemon(config_path, address, folder / "log", environment or {}, command, interpreter)
+        daemon = Daemon(
+            config_path, address, folder / "log", environment or {}, command, interpreter
+        )
         daemons.append(daemon)
         return daemon.start()
 
@@ -205,7 +227,12 @@ def token_files(tmp_path: Path) -> Path:
     folder = tmp_path / "tokens"
     folder.mkdir()
     tokens = np.arange(3003, dtype=np.uint16)
-    for name, begin, end in (("a", 0, 1000), ("b", 1000, 1700), ("c", 1700, 1703), ("d", 1703, 3003)):
+    for name, begin, end in (
+        ("a", 0, 1000),
+        ("b", 1000, 1700),
+        ("c", 1700, 1703),
+        ("d", 1703, 3003),
+    ):
         tokens[begin:end].tofile(folder / f"{name}.bin")
     return folder
 
@@ -215,9 +242,9 @@ class S3Server:
     """An S3-compatible server process.
 
     Attributes:
-        endpoint: its URL.
-        storage_settings: the table `[datasets.NAME.storage]` that reaches it.
-        log_path: one line per request.
+        endpoint: The URL of the server.
+        storage_settings: The table `[datasets.NAME.storage]` that reaches it.
+        log_path: The server's log, one line per request.
     """
 
     endpoint: str
@@ -225,19 +252,19 @@ class S3Server:
     log_path: Path
 
     def make_bucket(self, name: str) -> None:
-        """A new bucket; name it after the test, since tests share the server."""
+        """Makes a bucket; name it after the test, because tests share the server."""
         self._client.create_bucket(Bucket=name)
 
     def put(self, bucket: str, key: str, data: bytes) -> None:
-        """Store an object, over one that is there."""
+        """Stores an object, and replaces one that is there."""
         self._client.put_object(Bucket=bucket, Key=key, Body=data)
 
     def delete(self, bucket: str, key: str) -> None:
-        """Remove an object."""
+        """Removes an object."""
         self._client.delete_object(Bucket=bucket, Key=key)
 
     def num_requests(self, method: str, substring: str) -> int:
-        """How many requests of a method with the substring in their path and query the server has answered."""
+        """Returns how many requests of a method, with a text in their path, were answered."""
         requests = re.findall(r'"(?:\x1b\[[\d;]*m)*([A-Z]+) (\S+) HTTP', self.log_path.read_text())
         return sum(verb == method and substring in target for verb, target in requests)
 
@@ -261,7 +288,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     log_path = tmp_path_factory.mktemp("s3") / "log"
     with log_path.open("wb") as log:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-        environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "50"}  # so that listings have several pages
+        # a small page, so that listings have several
+        environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": "50"}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         deadline = time.monotonic() + START_DEADLINE_S

@@ -1,6 +1,7 @@
-"""What two processes can do at all: one copies batches of a file into shared memory, the other reads them; nothing else.
+"""The most that two processes can do.
 
-The transport of large batches is compared with it: nobody's daemon can be faster on this machine, at this moment.
+One copies batches of a file into shared memory, and the other reads them. The transport of large
+batches is compared with this: no daemon can be faster on this machine at this moment.
 """
 
 import contextlib
@@ -21,8 +22,10 @@ from benchmarks.loader.readers import touch
 _WARMUP_BATCHES = 64
 
 
-def bare_copy(path: Path, batch_bytes: int, num_slots: int, duration_s: float) -> tuple[float, float]:
-    """Bytes/s, and processor seconds of the process that copies for each 10^9 bytes."""
+def bare_copy(
+    path: Path, batch_bytes: int, num_slots: int, duration_s: float
+) -> tuple[float, float]:
+    """Return bytes/s, and CPU seconds of the copying process per 10^9 bytes."""
     ring = os.memfd_create("ring")
     os.ftruncate(ring, num_slots * batch_bytes)
     ours, theirs = socket.socketpair()
@@ -57,9 +60,13 @@ def main() -> None:
     """Copy batch after batch, in some order, as slots become free, until the reader hangs up."""
     batch_bytes, num_slots, ring, connection = map(int, sys.argv[2:])
     with Path(sys.argv[1]).open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        mapping = mmap.mmap(
+            file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ
+        )
     source = np.frombuffer(mapping, np.uint8).reshape(-1, batch_bytes)
-    target = np.frombuffer(mmap.mmap(ring, num_slots * batch_bytes), np.uint8).reshape(num_slots, batch_bytes)
+    target = np.frombuffer(mmap.mmap(ring, num_slots * batch_bytes), np.uint8).reshape(
+        num_slots, batch_bytes
+    )
     order = np.random.default_rng(0).permutation(len(source)).tolist()
     num_free, num_copied = num_slots, 0
     with socket.socket(fileno=connection) as reader, contextlib.suppress(BrokenPipeError):

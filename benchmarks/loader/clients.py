@@ -1,7 +1,10 @@
-"""What a request costs the daemon's processor, by the client that carries it: `python -m benchmarks.loader.clients`.
+"""CPU time of the daemon for one request to object storage, by the client that sends it.
 
-All clients are driven by the daemon's own engine (fair queue, adaptive limit, retries, hedges, placement into memory), which is
-part of the figure. The server is a process of its own, and its answers begin late, so that many requests are in flight.
+`python -m benchmarks.loader.clients`
+
+The daemon's own engine drives all clients (fair queue, adaptive limit, retries, hedges, placement
+into memory), and its time is part of the figure. The server is another process. Its answers begin
+late, so that many requests are in flight.
 """
 
 import argparse
@@ -17,13 +20,13 @@ import uvloop
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Reads, Storage
-from gyre_daemon.storage.engine.endpoint import Endpoint, Terms
+from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.source import Source
-from gyre_daemon.storage.sources.drivers import DriverSource
-from gyre_daemon.storage.sources.objects import ObjectSource
+from gyre_daemon.storage.sources.driver_source import DriverSource
+from gyre_daemon.storage.sources.object_source import ObjectSource
 
 from benchmarks.loader.processes import load_average
 from tests.object_server.process import ObjectServerProcess, object_server
@@ -37,12 +40,13 @@ IN_FLIGHT = (256, 512, 1024)
 
 @dataclass(frozen=True)
 class Client:
-    """One way to carry requests.
+    """One client that carries requests.
 
     Attributes:
-        label: for the table.
-        uri: of the object, given the server's URL.
-        source: instead of the one that the daemon would choose; given the storage's settings and the object's path.
+        label: its name in the table.
+        uri: the object's URI, given the server's URL.
+        source: instead of the one that the daemon would choose; given the storage's settings and
+            the object's path.
     """
 
     label: str
@@ -56,7 +60,8 @@ def _obstore(server: ObjectServerProcess, path: str) -> Source:
 
 
 def _aiohttp(server: ObjectServerProcess, path: str) -> Source:
-    from fsspec.implementations.http import HTTPFileSystem  # noqa: PLC0415  (needs aiohttp, which Gyre does not)
+    # Needs aiohttp, which Gyre does not.
+    from fsspec.implementations.http import HTTPFileSystem  # noqa: PLC0415
 
     return DriverSource(HTTPFileSystem(asynchronous=True, skip_instance_cache=True))
 
@@ -70,10 +75,12 @@ CLIENTS = [
 ]
 
 
-async def measure(client: Client, server: ObjectServerProcess, num_in_flight: int, num_requests: int) -> tuple[float, float]:
-    """Microseconds of processor time per request, and requests per second."""
+async def measure(
+    client: Client, server: ObjectServerProcess, num_in_flight: int, num_requests: int
+) -> tuple[float, float]:
+    """Return microseconds of CPU time per request, and requests per second."""
     with ThreadPoolExecutor(2) as executor:
-        terms = Terms(num_in_flight, 60.0)
+        terms = EndpointOptions(num_in_flight, 60.0)
         opener = StorageOpener(FairExecutor(executor, 2), terms, Metrics())
         uri = client.uri(server.url)
         settings = server.storage_settings if uri.startswith("s3") else {}
@@ -118,20 +125,25 @@ def report(num_rounds: int, num_requests: int) -> str:
                         continue  # aiohttp is not installed
                     results.setdefault((client.label, num_in_flight), []).append(result)
     about = (
-        f"Requests of {SAMPLE_BYTES} bytes, first byte p50 20 ms, p99 200 ms; medians of {num_rounds} interleaved rounds of "
+        f"Requests of {SAMPLE_BYTES} bytes, first byte p50 20 ms, p99 200 ms; medians of "
+        f"{num_rounds} interleaved rounds of "
         f"{num_requests} requests. Load average at the start: {load_before:.1f}."
     )
     lines = [
         about,
         "",
-        "| client | " + " | ".join(f"CPU us per request, {num} in flight" for num in IN_FLIGHT) + " |",
+        "| client | "
+        + " | ".join(f"CPU us per request, {num} in flight" for num in IN_FLIGHT)
+        + " |",
         "|---|" + "---:|" * len(IN_FLIGHT),
     ]
     for client in CLIENTS:
         cells = [results.get((client.label, num)) for num in IN_FLIGHT]
         if all(cells):
             medians = [statistics.median(cpu_us for cpu_us, _ in cell or []) for cell in cells]
-            lines.append(f"| {client.label} | " + " | ".join(f"{cpu_us:.0f}" for cpu_us in medians) + " |")
+            lines.append(
+                f"| {client.label} | " + " | ".join(f"{cpu_us:.0f}" for cpu_us in medians) + " |"
+            )
     return "\n".join(lines)
 
 

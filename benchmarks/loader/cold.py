@@ -1,6 +1,8 @@
-"""Local samples from cold and from hot files, announced to the kernel and not: `python -m benchmarks.loader.cold [FOLDER]`.
+"""Samples/s from cold and hot local files, with and without announcing reads to the kernel.
 
-FOLDER must lie on a real disk; what is measured there is mostly the disk.
+`python -m benchmarks.loader.cold [FOLDER]`
+
+FOLDER must be on a real disk; the benchmark mostly measures that disk.
 """
 
 import asyncio
@@ -18,7 +20,8 @@ import numpy as np
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.local.local import LocalStorage, stat_shard
+from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.readahead import ReadAhead
 from gyre_daemon.storage.shard import Shard
 
@@ -29,14 +32,14 @@ NUM_ROUNDS = 3
 
 
 class Silent(ReadAhead):
-    """Announces nothing: each page that is missed is read by itself."""
+    """Announces nothing, so each missing page is read by itself."""
 
     def announce(self, *_: object) -> int:
         return 0
 
 
 class ByThePage(ReadAhead):
-    """As for a dataset that does not fit into memory."""
+    """Announces single pages, as for a dataset that does not fit into memory."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         super().__init__(shards)
@@ -47,22 +50,32 @@ WAYS = {"silent": Silent, "by the page": ByThePage, "by the grain": ReadAhead}
 
 
 def main() -> None:
-    """Print samples/s over the first twentieth and over the whole of an epoch in random order, cold, and over a hot one."""
+    """Print samples/s in random order: a twentieth of a cold epoch, all of it, a hot one."""
     folder = sys.argv[1] if len(sys.argv) > 1 else None
     with tempfile.NamedTemporaryFile(prefix="gyre-cold-", dir=folder) as file:
         for seed in range(FILE_BYTES >> 24):
             file.write(np.random.default_rng(seed).bytes(1 << 24))
         os.fsync(file.fileno())
-        print("bytes per sample   announced      cold, first 5 %    ratio   cold, all    ratio        hot    ratio")
+        print(
+            "bytes per sample   announced      cold, first 5 %    ratio   cold, all    ratio     "
+            "   hot    ratio"
+        )
         for size in (2048, 10 << 10, 100 << 10):
             rates = compare(Path(file.name), size)
             for way, its in rates.items():
                 pairs = zip(its, rates["silent"], strict=True)
-                print(f"{size:16}   {way:12}", *(f"{rate:13,.0f} {rate / base:6.2f}" for rate, base in pairs), flush=True)
+                print(
+                    f"{size:16}   {way:12}",
+                    *(f"{rate:13,.0f} {rate / base:6.2f}" for rate, base in pairs),
+                    flush=True,
+                )
 
 
 def compare(path: Path, size: int) -> dict[str, list[float]]:
-    """Of each way the medians of the rounds, interleaved: cold first part, cold epoch, hot epoch."""
+    """Return the medians of interleaved rounds for each way.
+
+    Each has three: the first part of a cold epoch, all of it, a hot epoch.
+    """
     rates: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(NUM_ROUNDS):
         for way, kind in WAYS.items():
@@ -71,11 +84,14 @@ def compare(path: Path, size: int) -> dict[str, list[float]]:
             first, whole = asyncio.run(epoch(path, size, kind))
             _, hot = asyncio.run(epoch(path, size, kind))
             rates[way].append((first, whole, hot))
-    return {way: [statistics.median(column) for column in zip(*its, strict=True)] for way, its in rates.items()}
+    return {
+        way: [statistics.median(column) for column in zip(*its, strict=True)]
+        for way, its in rates.items()
+    }
 
 
 async def epoch(path: Path, size: int, kind: type[ReadAhead]) -> tuple[float, float]:
-    """Samples/s over the first twentieth and over all, with four jobs in flight."""
+    """Return samples/s over the first twentieth and over all, with four jobs in flight."""
     num_samples = FILE_BYTES // size
     starts = np.random.default_rng(0).permutation(num_samples) * size
     per_job = JOB_BYTES // size
@@ -92,7 +108,16 @@ async def epoch(path: Path, size: int, kind: type[ReadAhead]) -> tuple[float, fl
                 start = starts[begin : begin + per_job]
                 target = (memory.ctypes.data + np.arange(len(start)) * size).astype(np.uint64)
                 zeros = np.zeros(len(start), np.int64)
-                await storage.read(Reads(zeros, start, np.full(len(start), size), target, np.arange(len(start)), (memory,)))
+                await storage.read(
+                    Reads(
+                        zeros,
+                        start,
+                        np.full(len(start), size),
+                        target,
+                        np.arange(len(start)),
+                        (memory,),
+                    )
+                )
                 ends.append(time.perf_counter() - began)
 
         async with asyncio.TaskGroup() as group:

@@ -1,6 +1,8 @@
-"""Gyre beside the loaders that people use: same data, same machine, one run, rounds interleaved; ratios of medians.
+"""Gyre beside the loaders that people use: same data, same machine, interleaved rounds.
 
-python -m benchmarks.loader.compare [--full] [--save docs/benchmarks/NAME.md]
+The report gives ratios of medians.
+
+`python -m benchmarks.loader.compare [--full] [--save docs/benchmarks/NAME.md]`
 """
 
 import argparse
@@ -13,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
-from gyre_client.wire import dataset_ref
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.requests import dataset_ref
 
 from benchmarks.loader.data import FULL, SHORT, Scale, Workload, workloads
 from benchmarks.loader.markdown import table
@@ -67,20 +69,25 @@ HEADLINE = (
     "files, MiB",
 )
 LEGEND = """\
-Samples/s are of each job; rates are compared with the fastest DataLoader of as many jobs among its numbers of workers.
+Samples/s are those of each job. They are compared with the fastest DataLoader of as many jobs,
+among its numbers of workers.
 
-* *Plain* is the DataLoader as tutorials have it: `__getitems__` returns a list of samples, which are then collated.
-* *Tuned* is the fastest form that we know: a batch is one gather into one tensor (tokens: `np.take` on the mapped file; tar:
-  mapped shards, one copy per sample), indices are arrays, nothing is collated. StatefulDataLoader has this form.
+* *Plain* is the DataLoader as tutorials have it: `__getitems__` returns a list of samples, which
+  are then collated.
+* *Tuned* is the fastest form that we know. A batch is one gather into one tensor: `np.take` on the
+  mapped token file, or one copy per sample from mapped tar shards. Indices are arrays, and nothing
+  is collated. StatefulDataLoader has this form.
 * RINAS has a pool of 32 threads in each worker, and samples in order of arrival.
-* Webdataset shuffles by a buffer of 2,000 samples over 16 shards, mosaicml-streaming as it does by default, in its own format
-  (converted before). All others read a full shuffle by random access.
+* webdataset shuffles with a buffer of 2,000 samples over 16 shards. mosaicml-streaming shuffles as
+  it does by default, in its own format (converted before). All others read a full shuffle by random
+  access.
 
-The first batch is timed from nothing but imported modules; a DataLoader reads the headers of all tar shards first, Gyre's
-daemon has an index. Processor time is of the job with its workers, and of the daemon. A loader that gives memory back to the
-system after each batch pays a page fault for each 4 KiB that it takes again; whether it does depends on what its allocator saw
-before. Memory is that of all processes of all jobs and the daemon, each shared page counted once (PSS); *files* are pages of
-mapped files, which the page cache holds anyway.
+The first batch is timed from nothing but imported modules. A DataLoader first reads the headers of
+all tar shards; Gyre's daemon has an index. CPU time is that of the job with its workers, and that
+of the daemon. A loader that returns memory to the system after each batch pays a page fault for
+each 4 KiB that it takes again; whether it does depends on its allocator's history. Memory is that
+of all processes of all jobs and the daemon, each shared page counted once (PSS). *Files* are pages
+of mapped files, which the page cache holds anyway.
 """
 
 
@@ -89,10 +96,10 @@ class Form:
     """How thorough a comparison is.
 
     Attributes:
-        scale: of the data.
+        scale: the size of the data.
         contenders: in the order of the table.
-        num_rounds: of which medians are taken.
-        duration_s: that each contender reads in a round.
+        num_rounds: rounds, whose medians count.
+        duration_s: how long each contender reads in a round.
     """
 
     scale: Scale
@@ -126,14 +133,21 @@ def report(sets: Sequence[Workload], rates: Rates) -> list[str]:
 
 
 def best(results: Mapping[Contender, Result], kind: str, num_jobs: int) -> float:
-    """Samples/s of the fastest contender of a kind with so many jobs, whatever its number of workers."""
-    rates = [its["samples_per_s"] for each, its in results.items() if each.kind == kind and each.num_jobs == num_jobs]
+    """Samples/s of the fastest contender of a kind with `num_jobs` jobs, over all worker counts."""
+    rates = [
+        its["samples_per_s"]
+        for each, its in results.items()
+        if each.kind == kind and each.num_jobs == num_jobs
+    ]
     return max(rates, default=float("nan"))
 
 
 def _row(contender: Contender, results: Mapping[Contender, Result]) -> tuple[str, ...]:
     its = results[contender]
-    ratios = [its["samples_per_s"] / best(results, kind, contender.num_jobs) for kind in ("plain", "tuned")]
+    ratios = [
+        its["samples_per_s"] / best(results, kind, contender.num_jobs)
+        for kind in ("plain", "tuned")
+    ]
     return (
         contender.label,
         f"{its['samples_per_s']:,.0f}",
@@ -148,15 +162,18 @@ def _row(contender: Contender, results: Mapping[Contender, Result]) -> tuple[str
 
 
 def _make_index(workload: Workload, server: Daemon) -> None:
-    """The daemon has its index."""
+    """Let a daemon build the index."""
     with Connection(parse_address(server.address)) as connection:
         connection.describe(dataset_ref(workload.name))
 
 
 def circumstances(command: str) -> list[str]:
-    """What a reader of the figures must know of the machine."""
+    """Lines that describe the machine."""
     return [
-        f"{datetime.date.today()}, `{command}`, {os.cpu_count()} cores, Python {platform.python_version()}, page cache hot.",
+        (
+            f"{datetime.date.today()}, `{command}`, {os.cpu_count()} cores, Python "
+            f"{platform.python_version()}, page cache hot."
+        ),
         f"Load average at the start: {load_average():.1f}.",
         "",
     ]
@@ -165,12 +182,21 @@ def circumstances(command: str) -> list[str]:
 def main() -> None:
     """Compare on all workloads and print, or save, the tables."""
     parser = argparse.ArgumentParser(description="Gyre's loader beside others.")
-    parser.add_argument("--full", action="store_true", help="all contenders, all data, three longer rounds")
+    parser.add_argument(
+        "--full", action="store_true", help="all contenders, all data, three longer rounds"
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the tables there")
     parsed = parser.parse_args()
     form = FULL_FORM if parsed.full else BRIEF_FORM
-    lines = ["# The loader beside others", "", *circumstances(f"python -m benchmarks.loader.compare {' '.join(sys.argv[1:])}")]
-    rounds = f"{form.num_rounds} interleaved rounds of {form.duration_s:g} s, each after warming up: {WARMUP}"
+    lines = [
+        "# The loader beside others",
+        "",
+        *circumstances(f"python -m benchmarks.loader.compare {' '.join(sys.argv[1:])}"),
+    ]
+    rounds = (
+        f"{form.num_rounds} interleaved rounds of {form.duration_s:g} s, "
+        f"each after warming up: {WARMUP}"
+    )
     lines[-1:] = [f"Medians of {rounds}.", ""]
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         sets = workloads(Path(name), form.scale)

@@ -1,4 +1,7 @@
-"""The data that loaders are compared on: deterministic, made once per folder, and converted for those with their own format."""
+"""The data on which loaders are compared.
+
+It is deterministic, made once per folder, and converted for loaders that have their own format.
+"""
 
 import math
 import tarfile
@@ -27,8 +30,9 @@ class Workload:
         num_samples: in the dataset.
         config: the dataset's table for the daemon.
         tars: a folder of tar shards with the same samples.
-        mds: a folder with the same samples in the streaming library's own format; empty if they were not converted.
-        about: for the report.
+        mds: a folder with the same samples in the streaming library's own format; empty if they
+            were not converted.
+        about: a description for the report.
     """
 
     name: str
@@ -41,11 +45,14 @@ class Workload:
 
     @property
     def is_tokens(self) -> bool:
-        """Samples of one size, of tokens; otherwise of bytes that differ in length."""
+        """Whether samples are tokens of one size; otherwise they are bytes of different lengths."""
         return self.name.startswith("T")
 
     def read_files(self) -> None:
-        """All its files are in the page cache now; systems there are that drop what nobody read for a minute."""
+        """Read all files into the page cache.
+
+        Some systems drop files that nobody read for a minute.
+        """
         for root in {str(self.config["uri"]), self.tars, self.mds} - {""}:
             path = Path(root)
             for file in [path] if path.is_file() else sorted(path.rglob("*")):
@@ -69,7 +76,7 @@ SHORT = Scale(48_000, 6_400, 1_600)
 
 
 def workloads(folder: Path, scale: Scale) -> list[Workload]:
-    """All three, with every form that any loader needs."""
+    """The three workloads, in every form that a loader needs."""
     return [
         tokens(folder, scale.tokens),
         shards(folder, "S10k", scale.small, 10 << 10),
@@ -85,27 +92,43 @@ def tokens(folder: Path, num_samples: int) -> Workload:
     samples = np.memmap(path, np.int32, "r").reshape(-1, SEQUENCE_LENGTH)
     tars = _write_tars(folder / "T-tar", (row.tobytes() for row in samples), num_samples)
     mds = _write_mds(folder / "T-mds", f"ndarray:int32:{SEQUENCE_LENGTH}", iter(samples))
-    config: dict[str, object] = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": SEQUENCE_LENGTH}
+    config: dict[str, object] = {
+        "uri": str(path),
+        "format": "tokens",
+        "dtype": "int32",
+        "sequence_length": SEQUENCE_LENGTH,
+    }
     about = f"{num_samples:,} samples of {SEQUENCE_LENGTH} int32 tokens, one flat file"
     return Workload("T", 64, num_samples, config, tars, mds, about)
 
 
 def write_tokens(path: Path, num_tokens: int) -> None:
-    """A file of int32 tokens whose frequencies fall as a language's do: the r-th token has a share of about 1/r."""
+    """Write int32 tokens whose frequencies fall as those of a language.
+
+    The frequency of the r-th token is about proportional to 1/r.
+    """
     generator = np.random.default_rng(0)
     with path.open("wb") as file:
         for begin in range(0, num_tokens, _TOKENS_AT_ONCE):
-            ranks = np.exp(generator.random(min(_TOKENS_AT_ONCE, num_tokens - begin), np.float32) * math.log(VOCABULARY))
+            ranks = np.exp(
+                generator.random(min(_TOKENS_AT_ONCE, num_tokens - begin), np.float32)
+                * math.log(VOCABULARY)
+            )
             file.write(ranks.astype(np.int32).tobytes())
 
 
 def shards(folder: Path, name: str, num_samples: int, sample_bytes: int) -> Workload:
-    """S: tar shards of incompressible samples, as images are, uniform within a fifth of their mean size."""
+    """S10k or S100k.
+
+    Tar shards of incompressible samples, as images are, uniform within a fifth of their mean size.
+    """
 
     def samples() -> Iterator[bytes]:
         generator = np.random.default_rng(0)
         for _ in range(num_samples):
-            yield generator.bytes(int(generator.integers(sample_bytes * 4 // 5, sample_bytes * 6 // 5)))
+            yield generator.bytes(
+                int(generator.integers(sample_bytes * 4 // 5, sample_bytes * 6 // 5))
+            )
 
     tars = _write_tars(folder / name, samples(), num_samples)
     mds = _write_mds(folder / f"{name}-mds", "bytes", samples())
@@ -115,7 +138,7 @@ def shards(folder: Path, name: str, num_samples: int, sample_bytes: int) -> Work
 
 
 def _write_tars(folder: Path, samples: Iterator[bytes], num_samples: int) -> str:
-    """The samples in equal tar shards, each a member `.bin`; how many are the same in each."""
+    """Write the samples into tar shards of equal numbers of samples, each a member `.bin`."""
     assert num_samples % NUM_SHARDS == 0
     if not folder.exists():
         unfinished = folder.with_suffix(".writing")
@@ -131,14 +154,22 @@ def _write_tars(folder: Path, samples: Iterator[bytes], num_samples: int) -> str
     return str(folder)
 
 
-def _write_mds(folder: Path, encoding: str, samples: Iterable[bytes | npt.NDArray[np.int32]]) -> str:
-    """The samples in the streaming library's format, uncompressed; an empty path where the library is not installed."""
-    from benchmarks.loader.mosaic import streaming  # noqa: PLC0415  (imports torch and much else, in one process only)
+def _write_mds(
+    folder: Path, encoding: str, samples: Iterable[bytes | npt.NDArray[np.int32]]
+) -> str:
+    """Write the samples in the streaming library's format, uncompressed.
+
+    Return an empty path if the library is not installed.
+    """
+    # Imports torch and much else, in one process only.
+    from benchmarks.loader.mosaic import streaming  # noqa: PLC0415
 
     if streaming is None:
         return ""
     if not folder.exists():
-        with streaming.MDSWriter(out=str(folder), columns={"sample": encoding}, size_limit=1 << 26) as writer:
+        with streaming.MDSWriter(
+            out=str(folder), columns={"sample": encoding}, size_limit=1 << 26
+        ) as writer:
             for sample in samples:
                 writer.write({"sample": sample})
     return str(folder)

@@ -1,6 +1,7 @@
-"""The workloads as torch datasets: as tutorials write them, as tuned as we know how, and as the RINAS paper fetches.
+"""The workloads as torch datasets, in three forms.
 
-All of them read by random access, so their order is a full shuffle, as Gyre's is.
+The forms are plain, as tutorials have them; tuned, as fast as we know; and RINAS, as its paper
+fetches. All read by random access, so their order is a full shuffle, as Gyre's is.
 """
 
 import mmap
@@ -21,7 +22,10 @@ RINAS_THREADS = 32
 
 
 class TokenSamples(Dataset[torch.Tensor]):
-    """Plain: the memory-mapped token file; a batch is a list of samples, for the default collation."""
+    """Plain: the memory-mapped token file.
+
+    A batch is a list of samples, for the default collation.
+    """
 
     def __init__(self, path: str, sequence_length: int) -> None:
         self._tokens = np.asarray(np.memmap(path, np.int32, "r")).reshape(-1, sequence_length)
@@ -46,7 +50,10 @@ class TokenBatches(TokenSamples):
 
 
 class TarSamples(Dataset[bytes]):
-    """Plain: samples of tar shards, whose headers were read once, one `pread` each; their collation joins them."""
+    """Plain: samples of tar shards, one `pread` each.
+
+    Headers were read once, and the collation joins the samples.
+    """
 
     def __init__(self, folder: str) -> None:
         self._paths = sorted(Path(folder).glob("*.tar"))
@@ -67,7 +74,7 @@ class TarSamples(Dataset[bytes]):
 
     @cached_property
     def files(self) -> list[int]:
-        """Opened where they are read: in the worker."""
+        """The files, opened in the worker that reads them."""
         return [os.open(path, os.O_RDONLY) for path in self._paths]
 
 
@@ -76,7 +83,7 @@ class TarBatches(TarSamples):
 
     @cached_property
     def mappings(self) -> list[memoryview]:
-        """Of the shards."""
+        """The mappings of the shards."""
         return [memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ)) for file in self.files]
 
     def __getitems__(self, indices: Indices) -> torch.Tensor:  # type: ignore[override]
@@ -90,7 +97,10 @@ class TarBatches(TarSamples):
 
 
 class Rinas:
-    """As the paper fetches (arXiv 2312.02368): a thread per sample of a batch, samples in the order in which they arrive."""
+    """As the paper fetches (arXiv 2312.02368).
+
+    A thread per sample of a batch, samples in the order in which they arrive.
+    """
 
     def __init__(self, samples: TokenSamples | TarSamples) -> None:
         self._samples = samples
@@ -108,10 +118,10 @@ class Rinas:
 
 
 def as_is(batch: torch.Tensor) -> torch.Tensor:
-    """Collation of a batch that is a tensor already."""
+    """Collate a batch that is already a tensor."""
     return batch
 
 
 def join(samples: list[bytes]) -> torch.Tensor:
-    """Collation of samples of different lengths: all bytes back to back."""
+    """Collate samples of different lengths: all bytes back to back."""
     return torch.frombuffer(bytearray(b"".join(samples)), dtype=torch.uint8)

@@ -1,13 +1,18 @@
-"""A batch's way to a GPU: plain, through pinned memory on a stream of its own, and straight out of a registered arena.
+"""Three ways of copying a batch to a GPU.
+
+They are a plain copy, a copy through pinned memory on a stream of its own, and a copy from an arena
+that is registered with CUDA.
 
     python -m benchmarks.loader.device
 
-All ways in one run, interleaved, medians; each step copies a batch and computes on the device for about as long as the plain
-copy takes. Without a GPU it says so, and nothing is measured.
+All ways run in one process, interleaved; the results are medians. Each step copies a batch and
+computes on the device for about as long as the plain copy takes. Without a GPU the script says so
+and measures nothing.
 
-Registering with CUDA pins the arena's pages. A private mapping cannot be registered: pinned for writing it gets copies of its
-pages, which the daemon never fills again. So the arena is mapped a second time, shared and for reading only, which its seals
-allow, and registered with `cudaHostRegisterReadOnly`; a driver that cannot do that says so, and its row reads `missing`.
+Registering with CUDA pins the arena's pages. A private mapping cannot be registered: pinning it for
+writing would give it copies of its pages, which the daemon never fills again. So the arena is
+mapped a second time, shared and read-only, which its seals allow, and registered with
+`cudaHostRegisterReadOnly`. If a driver cannot do that, its row reads `missing`.
 """
 
 import fcntl
@@ -21,7 +26,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
-from gyre_client.device import CudaCopier
+from gyre_client.batches.device import CudaTransfer
 
 SIZES_BYTES = (1 << 20, 8 << 20, 64 << 20)
 NUM_SLOTS = 4
@@ -34,27 +39,40 @@ Way = Callable[[Memory], torch.Tensor]
 
 
 def arena(num_bytes: int) -> tuple[list[Memory], list[Memory]]:
-    """The slots of a sealed memory file, as a client maps them (private), and shared for reading only."""
+    """The slots of a sealed memory file, mapped privately as by a client, and shared read-only."""
     descriptor = os.memfd_create("gyre-benchmark", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.posix_fallocate(descriptor, 0, num_bytes * NUM_SLOTS)
     filling = mmap.mmap(descriptor, num_bytes * NUM_SLOTS)
     np.frombuffer(filling, np.uint8)[:] = 7
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE)
-    private = mmap.mmap(descriptor, num_bytes * NUM_SLOTS, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    shared = mmap.mmap(descriptor, num_bytes * NUM_SLOTS, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    fcntl.fcntl(
+        descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+    )
+    private = mmap.mmap(
+        descriptor,
+        num_bytes * NUM_SLOTS,
+        flags=mmap.MAP_PRIVATE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+    )
+    shared = mmap.mmap(
+        descriptor, num_bytes * NUM_SLOTS, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+    )
     os.close(descriptor)
     return slots(private, num_bytes), slots(shared, num_bytes)
 
 
 def slots(mapping: mmap.mmap, num_bytes: int) -> list[Memory]:
-    return [np.frombuffer(mapping, np.uint8, num_bytes, slot * num_bytes) for slot in range(NUM_SLOTS)]
+    return [
+        np.frombuffer(mapping, np.uint8, num_bytes, slot * num_bytes) for slot in range(NUM_SLOTS)
+    ]
 
 
 def register(memory: list[Memory]) -> str:
-    """Pin the slots' pages for the device; gives the driver's complaint, or nothing."""
+    """Pin the slots' pages for the device; return the driver's error, or nothing."""
     num_bytes = sum(map(len, memory))
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    outcome = runtime.cudaHostRegister(memory[0].ctypes.data, num_bytes, CUDA_HOST_REGISTER_READ_ONLY)
+    outcome = runtime.cudaHostRegister(
+        memory[0].ctypes.data, num_bytes, CUDA_HOST_REGISTER_READ_ONLY
+    )
     return "" if int(outcome) == 0 else str(outcome)
 
 
@@ -67,8 +85,8 @@ def plain(memory: Memory) -> torch.Tensor:
 
 
 def through_pinned(device: torch.device) -> Way:
-    copier = CudaCopier(device)
-    return lambda memory: copier.begin(memory).result()
+    transfer = CudaTransfer(device)
+    return lambda memory: transfer.begin(memory).result()
 
 
 def from_registered(device: torch.device) -> Way:
@@ -87,7 +105,7 @@ def from_registered(device: torch.device) -> Way:
 
 
 def run(way: Way, memory: list[Memory], compute: Callable[[], None]) -> float:
-    """Seconds per step: the copy of the next batch is begun before this one is computed with."""
+    """Return seconds per step; the next batch's copy begins before this one's computation."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     following = way(memory[0])
@@ -100,7 +118,7 @@ def run(way: Way, memory: list[Memory], compute: Callable[[], None]) -> float:
 
 
 def compute_for(seconds: float) -> Callable[[], None]:
-    """A computation on the device that takes about so long."""
+    """A computation on the device that takes about `seconds`."""
     matrix = torch.rand(2048, 2048, device="cuda")
     matrix @ matrix
     torch.cuda.synchronize()
@@ -118,12 +136,15 @@ def compute_for(seconds: float) -> Callable[[], None]:
 
 
 def measure(num_bytes: int) -> Mapping[str, float | str]:
-    """By way, seconds per step; or why it is missing."""
+    """Return seconds per step of each way, or why it is missing."""
     device = torch.device("cuda", torch.cuda.current_device())
     private, shared = arena(num_bytes)
     copy_s = run(plain, private, lambda: None)
     compute = compute_for(copy_s)
-    ways: dict[str, tuple[Way, list[Memory]]] = {"plain": (plain, private), "pinned": (through_pinned(device), private)}
+    ways: dict[str, tuple[Way, list[Memory]]] = {
+        "plain": (plain, private),
+        "pinned": (through_pinned(device), private),
+    }
     complaint = register(shared)
     if not complaint:
         ways["registered"] = (from_registered(device), shared)
@@ -134,7 +155,9 @@ def measure(num_bytes: int) -> Mapping[str, float | str]:
     if not complaint:
         torch.cuda.synchronize()
         unregister(shared)
-    medians: dict[str, float | str] = {name: statistics.median(seconds) for name, seconds in times.items()}
+    medians: dict[str, float | str] = {
+        name: statistics.median(seconds) for name, seconds in times.items()
+    }
     return medians if not complaint else {**medians, "registered": complaint}
 
 
@@ -142,7 +165,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("missing: torch sees no CUDA device here, so nothing was measured")
         return 1
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ms per step of one copy and as much computation\n")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ms per step of one copy and "
+        "as much computation\n"
+    )
     print(f"{'BATCH':>8}  {'WAY':<10}  {'MS':>8}  {'OF PLAIN':>8}")
     for num_bytes in SIZES_BYTES:
         found = measure(num_bytes)
@@ -150,7 +176,10 @@ def main() -> int:
             if isinstance(seconds, str):
                 print(f"{num_bytes >> 20:>4} MiB  {name:<10}  missing: {seconds}")
             else:
-                print(f"{num_bytes >> 20:>4} MiB  {name:<10}  {seconds * 1e3:>8.3f}  {seconds / float(found['plain']):>8.2f}")
+                print(
+                    f"{num_bytes >> 20:>4} MiB  {name:<10}  {seconds * 1e3:>8.3f}  "
+                    f"{seconds / float(found['plain']):>8.2f}"
+                )
     return 0
 
 

@@ -1,4 +1,7 @@
-"""What more samples cost: `python -m benchmarks.loader.growth`. Token files are sparse, so that 10^9 samples fit anywhere."""
+"""What more samples cost: `python -m benchmarks.loader.growth`.
+
+Token files are sparse, so 10^9 samples fit on any disk.
+"""
 
 import argparse
 import statistics
@@ -35,9 +38,9 @@ class Size:
     """What a dataset of one size costs.
 
     Attributes:
-        num_samples: of it.
-        index_s: from the daemon's first word of it until it is described.
-        first_batch_s: of a session once it is open; median.
+        num_samples: samples of the dataset.
+        index_s: seconds until a new daemon has described it.
+        first_batch_s: seconds to the first batch of a session; median.
         daemon_bytes: the daemon's own memory after some hundred batches, over that of an idle one.
         ns_per_position: of the permutation, computed in blocks.
     """
@@ -51,7 +54,13 @@ class Size:
 
 def report(sizes: Sequence[Size]) -> list[str]:
     """A table, as Markdown."""
-    head = ("samples", "dataset opened in, ms", "first batch, ms", "daemon's memory over idle, MiB", "ns per position")
+    head = (
+        "samples",
+        "dataset opened in, ms",
+        "first batch, ms",
+        "daemon's memory over idle, MiB",
+        "ns per position",
+    )
     rows = [
         (
             f"{size.num_samples:,}",
@@ -66,7 +75,7 @@ def report(sizes: Sequence[Size]) -> list[str]:
 
 
 def grow_tokens(folder: Path, counts: Sequence[int]) -> list[Size]:
-    """`tokens` datasets of these sizes."""
+    """Measure `tokens` datasets of these sizes."""
     sizes = []
     for count in counts:
         path = folder / f"sparse-{count}.bin"
@@ -79,7 +88,7 @@ def grow_tokens(folder: Path, counts: Sequence[int]) -> list[Size]:
 
 
 def grow_tars(folder: Path, counts: Sequence[int]) -> list[Size]:
-    """`webdataset` datasets of these sizes, indexed before: samples of 100 bytes in one shard."""
+    """Measure indexed `webdataset` datasets of these sizes: 100-byte samples in one shard."""
     sizes = []
     for count in counts:
         path = folder / f"small-{count}.tar"
@@ -99,7 +108,9 @@ def _measure(folder: Path, num_samples: int, config: dict[str, object]) -> Size:
     with daemon(folder, {"it": config}) as server:
         idle = server.memory_bytes()
         began = time.perf_counter()
-        with Loader("it", batch_size=BATCH_SIZE, address=server.address, token_dtype="stored") as loader:
+        with Loader(
+            "it", batch_size=BATCH_SIZE, address=server.address, token_dtype="stored"
+        ) as loader:
             index_s = time.perf_counter() - began
             for _ in range(NUM_BATCHES):
                 next(loader)
@@ -107,7 +118,11 @@ def _measure(folder: Path, num_samples: int, config: dict[str, object]) -> Size:
         times = [_first_batch_s(server.address) for _ in range(NUM_WARM + NUM_SESSIONS)]
         first = statistics.median(times[NUM_WARM:])
     size = Size(num_samples, index_s, first, held, _ns_per_position(num_samples))
-    print(f"  {config['format']}  {num_samples:,} samples  {first * 1e3:.1f} ms", file=sys.stderr, flush=True)
+    print(
+        f"  {config['format']}  {num_samples:,} samples  {first * 1e3:.1f} ms",
+        file=sys.stderr,
+        flush=True,
+    )
     return size
 
 
@@ -136,7 +151,9 @@ def main() -> None:
     parsed = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
-        print("\n".join(report(grow_tokens(Path(name), FULL_SIZES if parsed.full else BRIEF_SIZES))))
+        print(
+            "\n".join(report(grow_tokens(Path(name), FULL_SIZES if parsed.full else BRIEF_SIZES)))
+        )
         if parsed.full:
             print("\n".join(report(grow_tars(Path(name), TAR_SIZES))))
 

@@ -1,4 +1,4 @@
-"""Whether batches are, bit for bit, what a plain reader would make, and how soon the first one comes.
+"""Checks that batches equal those of a plain reader, bit for bit, and times the first batch.
 
 `python -m benchmarks.loader.identical`
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from gyre_client import Loader
-from gyre_daemon.order.plan import Order, Plan
+from gyre_daemon.order.planner import BatchPlanner, Order
 
 from benchmarks.loader.data import SEQUENCE_LENGTH, SHORT, Workload, workloads
 from benchmarks.loader.markdown import table
@@ -25,13 +25,14 @@ SEED = 20_261_121
 
 @dataclass(frozen=True)
 class Sameness:
-    """What was compared on one workload.
+    """The comparison on one workload.
 
     Attributes:
         workload: its name.
-        num_batches: that were equal in every tensor, byte by byte; all that were compared.
-        num_bytes: of them.
-        first_batch_s: from `Loader(...)` to its first batch, the index being there; one per session.
+        num_batches: batches compared; all were equal in every tensor, byte by byte.
+        num_bytes: bytes of these batches.
+        first_batch_s: from `Loader(...)` to its first batch, the index being there; one per
+            session.
     """
 
     workload: str
@@ -41,7 +42,7 @@ class Sameness:
 
     @property
     def median_s(self) -> float:
-        """To the first batch."""
+        """The median time to the first batch."""
         return statistics.median(self.first_batch_s)
 
 
@@ -57,7 +58,19 @@ def report(results: list[Sameness]) -> list[str]:
         )
         for its in results
     ]
-    return [*table(("", "batches compared, all equal", "MiB", "open to first batch, ms, median", "slowest"), rows), ""]
+    return [
+        *table(
+            (
+                "",
+                "batches compared, all equal",
+                "MiB",
+                "open to first batch, ms, median",
+                "slowest",
+            ),
+            rows,
+        ),
+        "",
+    ]
 
 
 def verify(workload: Workload, server: Daemon, num_batches: int, num_sessions: int) -> Sameness:
@@ -69,22 +82,36 @@ def verify(workload: Workload, server: Daemon, num_batches: int, num_sessions: i
     field = "tokens" if workload.is_tokens else "bin"
     num_bytes = 0
     workload.read_files()
-    with Loader(workload.name, batch_size=workload.batch_size, seed=SEED, address=server.address) as loader:
+    with Loader(
+        workload.name, batch_size=workload.batch_size, seed=SEED, address=server.address
+    ) as loader:
         for step, (ids, samples) in enumerate(_plain_reader(workload, num_batches)):
             batch = next(loader)
-            assert batch["sample_id"].tolist() == ids, f"{workload.name}, step {step}: other samples"
+            assert batch["sample_id"].tolist() == ids, (
+                f"{workload.name}, step {step}: other samples"
+            )
             got = batch[field].numpy().tobytes()
             assert got == b"".join(samples), f"{workload.name}, step {step}: other bytes"
             if not workload.is_tokens:
                 ends = np.concatenate(([0], np.cumsum([len(sample) for sample in samples])))
-                assert batch[f"{field}.offsets"].tolist() == ends.tolist(), f"{workload.name}, step {step}: other offsets"
+                assert batch[f"{field}.offsets"].tolist() == ends.tolist(), (
+                    f"{workload.name}, step {step}: other offsets"
+                )
             num_bytes += len(got)
-    return Sameness(workload.name, num_batches, num_bytes, [_first_batch_s(workload, server) for _ in range(num_sessions)])
+    return Sameness(
+        workload.name,
+        num_batches,
+        num_bytes,
+        [_first_batch_s(workload, server) for _ in range(num_sessions)],
+    )
 
 
 def _plain_reader(workload: Workload, num_batches: int) -> Iterator[tuple[list[int], list[bytes]]]:
-    """One thread, one sample after another, in order: the sample ids and the bytes of each batch."""
-    plan = Plan(Order("full", "wrap", SEED, workload.batch_size), workload.num_samples)
+    """Yield the sample ids and the bytes of each batch.
+
+    One thread reads one sample after another, in order.
+    """
+    plan = BatchPlanner(Order("full", "wrap", SEED, workload.batch_size), workload.num_samples)
     places = _places(workload)
     for step in range(num_batches):
         ids = plan.batches(step, 1, 0, 1)[0].sample_ids.tolist()
@@ -111,7 +138,9 @@ def _places(workload: Workload) -> list[tuple[Path, int, int]]:
 
 def _first_batch_s(workload: Workload, server: Daemon) -> float:
     began = time.perf_counter()
-    with Loader(workload.name, batch_size=workload.batch_size, seed=SEED, address=server.address) as loader:
+    with Loader(
+        workload.name, batch_size=workload.batch_size, seed=SEED, address=server.address
+    ) as loader:
         next(loader)
         return time.perf_counter() - began
 

@@ -1,7 +1,9 @@
-"""What the daemon itself costs, without gRPC and without a client: `python -m benchmarks.loader.inside`.
+"""What the daemon itself costs, without gRPC and without a client.
 
-A session in this process is read as fast as it can be: planned, laid out, gathered, written into messages, released. The copies
-run in threads beside the event loop, as in a daemon.
+`python -m benchmarks.loader.inside`
+
+A session in this process is read as fast as possible: planned, laid out, gathered, written into
+messages, released. The copies run in threads beside the event loop, as in a daemon.
 """
 
 import asyncio
@@ -21,19 +23,18 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import GyreError
+from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.mapped import Mapped
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.order.plan import Order
+from gyre_daemon.order.planner import Order
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.service import control
-from gyre_daemon.sessions.feed import Machinery
-from gyre_daemon.sessions.news import Sent
 from gyre_daemon.sessions.request import Reader, SessionRequest
-from gyre_daemon.sessions.session import Session, SessionEnvironment
+from gyre_daemon.sessions.session import Sent, Session
+from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
-from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.gather import Addresses, Sizes, gather
 from gyre_daemon.storage.opener import StorageOpener
 
@@ -47,7 +48,7 @@ WARMUP_S, DURATION_S = 0.5, 3.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one batch, in microseconds of processor time.
+    """CPU time of one batch, in microseconds.
 
     Attributes:
         workload: its name.
@@ -68,7 +69,7 @@ class Cost:
 
 @contextmanager
 def client_nearby() -> Iterator[Peer]:
-    """A client on this machine, which is handed arenas and does nothing with them."""
+    """A client on this machine that receives arenas and does nothing with them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         peer = Peer(ours, os.getpid(), os.getuid())
@@ -77,20 +78,21 @@ def client_nearby() -> Iterator[Peer]:
 
 
 class Copies:
-    """Takes the time of the calls that copy samples.
+    """Measures the calls that copy samples.
 
     Attributes:
-        thread_s: processor time of all up to now.
+        thread_s: CPU time of all calls so far.
     """
 
     def __init__(self) -> None:
         self.thread_s = 0.0
 
     def run(self, sources: Addresses, sizes: Sizes, targets: Addresses) -> int | None:
-        """See `gather`."""
+        """Copy as `gather` does, and add the time."""
         began = time.thread_time()
         failed = gather(sources, sizes, targets)
-        self.thread_s += time.thread_time() - began  # what two threads add at once may get lost; that is rare
+        # what two threads add at once may get lost; that is rare
+        self.thread_s += time.thread_time() - began
         return failed
 
 
@@ -111,7 +113,11 @@ async def measure(workload: Workload, folder: Path) -> Cost:
         began, process, loop = time.perf_counter(), time.process_time(), time.thread_time()
         copies.thread_s = 0.0
         num_batches, num_messages = await _read(session, DURATION_S)
-        elapsed_s, process_s, loop_s = time.perf_counter() - began, time.process_time() - process, time.thread_time() - loop
+        elapsed_s, process_s, loop_s = (
+            time.perf_counter() - began,
+            time.process_time() - process,
+            time.thread_time() - loop,
+        )
         table_.close(session.session_id, GyreError("measured"))
     return Cost(
         workload.name,
@@ -123,22 +129,33 @@ async def measure(workload: Workload, folder: Path) -> Cost:
     )
 
 
-async def _open(workload: Workload, folder: Path, workers: FairExecutor) -> tuple[SessionTable, Session]:
+async def _open(
+    workload: Workload, folder: Path, workers: FairExecutor
+) -> tuple[SessionTable, Session]:
     settings = dict(workload.config)
     config = DatasetConfig(str(settings.pop("uri")), str(settings.pop("format")), settings, {})
     metrics = Metrics()
-    opener = StorageOpener(workers, Terms(64, 60.0), metrics)
+    opener = StorageOpener(workers, EndpointOptions(64, 60.0), metrics)
     sidecars = SidecarStore(str(folder / "index"), folder / "index")
     catalog = Catalog({workload.name: config}, opener, sidecars, None, allow_ad_hoc=False)
-    machinery = Machinery(Budget(MEMORY_BYTES), Mapped(MEMORY_BYTES), workers, MEMORY_BYTES // 4, time.monotonic)
-    sessions = SessionTable(SessionEnvironment(machinery, metrics, 30.0), {})
+    resources = DaemonResources(
+        Budget(MEMORY_BYTES),
+        ArenaRegistry(MEMORY_BYTES),
+        workers,
+        metrics,
+        MEMORY_BYTES // 4,
+        30.0,
+    )
+    sessions = SessionTable(resources, {})
     dataset = await catalog.open(*catalog.resolve(workload.name))
     order = Order("full", "wrap", 1, workload.batch_size)
-    return sessions, await sessions.open(SessionRequest(dataset, order, Reader("inside", 0, 1, 1), 0, b"", 0))
+    return sessions, await sessions.open(
+        SessionRequest(dataset, order, Reader("inside", 0, 1, 1), 0, b"", 0)
+    )
 
 
 async def _read(session: Session, duration_s: float) -> tuple[int, int]:
-    """Batches and messages."""
+    """Return the numbers of batches and messages."""
     num_batches = num_messages = 0
     end = time.perf_counter() + duration_s
     while time.perf_counter() < end:
@@ -146,9 +163,9 @@ async def _read(session: Session, duration_s: float) -> tuple[int, int]:
         assert isinstance(first, Sent)
         message = control.batches(session, first)
         message.SerializeToString()
-        num_sent = sum(len(strip.cursors.own) for strip in message.batches.strips)
-        for strip in message.batches.strips:
-            session.release(strip.first_step)
+        num_sent = sum(len(group.cursors.own) for group in message.batches.groups)
+        for group in message.batches.groups:
+            session.release(group.first_step)
         session.add_credit(num_sent)
         num_batches += num_sent
         num_messages += 1
@@ -171,7 +188,18 @@ def report(costs: list[Cost]) -> list[str]:
         for its in costs
     )
     return list(
-        table(("", "samples/s", "CPU us per batch", "event loop", "copy", "else in threads", "batches per message"), rows)
+        table(
+            (
+                "",
+                "samples/s",
+                "CPU us per batch",
+                "event loop",
+                "copy",
+                "else in threads",
+                "batches per message",
+            ),
+            rows,
+        )
     )
 
 

@@ -1,7 +1,7 @@
-"""`streaming`, the library of mosaicml-streaming, or None where it is not installed.
+"""`streaming`, the library of mosaicml-streaming, or None if it is not installed.
 
-It imports its own vision datasets with itself, and these import torchvision, whose published build fits only torch's build for
-GPUs. The comparison uses neither, so they are left out.
+It imports its own vision datasets, and these import torchvision, whose published build works only
+with torch's build for GPUs. The comparison uses neither, so they are left out.
 """
 
 import importlib

@@ -1,9 +1,13 @@
-"""What a fast job loses beside a slow or a stopped one: `python -m benchmarks.loader.neighbours [--out STEM]`.
+"""What a fast job loses beside a slow or a stopped one.
 
-The neighbour reads the same order, and so the same memory, or another one. Each turn opens the fast job anew, a little behind
-its neighbour, and stands between two turns in which it is alone: what counts is the median of the ratios to these. Turns are
-short and many, so that a turn and its neighbours have the same machine. In the beginning of a turn one that shares memory is
-waited for until patience runs out: of that the longest wait is told, and the rate is what follows.
+`python -m benchmarks.loader.neighbours [--out STEM]`.
+
+The neighbour reads the same order, and so the same memory, or another one. Each turn opens the fast
+job again, a little behind its neighbour, between two turns in which it is alone. The result is the
+median of the ratios to these two. Turns are short and many, so that machine noise affects a turn
+and its neighbours alike. At the beginning of a turn the fast job waits for a neighbour that shares
+its memory until that neighbour is detached. The longest of these waits is reported by itself, and
+the rate is that of what follows.
 """
 
 import argparse
@@ -35,10 +39,10 @@ BEGINNING_S = 0.5
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Who else reads.
+    """The job that reads beside the fast one.
 
     Attributes:
-        about: for the table.
+        about: its name in the table.
         seed: SEED for the fast job's order.
         pause_s: after each batch; None to stop after a few.
     """
@@ -58,17 +62,22 @@ NEIGHBOURS = (
 
 @dataclass(frozen=True)
 class Turn:
-    """What the fast job did: its longest wait in the beginning, and samples/s after that."""
+    """The fast job's longest wait at the beginning, and its samples/s after that."""
 
     longest_wait_s: float
     rate: float
 
 
 def live_beside(address: str, pipe: Connection) -> None:
-    """Read as one neighbour after the other, each until the other end of the pipe says something; None ends it."""
+    """Read as one neighbour after the other, each until a message arrives on the pipe.
+
+    None ends the process.
+    """
     torch.set_num_threads(1)
     for seed, pause_s in iter(pipe.recv, None):
-        with Loader("tokens", batch_size=BATCH_SIZE, seed=seed, address=address, job="neighbour") as loader:
+        with Loader(
+            "tokens", batch_size=BATCH_SIZE, seed=seed, address=address, job="neighbour"
+        ) as loader:
             for _ in range(NUM_FIRST):
                 next(loader)
             pipe.send("reading")
@@ -84,13 +93,16 @@ def read_fast(address: str, duration_s: float) -> Turn:
     with Loader("tokens", batch_size=BATCH_SIZE, seed=SEED, address=address, job="fast") as loader:
         for _ in range(NUM_FIRST):
             next(loader)
-        beginning, rest = _arrivals(loader, BEGINNING_S), _arrivals(loader, duration_s - BEGINNING_S)
+        beginning, rest = (
+            _arrivals(loader, BEGINNING_S),
+            _arrivals(loader, duration_s - BEGINNING_S),
+        )
     waits = (after - before for before, after in pairwise(beginning))
     return Turn(max(waits), (len(rest) - 1) * BATCH_SIZE / (rest[-1] - rest[0]))
 
 
 def _arrivals(loader: Loader, duration_s: float) -> list[float]:
-    """When each batch was read, and first of all when that began."""
+    """Return the time of the start and of each batch."""
     times = [time.perf_counter()]
     while times[-1] - times[0] < duration_s:
         next(loader)["tokens"].view(-1)[::16].sum()
@@ -100,7 +112,7 @@ def _arrivals(loader: Loader, duration_s: float) -> list[float]:
 
 @contextmanager
 def neighbour_process(address: str) -> Iterator[Connection]:
-    """See `live_beside`."""
+    """The process of `live_beside`."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(target=live_beside, args=(address, theirs))
@@ -110,8 +122,10 @@ def neighbour_process(address: str) -> Iterator[Connection]:
     process.join()
 
 
-def measure(server: Daemon, num_rounds: int, duration_s: float) -> tuple[list[Turn], dict[Neighbour, list[Turn]]]:
-    """The turns alone, and those beside each neighbour: each one followed by one alone."""
+def measure(
+    server: Daemon, num_rounds: int, duration_s: float
+) -> tuple[list[Turn], dict[Neighbour, list[Turn]]]:
+    """Measure turns alone and beside each neighbour; each is followed by one alone."""
     turns: dict[Neighbour, list[Turn]] = {neighbour: [] for neighbour in NEIGHBOURS}
     with neighbour_process(server.address) as pipe:
         alone = [read_fast(server.address, duration_s)]
@@ -135,14 +149,21 @@ def report(alone: Sequence[Turn], turns: dict[Neighbour, list[Turn]], server: Da
     for index, neighbour in enumerate(NEIGHBOURS):
         around = pairs[index :: len(NEIGHBOURS)]
         ratios = [
-            2 * turn.rate / (before.rate + after.rate) for turn, (before, after) in zip(turns[neighbour], around, strict=True)
+            2 * turn.rate / (before.rate + after.rate)
+            for turn, (before, after) in zip(turns[neighbour], around, strict=True)
         ]
         rows.append(_row(neighbour.about, ratios, turns[neighbour]))
     return [
         *table(head, rows),
         "",
-        f"Alone it read {statistics.median(turn.rate for turn in alone):,.0f} samples/s; `nobody` is a turn to the one before.",
-        f"The daemon's memory was at most {server.peak_bytes >> 20} MiB, of a budget of {server.budget_bytes >> 20} MiB.",
+        (
+            f"Alone it read {statistics.median(turn.rate for turn in alone):,.0f} samples/s; "
+            "`nobody` is a turn to the one before."
+        ),
+        (
+            f"The daemon's memory was at most {server.peak_bytes >> 20} MiB, of a budget of "
+            f"{server.budget_bytes >> 20} MiB."
+        ),
         "",
     ]
 
@@ -155,7 +176,9 @@ def _row(about: str, ratios: Sequence[float], turns: Sequence[Turn]) -> tuple[st
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the table or write it where `--out` says."""
-    parser = argparse.ArgumentParser(description="What a fast job loses beside a slow or a stopped one.")
+    parser = argparse.ArgumentParser(
+        description="What a fast job loses beside a slow or a stopped one."
+    )
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.md")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=1.3, help="of each turn")
@@ -164,13 +187,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         path = Path(name) / "tokens.bin"
         write_tokens(path, NUM_SAMPLES * SEQUENCE_LENGTH)
-        config = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": SEQUENCE_LENGTH}
+        config = {
+            "uri": str(path),
+            "format": "tokens",
+            "dtype": "int32",
+            "sequence_length": SEQUENCE_LENGTH,
+        }
         with daemon(Path(name), {"tokens": config}) as server:
             found = measure(server, parsed.rounds, parsed.seconds)
         lines = report(*found, server)
     if parsed.out:
         command = f"python -m benchmarks.loader.neighbours {' '.join(sys.argv[1:])}"
-        Path(f"{parsed.out}.md").write_text("\n".join(["# Slow neighbours", "", *circumstances(command), "", *lines]))
+        Path(f"{parsed.out}.md").write_text(
+            "\n".join(["# Slow neighbours", "", *circumstances(command), "", *lines])
+        )
     print("\n".join(lines))
 
 

@@ -1,4 +1,7 @@
-"""Whole epochs from object storage by way of the node cache: order `block`, a warm disk cache, two jobs at once."""
+"""Whole epochs from object storage through the node cache.
+
+Order `block`, a warm disk cache, and two jobs at once.
+"""
 
 import sys
 import tempfile
@@ -26,15 +29,15 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Place:
-    """Where T lies.
+    """Where T is stored.
 
     Attributes:
         server: has it, with a latency of its own.
         folder: the same objects as files.
         options: of the dataset's configuration, beside its URI.
-        num_samples: in all.
-        sample_bytes: of each.
-        latency: of the server.
+        num_samples: samples of the dataset.
+        sample_bytes: bytes of each sample.
+        latency: the server's latency.
     """
 
     server: ObjectServerProcess
@@ -46,31 +49,39 @@ class Place:
 
     @property
     def remote(self) -> dict[str, object]:
-        """On the server."""
+        """The dataset on the server."""
         last = len(list(self.folder.iterdir())) - 1
         return {"uri": f"{self.server.url}/data/{{0000..{last:04}}}.bin", **self.options}
 
     @property
     def local(self) -> dict[str, object]:
-        """On this machine's disk."""
+        """The dataset on this machine's disk."""
         return {"uri": f"{self.folder}/*.bin", **self.options}
 
     @property
     def num_bytes(self) -> int:
-        """Of all samples."""
+        """Bytes of all samples."""
         return self.num_samples * self.sample_bytes
 
 
 def measure(place: Place, num_rounds: int) -> dict[str, list[Figures]]:
-    """Of each row of the tables, one set of figures for every round."""
-    found: dict[str, list[Figures]] = {"block": [], "two jobs, full": [], "two jobs, block": [], "local": [], "disk cache": []}
+    """Return one set of figures for every round and row of the tables."""
+    found: dict[str, list[Figures]] = {
+        "block": [],
+        "two jobs, full": [],
+        "two jobs, block": [],
+        "local": [],
+        "disk cache": [],
+    }
     with tempfile.TemporaryDirectory(prefix="gyre-orders-") as folder:
         for seed in range(num_rounds):
             print(f"orders, round {seed + 1}", file=sys.stderr, flush=True)
             place.server.follow(place.latency)
             found["block"].append(_cold(place, Path(folder), [seed], order="block"))
             found["two jobs, full"].append(_cold(place, Path(folder), [seed, seed + 1000]))
-            found["two jobs, block"].append(_cold(place, Path(folder), [seed, seed + 1000], order="block"))
+            found["two jobs, block"].append(
+                _cold(place, Path(folder), [seed, seed + 1000], order="block")
+            )
         for local, warm in _warm(place, Path(folder)):
             found["local"].append(local)
             found["disk cache"].append(warm)
@@ -78,7 +89,7 @@ def measure(place: Place, num_rounds: int) -> dict[str, list[Figures]]:
 
 
 def _cold(place: Place, folder: Path, seeds: Sequence[int], **options: Any) -> Figures:
-    """An epoch of each of some jobs at once, by a daemon whose cache is empty."""
+    """Measure an epoch of several jobs at once, with an empty cache."""
     with daemon(folder, {"T": place.remote}) as serving:
         before = _status(serving)
         cpu_before_s = cpu_s(serving.pids)
@@ -107,7 +118,7 @@ def _cold(place: Place, folder: Path, seeds: Sequence[int], **options: Any) -> F
 
 
 def _warm(place: Place, folder: Path) -> list[tuple[Figures, Figures]]:
-    """Epochs of local files and, in turn, of a disk cache that has all, by one daemon with little memory for blocks."""
+    """Epochs of local files and of a full disk cache in turn; the daemon has little memory."""
     place.server.follow(Script())
     more = [f'cache_dir = "{folder}/cache"', f"cache_memory = {64 << 20}"]
     with daemon(folder, {"remote": place.remote, "local": place.local}, more=more) as serving:
@@ -118,21 +129,33 @@ def _warm(place: Place, folder: Path) -> list[tuple[Figures, Figures]]:
             seed += 1
             if seed == 120:
                 raise RuntimeError("the disk cache does not fill")
-        pairs = [(_epoch(serving, "local", round_), _epoch(serving, "remote", round_)) for round_ in range(DISK_ROUNDS + 1)]
+        pairs = [
+            (_epoch(serving, "local", round_), _epoch(serving, "remote", round_))
+            for round_ in range(DISK_ROUNDS + 1)
+        ]
     return pairs[1:]
 
 
 def _epoch(serving: Daemon, dataset: str, seed: int, **options: Any) -> Figures:
     began, first_batch_s, num_samples = time.perf_counter(), 0.0, 0
-    where: dict[str, Any] = {"address": serving.address, "restart": True}  # nothing is read beyond the epoch
-    with Loader(dataset, batch_size=BATCH_SIZE, seed=seed, tail="drop", **where, **options) as loader:
+    # nothing is read beyond the epoch
+    where: dict[str, Any] = {"address": serving.address, "restart": True}
+    with Loader(
+        dataset, batch_size=BATCH_SIZE, seed=seed, tail="drop", **where, **options
+    ) as loader:
         for batch in loader:
             batch["tokens"].sum()
             first_batch_s = first_batch_s or time.perf_counter() - began
             num_samples += BATCH_SIZE
         elapsed_s = time.perf_counter() - began
-    quality = _quality(serving, dataset, seed, "block" if options.get("order") == "block" else "full")
-    return {"samples_per_s": num_samples / elapsed_s, "first_batch_s": first_batch_s, "quality": quality}
+    quality = _quality(
+        serving, dataset, seed, "block" if options.get("order") == "block" else "full"
+    )
+    return {
+        "samples_per_s": num_samples / elapsed_s,
+        "first_batch_s": first_batch_s,
+        "quality": quality,
+    }
 
 
 def _quality(serving: Daemon, dataset: str, seed: int, order: str) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from gyre_client import Loader
-from gyre_client.own_samples import EndlessShuffle
+from gyre_client.bench.data_loaders import EndlessShuffle
 from torch.utils.data import DataLoader
 
 from benchmarks.loader.datasets import Rinas
@@ -18,16 +18,20 @@ Batches = Iterator[torch.Tensor]
 
 
 def prepare(task: dict[str, Any]) -> Callable[[], Batches]:
-    """All is imported and the daemon knows the dataset; what is returned begins to read."""
+    """Import all and describe the dataset; return a function that begins to read."""
     torch.set_num_threads(1)
     if task["kind"] == "rinas":
         return lambda: _rinas(task)
-    loader = Loader("set", batch_size=task["batch_size"], seed=task["seed"], address=task["address"])
+    loader = Loader(
+        "set", batch_size=task["batch_size"], seed=task["seed"], address=task["address"]
+    )
     return lambda: (batch["tokens"] for batch in loader.stream())
 
 
 def _rinas(task: dict[str, Any]) -> Batches:
-    samples: Any = WebTokens(task["url"], task["num_samples"], task["sample_bytes"], task["object_samples"])
+    samples: Any = WebTokens(
+        task["url"], task["num_samples"], task["sample_bytes"], task["object_samples"]
+    )
     dataset: Any = Rinas(samples)
     sampler: Any = EndlessShuffle(task["num_samples"], task["batch_size"], task["seed"])
     loader: DataLoader[Any] = DataLoader(

@@ -1,4 +1,4 @@
-"""What was found about object storage, as Markdown and as a picture, with a verdict on each target."""
+"""The results about object storage, as Markdown and as a plot, with a verdict on each target."""
 
 import os
 import statistics
@@ -13,7 +13,11 @@ from benchmarks.loader.markdown import table
 
 Result = dict[str, float]
 
-BLOCK, WEBDATASET, MOSAIC = "Gyre, order `block`", "webdataset, 2 workers", "mosaicml-streaming, 2 workers"
+BLOCK, WEBDATASET, MOSAIC = (
+    "Gyre, order `block`",
+    "webdataset, 2 workers",
+    "mosaicml-streaming, 2 workers",
+)
 RINAS, GYRE = "paper-style RINAS, 8 workers", "Gyre"
 UNHEDGED, BARRIER = "Gyre, no second requests", "Gyre, a barrier per batch"
 UNHEDGED_BARRIER = "Gyre, a barrier per batch, no second requests"
@@ -21,13 +25,13 @@ UNHEDGED_BARRIER = "Gyre, a barrier per batch, no second requests"
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one part.
+    """The results of one part.
 
     Attributes:
         part: its name.
         load_before: load average of the last minute before it began.
         rounds: of each reader or row, the figures of every round.
-        text: what else is to be said; the whole of it where there are no rounds.
+        text: a comment; the whole result if there are no rounds.
     """
 
     part: str
@@ -36,17 +40,17 @@ class Findings:
     text: str = ""
 
     def median(self, row: str, figure: str) -> float:
-        """Of a row's rounds."""
+        """The median of a row's rounds."""
         return statistics.median(each[figure] for each in self.rounds[row])
 
     def ratio(self, row: str, other: str, figure: str = "samples_per_s") -> float:
-        """Of one row to another, the median of the rounds' ratios."""
+        """The median of the rounds' ratios of one row to another."""
         pairs = zip(self.rounds[row], self.rounds[other], strict=True)
         return statistics.median(mine[figure] / its[figure] for mine, its in pairs)
 
 
 def write(found: Sequence[Findings], stem: Path | None) -> None:
-    """The report is written with its picture, or printed."""
+    """Write the report with its plot, or print it."""
     lines = report(found, stem.name if stem else "")
     if not stem:
         print("\n".join(line for line in lines if not line.startswith("![")))
@@ -56,16 +60,22 @@ def write(found: Sequence[Findings], stem: Path | None) -> None:
 
 
 def report(found: Sequence[Findings], name: str) -> list[str]:
-    """All of it."""
+    """The whole report."""
     lines = [
         "# Object storage, measured",
         "",
-        f"`python -m benchmarks.loader.objects --full`: {os.cpu_count()} cores, shared by the server, a process of its own.",
+        (
+            f"`python -m benchmarks.loader.objects --full`: {os.cpu_count()} cores, shared by the "
+            "server, a process of its own."
+        ),
         "Its first byte is lognormal, p50 20 ms, p99 200 ms.",
         "",
         "## Verdict",
         "",
-        *table(("target", "wanted", "measured", "holds"), [row for each in found for row in _verdict(each)]),
+        *table(
+            ("target", "wanted", "measured", "holds"),
+            [row for each in found for row in _verdict(each)],
+        ),
         "",
         f"![Samples/s]({name}-rates.png)",
         "",
@@ -79,23 +89,48 @@ def _verdict(found: Findings) -> Iterator[tuple[str, str, str, str]]:
     if found.part == "T":
         yield _at_least("T, `full` cold, to RINAS with 8 workers", 4.0, found.ratio(GYRE, RINAS))
         yield _at_least("T, `full` cold, samples/s", 10_000, found.median(GYRE, "samples_per_s"))
-        yield _at_most("T, first batch after the session opens, s", 0.3, found.median(GYRE, "first_batch_s"))
+        yield _at_most(
+            "T, first batch after the session opens, s", 0.3, found.median(GYRE, "first_batch_s")
+        )
         yield _at_least("T, the window to a barrier per batch", 2.5, found.ratio(GYRE, BARRIER))
-        yield _at_least("T, p99 wait without second requests to with", 2.0, found.ratio(UNHEDGED, GYRE, "p99_wait_s"))
+        yield _at_least(
+            "T, p99 wait without second requests to with",
+            2.0,
+            found.ratio(UNHEDGED, GYRE, "p99_wait_s"),
+        )
         extra = found.ratio(BARRIER, UNHEDGED_BARRIER, "requests_per_sample")
         yield _at_most("T, requests with second ones to without, at the barrier", 1.06, extra)
     if found.part == "S":
-        yield ("S, `full` cold, to RINAS with 8 workers", "-", f"{found.ratio(GYRE, RINAS):.2f}", "-")
+        yield (
+            "S, `full` cold, to RINAS with 8 workers",
+            "-",
+            f"{found.ratio(GYRE, RINAS):.2f}",
+            "-",
+        )
     if found.part == "shards":
         for other in found.rounds.keys() - {BLOCK}:
             yield (f"T, `block` to {other}", "-", f"{found.ratio(BLOCK, other):.2f}", "-")
     if found.part == "orders":
-        yield _at_least("T, `block` cold, samples/s", 30_000, found.median("block", "samples_per_s"))
-        yield _at_least("T, `block`, worst of displacement, spread, mixing", 0.95, found.median("block", "quality"))
-        yield _at_most("T, `block`, bytes read to the data's", 1.05, found.median("block", "bytes_to_data"))
-        yield _at_least("T, from a warm disk cache, to local files", 0.5, found.ratio("disk cache", "local"))
+        yield _at_least(
+            "T, `block` cold, samples/s", 30_000, found.median("block", "samples_per_s")
+        )
+        yield _at_least(
+            "T, `block`, worst of displacement, spread, mixing",
+            0.95,
+            found.median("block", "quality"),
+        )
+        yield _at_most(
+            "T, `block`, bytes read to the data's", 1.05, found.median("block", "bytes_to_data")
+        )
+        yield _at_least(
+            "T, from a warm disk cache, to local files", 0.5, found.ratio("disk cache", "local")
+        )
         for row in ("two jobs, full", "two jobs, block"):
-            yield _at_most(f"T, {row}, different seeds: bytes read to the data's", 1.0, found.median(row, "bytes_to_data"))
+            yield _at_most(
+                f"T, {row}, different seeds: bytes read to the data's",
+                1.0,
+                found.median(row, "bytes_to_data"),
+            )
 
 
 def _at_least(what: str, wanted: float, measured: float) -> tuple[str, str, str, str]:
@@ -103,7 +138,12 @@ def _at_least(what: str, wanted: float, measured: float) -> tuple[str, str, str,
 
 
 def _at_most(what: str, wanted: float, measured: float) -> tuple[str, str, str, str]:
-    return what, f"<= {wanted:,g}", f"{measured:,.3f}", "yes" if round(measured, 3) <= wanted else "**no**"
+    return (
+        what,
+        f"<= {wanted:,g}",
+        f"{measured:,.3f}",
+        "yes" if round(measured, 3) <= wanted else "**no**",
+    )
 
 
 def _section(found: Findings) -> list[str]:
@@ -116,21 +156,33 @@ def _section(found: Findings) -> list[str]:
         return [
             "## T by whole shards",
             "",
-            f"{found.text} Mixing is how far apart in the dataset batch-mates lie, on average; 1 for a uniform shuffle. {load}",
+            (
+                f"{found.text} Mixing is how far apart in the dataset batch-mates lie, on average; "
+                f"1 for a uniform shuffle. {load}"
+            ),
             "",
             *_shards(found),
             "",
         ]
     note = (
-        " Requests per sample count what was prefetched and not taken; CPU is that of reader, workers and daemon, in "
+        " Requests per sample count what was prefetched and not taken; CPU is that of reader, "
+        "workers and daemon, in "
         "microseconds, and the server's beside it. "
     )
-    return [f"## {found.part}: every sample a request", "", found.text + note + load, "", *_readers(found), ""]
+    return [
+        f"## {found.part}: every sample a request",
+        "",
+        found.text + note + load,
+        "",
+        *_readers(found),
+        "",
+    ]
 
 
 def _readers(found: Findings) -> list[str]:
     header = (
-        "reader", "samples/s", "to RINAS", "first batch, s", "p50 wait, ms", "p99 wait, ms", "requests per sample",
+        "reader", "samples/s", "to RINAS", "first batch, s", "p50 wait, ms", "p99 wait, ms",
+        "requests per sample",
         "CPU per sample", "server's CPU per request",
     )  # fmt: skip
     rows = [
@@ -148,13 +200,21 @@ def _readers(found: Findings) -> list[str]:
         for row in found.rounds
     ]
     rates = "; ".join(
-        f"{row} " + ", ".join(f"{each['samples_per_s']:,.0f}" for each in its) for row, its in found.rounds.items()
+        f"{row} " + ", ".join(f"{each['samples_per_s']:,.0f}" for each in its)
+        for row, its in found.rounds.items()
     )
     return [*table(header, rows), "", f"The rounds in their order, samples/s: {rates}."]
 
 
 def _shards(found: Findings) -> list[str]:
-    header = ("reader", "samples/s", "first batch, s", "p99 wait, ms", "mixing", "CPU us per sample")
+    header = (
+        "reader",
+        "samples/s",
+        "first batch, s",
+        "p99 wait, ms",
+        "mixing",
+        "CPU us per sample",
+    )
     rows = [
         (
             row,
@@ -172,7 +232,8 @@ def _shards(found: Findings) -> list[str]:
 def _orders(found: Findings) -> list[str]:
     cold = ("block", "two jobs, full", "two jobs, block")
     header = (
-        "an epoch of T, cold", "samples/s of each job", "first batch, s", "requests", "past the cache", "bytes to data",
+        "an epoch of T, cold", "samples/s of each job", "first batch, s", "requests",
+        "past the cache", "bytes to data",
         "daemon's CPU us per sample",
     )  # fmt: skip
     rows = [
@@ -199,7 +260,10 @@ def _orders(found: Findings) -> list[str]:
     return [
         *table(header, rows),
         "",
-        "Epochs of local files and of a disk cache that has all of T, in turn, with 64 MiB of memory for blocks:",
+        (
+            "Epochs of local files and of a disk cache that has all of T, in turn, with 64 MiB of "
+            "memory for blocks:"
+        ),
         "",
         *table(("where T lies", "samples/s", "to local", "first batch, s"), warm),
     ]
@@ -209,7 +273,13 @@ def plot(found: Sequence[Findings], path: Path) -> None:
     """Samples/s of every reader."""
     mpl.use("Agg")
     shown = [each for each in found if each.part in ("T", "S")]
-    figure, axes = plt.subplots(1, max(1, len(shown)), figsize=(7 * max(1, len(shown)), 3), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1,
+        max(1, len(shown)),
+        figsize=(7 * max(1, len(shown)), 3),
+        layout="constrained",
+        squeeze=False,
+    )
     for axis, each in zip(axes[0], shown, strict=False):
         rows = list(each.rounds)[::-1]
         bars = axis.barh(rows, [each.median(row, "samples_per_s") for row in rows], color="#d1495b")

@@ -1,8 +1,11 @@
-"""Object storage: `python -m benchmarks.loader.objects [--full] [--only PART ...] [--keep FOLDER] [--out STEM]`.
+"""Gyre and RINAS on object storage.
 
-Objects of about 8 MiB lie on a server in a process of its own, whose answers begin late: lognormal, p50 20 ms, p99 200 ms. In
-each round all readers take turns, each in a new process, from nothing but imported modules. There are five parts, each of some
-minutes; what is found is kept in a folder, so that they can be run one by one, and the report is made of all that is there.
+`python -m benchmarks.loader.objects [--full] [--only PART ...] [--keep FOLDER] [--out STEM]`
+
+A server in another process has objects of about 8 MiB. Its answers begin late: lognormal, p50 20
+ms, p99 200 ms. In each round all readers take turns, each in a new process, from nothing but
+imported modules. There are five parts of some minutes each. Results are kept in a folder, so the
+parts can run one by one, and the report uses all results that are there.
 """
 
 import argparse
@@ -33,14 +36,14 @@ FIRST_BYTE = Script(first_byte_p50_s=0.02, first_byte_p99_s=0.2)
 
 @dataclass(frozen=True)
 class Reader:
-    """One way to read.
+    """One reader.
 
     Attributes:
-        label: for the table.
+        label: its name in the table.
         kind: `gyre` or `rinas`; in the part `shards` `block`, `webdataset` or `mosaic`.
         prefetch_batches: the window; 0 for the default.
         hedge: late requests are sent twice.
-        share: of the batches that others take: what is slow need not take all.
+        share: the part of the others' batches that it reads; a slow reader need not read all.
     """
 
     label: str
@@ -55,21 +58,23 @@ READERS = [
     Reader("Gyre"),
     Reader("Gyre, no second requests", hedge=False),
     Reader("Gyre, a barrier per batch", prefetch_batches=1, share=0.1),
-    Reader("Gyre, a barrier per batch, no second requests", prefetch_batches=1, hedge=False, share=0.1),
+    Reader(
+        "Gyre, a barrier per batch, no second requests", prefetch_batches=1, hedge=False, share=0.1
+    ),
 ]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is read, and how much of it.
+    """The dataset and the length of a turn.
 
     Attributes:
         num_samples: in the dataset.
         sample_bytes: of each.
         object_samples: in an object.
         batch_size: samples.
-        num_batches: that a reader takes.
-        num_rounds: of all readers.
+        num_batches: batches that a reader takes.
+        num_rounds: rounds of all readers.
     """
 
     num_samples: int
@@ -81,12 +86,12 @@ class Scale:
 
     @property
     def options(self) -> dict[str, object]:
-        """Of the dataset's configuration."""
+        """Keys of the dataset's configuration."""
         return {"format": "tokens", "dtype": "int32", "sequence_length": self.sample_bytes // 4}
 
     @property
     def num_objects(self) -> int:
-        """In all."""
+        """Number of objects."""
         return -(-self.num_samples // self.object_samples)
 
 
@@ -105,8 +110,13 @@ SHARD_READERS = [
 ]
 
 
-def write_objects(root: Path, num_samples: int, sample_bytes: int = SAMPLE_BYTES, object_samples: int = OBJECT_SAMPLES) -> None:
-    """The tokens in objects below `root/data`."""
+def write_objects(
+    root: Path,
+    num_samples: int,
+    sample_bytes: int = SAMPLE_BYTES,
+    object_samples: int = OBJECT_SAMPLES,
+) -> None:
+    """Write the tokens as objects below `root/data`."""
     whole = root / "tokens"
     root.mkdir()
     write_tokens(whole, num_samples * sample_bytes // 4)
@@ -118,8 +128,10 @@ def write_objects(root: Path, num_samples: int, sample_bytes: int = SAMPLE_BYTES
     whole.unlink()
 
 
-def read(reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale, seed: int) -> Result:
-    """One reader's turn, with a daemon that is new and has the dataset open."""
+def read(
+    reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale, seed: int
+) -> Result:
+    """Run one reader's turn, with a new daemon that has opened the dataset."""
     config: dict[str, object] = {
         "uri": f"{server.url}/data/{{0000..{scale.num_objects - 1:04}}}.bin",
         "cache": reader.kind == "block",
@@ -128,12 +140,28 @@ def read(reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale
     num_batches = round(scale.num_batches * reader.share)
     num_samples = num_batches * scale.batch_size
     with daemon(folder, {"set": {**config, **scale.options}}, more=more) as serving:
-        task = {**asdict(reader), **asdict(scale), "address": serving.address, "url": server.url, "seed": seed}
+        task = {
+            **asdict(reader),
+            **asdict(scale),
+            "address": serving.address,
+            "url": server.url,
+            "seed": seed,
+        }
         task["num_batches"] = num_batches
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.objects", "--task", json.dumps(task)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.loader.objects",
+            "--task",
+            json.dumps(task),
+        ]
         server.forget()
         before_s, server_before_s = cpu_s(serving.pids), cpu_s([server.pid])
-        answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+        answer = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, stdin=subprocess.DEVNULL
+        ).stdout
         daemon_s, server_s = cpu_s(serving.pids) - before_s, cpu_s([server.pid]) - server_before_s
     result: Result = json.loads(answer)
     num_requests = server.counts()["reads"]
@@ -144,8 +172,9 @@ def read(reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale
 
 
 def perform(task: dict[str, object]) -> Result:
-    """In the reader's process: open, read, and say how it went."""
-    from benchmarks.loader import objectreaders, shardreaders  # noqa: PLC0415  (imports torch, in the readers only)
+    """Open and read in the reader's process, and return the figures."""
+    # Imports torch, in the readers only.
+    from benchmarks.loader import objectreaders, shardreaders  # noqa: PLC0415
 
     of_shards = task["kind"] in {reader.kind for reader in SHARD_READERS}
     open_batches = (shardreaders if of_shards else objectreaders).prepare(task)
@@ -166,7 +195,9 @@ def perform(task: dict[str, object]) -> Result:
     elapsed_s = time.perf_counter() - began
     used_s = _own_cpu_s() - cpu_before_s
     later = sorted(waits_s[len(waits_s) // 5 :])
-    found: Result = {"mixing": shardreaders.mixing(ids, int(str(task["num_samples"])))} if of_shards else {}
+    found: Result = (
+        {"mixing": shardreaders.mixing(ids, int(str(task["num_samples"])))} if of_shards else {}
+    )
     return {
         **found,
         "first_batch_s": first_batch_s,
@@ -178,12 +209,14 @@ def perform(task: dict[str, object]) -> Result:
 
 
 def _own_cpu_s() -> float:
-    """Of this process and its workers so far."""
+    """CPU time of this process and its workers so far."""
     return cpu_s(family(os.getpid()))
 
 
-def take_turns(readers: Sequence[Reader], scale: Scale, server: ObjectServerProcess, folder: Path) -> dict[str, list[Result]]:
-    """All rounds of all readers."""
+def take_turns(
+    readers: Sequence[Reader], scale: Scale, server: ObjectServerProcess, folder: Path
+) -> dict[str, list[Result]]:
+    """Run all rounds of all readers."""
     results: dict[str, list[Result]] = {reader.label: [] for reader in readers}
     for round_ in range(scale.num_rounds):
         for reader in readers:
@@ -193,7 +226,7 @@ def take_turns(readers: Sequence[Reader], scale: Scale, server: ObjectServerProc
 
 
 def measure(part: str, folder: Path, *, is_full: bool) -> Findings:
-    """One part."""
+    """Measure one part."""
     load_before = load_average()
     scale = SCALES["S" if part == "S" else "T"][is_full]
     if part == "clients":
@@ -201,21 +234,33 @@ def measure(part: str, folder: Path, *, is_full: bool) -> Findings:
     write_objects(folder / "objects", scale.num_samples, scale.sample_bytes, scale.object_samples)
     if part == "shards":
         subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.shardreaders", str(folder / "objects")], check=True
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "benchmarks.loader.shardreaders",
+                str(folder / "objects"),
+            ],
+            check=True,
         )
         scale = replace(scale, num_batches=scale.num_samples // scale.batch_size)
     with object_server(folder / "objects") as server:
         server.follow(FIRST_BYTE)
         if part == "orders":
             data, latency = folder / "objects" / "data", FIRST_BYTE
-            place = objectorders.Place(server, data, scale.options, scale.num_samples, scale.sample_bytes, latency)
+            place = objectorders.Place(
+                server, data, scale.options, scale.num_samples, scale.sample_bytes, latency
+            )
             return Findings(part, load_before, objectorders.measure(place, scale.num_rounds))
         has_mosaic = importlib.util.find_spec("streaming") is not None
         shard_readers = [each for each in SHARD_READERS if each.kind != "mosaic" or has_mosaic]
         readers = shard_readers if part == "shards" else READERS
         about = (
-            f"{'T' if part == 'shards' else part}: {scale.num_samples:,} samples of {scale.sample_bytes:,} bytes in "
-            f"{scale.num_objects} objects, batch {scale.batch_size}, {scale.num_batches} batches per turn (a tenth with a "
+            f"{'T' if part == 'shards' else part}: {scale.num_samples:,} samples of "
+            f"{scale.sample_bytes:,} bytes in "
+            f"{scale.num_objects} objects, batch {scale.batch_size}, {scale.num_batches} batches "
+            "per turn (a tenth with a "
             f"barrier), medians of {scale.num_rounds} interleaved rounds."
         )
         return Findings(part, load_before, take_turns(readers, scale, server, folder), about)
@@ -224,10 +269,29 @@ def measure(part: str, folder: Path, *, is_full: bool) -> Findings:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the parts that are asked for, and report all that were."""
     parser = argparse.ArgumentParser(description="What object storage promises, measured.")
-    parser.add_argument("--full", action="store_true", help="all of the data, three rounds; otherwise a tenth, once")
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where findings of parts are kept, and found again")
-    parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.md and STEM-rates.png; else print the report")
+    parser.add_argument(
+        "--full", action="store_true", help="all of the data, three rounds; otherwise a tenth, once"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=PARTS,
+        default=PARTS,
+        metavar="PART",
+        help=f"of {', '.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="where findings of parts are kept, and found again",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="STEM",
+        help="write STEM.md and STEM-rates.png; else print the report",
+    )
     parser.add_argument("--task", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.task:
@@ -241,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             findings = measure(part, Path(name) / part, is_full=args.full)
             (keep / f"{part}.json").write_text(json.dumps(asdict(findings)))
         kept = [keep / f"{part}.json" for part in PARTS]
-        objectreport.write([Findings(**json.loads(path.read_text())) for path in kept if path.exists()], args.out)
+        objectreport.write(
+            [Findings(**json.loads(path.read_text())) for path in kept if path.exists()], args.out
+        )
 
 
 if __name__ == "__main__":

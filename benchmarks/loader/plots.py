@@ -1,4 +1,4 @@
-"""The figures as pictures."""
+"""The results as plots."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +17,18 @@ GYRE, OTHER = "#d1495b", "#8d99ae"
 def plot_rates(sets: Sequence[Workload], rates: Rates, path: Path) -> None:
     """Samples/s of every contender, by workload."""
     mpl.use("Agg")
-    figure, axes = plt.subplots(1, len(sets), figsize=(6 * len(sets), 7), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(
+        1, len(sets), figsize=(6 * len(sets), 7), layout="constrained", sharey=True
+    )
     for axis, workload in zip(axes, sets, strict=True):
         contenders = list(rates[workload.name])[::-1]
         values = [rates[workload.name][each]["samples_per_s"] for each in contenders]
         colours = [GYRE if each.kind == "gyre" else OTHER for each in contenders]
         bars = axis.barh([each.label for each in contenders], values, color=colours)
         axis.bar_label(bars, [f" {value:,.0f}" for value in values])
-        axis.set(xlabel="samples/s of each job", title=f"{workload.name}, batch {workload.batch_size}")
+        axis.set(
+            xlabel="samples/s of each job", title=f"{workload.name}, batch {workload.batch_size}"
+        )
         axis.set_xlim(0, max(values) * 1.25)
     figure.savefig(path, dpi=100)
     plt.close(figure)

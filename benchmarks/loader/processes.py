@@ -1,4 +1,4 @@
-"""Processes that are measured: a daemon, and what processes take of processor and memory."""
+"""The processes that are measured: a daemon, and the CPU time and memory of processes."""
 
 import json
 import math
@@ -30,8 +30,8 @@ class Daemon:
         address: of its Unix socket.
         pid: of the process.
         budget_bytes: its `memory_budget`.
-        peak_bytes: the most memory of their own (not mapped files) that it and its copiers had while somebody looked, which
-            is often.
+        peak_bytes: the most memory of their own (not mapped files) that it and its copy workers had
+            while somebody looked, which is often.
     """
 
     address: str
@@ -43,11 +43,15 @@ class Daemon:
 
     @property
     def pids(self) -> list[int]:
-        """Its own and its copiers'."""
+        """The process ids of the daemon and its copy workers."""
         return family(self.pid)
 
     def memory_bytes(self) -> int:
-        """Their own memory now; what copiers have beside the daemon's is looked up once a second, since it takes some ms."""
+        """Memory of their own now.
+
+        What copy workers have beside the daemon's is looked up once a second, since it takes some
+        ms.
+        """
         if time.monotonic() - self._forked_seen_s > FORKED_WATCH_S:
             self._forked_bytes = sum(map(private_bytes, self.pids[1:]))
             self._forked_seen_s = time.monotonic()
@@ -56,13 +60,13 @@ class Daemon:
         return num_bytes
 
     def watch(self, until: threading.Event) -> None:
-        """Look again and again."""
+        """Sample the memory until the end."""
         while not until.wait(WATCH_S):
             self.memory_bytes()
 
     @property
     def within_budget(self) -> bool:
-        """What was seen is no more than the budget and its slack."""
+        """Whether the peak is within the budget and its slack."""
         return self.peak_bytes <= self.budget_bytes + MEMORY_SLACK_BYTES
 
 
@@ -74,19 +78,27 @@ def daemon(
     more: Sequence[str] = (),
     python: str = sys.executable,
 ) -> Iterator[Daemon]:
-    """A daemon that serves these datasets, with `more` lines of configuration; its files are in a folder of its own.
+    """A daemon that serves these datasets, with `more` lines of configuration.
 
-    It is the one that is installed where `python` is.
-
-    Its socket is in the system's folder for temporary files: the path of a socket has 102 bytes at most.
+    Its files are in a folder of its own. It is the `gyred` that is installed beside `python`.
+    Its socket is in the system's folder for temporary files: the path of a socket has 102 bytes at
+    most.
     """
     home = folder / f"daemon-{time.monotonic_ns()}"
     home.mkdir()
     with tempfile.TemporaryDirectory(prefix="gyre-") as sockets, (home / "log").open("wb") as log:
         address = f"unix:{sockets}/gyre.sock"
-        lines = [f'listen = ["{address}"]', f'index_dir = "{folder}/index"', f"memory_budget = {budget_bytes}", *more]
+        lines = [
+            f'listen = ["{address}"]',
+            f'index_dir = "{folder}/index"',
+            f"memory_budget = {budget_bytes}",
+            *more,
+        ]
         for name, config in datasets.items():
-            lines += [f"[datasets.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in config.items())]
+            lines += [
+                f"[datasets.{name}]",
+                *(f"{key} = {json.dumps(value)}" for key, value in config.items()),
+            ]
         (home / "gyre.toml").write_text("\n".join(lines))
         command = [python, "-m", "gyre_daemon", "serve", "--config", str(home / "gyre.toml")]
         process = subprocess.Popen(command, stderr=log)
@@ -120,24 +132,25 @@ def _watched(server: Daemon) -> Iterator[Daemon]:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Processor time of all these so far."""
+    """CPU time of all these processes so far."""
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def page_faults(pids: Sequence[int]) -> int:
-    """How often all these so far touched a page that they had not mapped, and that was in memory or new."""
+    """The minor page faults of all these processes so far."""
     stats = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
-    return sum(int(stat.rpartition(")")[2].split()[7]) for stat in stats)  # see proc_pid_stat(5): minflt
+    # see proc_pid_stat(5): minflt
+    return sum(int(stat.rpartition(")")[2].split()[7]) for stat in stats)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What processes hold, each page that several share counted once (PSS).
+    """Memory of processes; a page that several share counts once (PSS).
 
     Attributes:
         own_bytes: memory that only they need: private pages, and pages that they share.
@@ -149,7 +162,7 @@ class Memory:
 
     @classmethod
     def of(cls, pids: Sequence[int]) -> "Memory":
-        """The sum over all these processes."""
+        """The sum over processes."""
         rollups = [_kib_fields(Path(f"/proc/{pid}/smaps_rollup")) for pid in pids]
         own = sum(fields["Pss_Anon"] + fields["Pss_Shmem"] for fields in rollups)
         return cls(own, sum(fields["Pss_File"] for fields in rollups))
@@ -174,9 +187,13 @@ def private_bytes(pid: int) -> int:
 def _kib_fields(path: Path) -> dict[str, int]:
     """The lines `Name:  123 kB` of a file in /proc, in bytes."""
     lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
+    return {
+        words[0].rstrip(":"): int(words[1]) << 10
+        for words in lines
+        if len(words) == 3 and words[2] == "kB"
+    }
 
 
 def load_average() -> float:
-    """Of the last minute."""
+    """The load average of the last minute."""
     return os.getloadavg()[0]

@@ -1,4 +1,7 @@
-"""Contenders against each other: processes that stay, measured in turns, so that what disturbs one disturbs all alike."""
+"""Contenders in turns.
+
+Each contender is a process that stays, so a disturbance affects all alike.
+"""
 
 import json
 import os
@@ -21,10 +24,10 @@ Result = dict[str, float]
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to read.
+    """One way of reading.
 
     Attributes:
-        label: for tables.
+        label: its name in tables.
         kind: `gyre`, or of the opponents.
         num_workers: of the DataLoader.
         num_jobs: at once.
@@ -45,7 +48,7 @@ class Entry:
     """A contender with its processes and what they did.
 
     Attributes:
-        contender: who.
+        contender: its contender.
         results: one per round, by workload.
         python: what runs its jobs.
         root: of the checkout that its jobs are of; None for this one.
@@ -57,23 +60,30 @@ class Entry:
     root: Path | None = None
     _jobs: list["subprocess.Popen[str]"] = field(default_factory=list)
     _words: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # on standard error
-    _folder: "tempfile.TemporaryDirectory[str]" = field(default_factory=tempfile.TemporaryDirectory)  # some leave locks behind
+    # some leave locks behind
+    _folder: "tempfile.TemporaryDirectory[str]" = field(default_factory=tempfile.TemporaryDirectory)
 
     def start(self, address: str) -> None:
-        """Its processes run and wait."""
+        """Start the processes, which then wait."""
         task = asdict(self.contender) | {"address": address}
         for _ in range(self.contender.num_jobs):
             command = [self.python, "-W", "ignore", "-m", "benchmarks.loader.readers"]
             pipe = subprocess.PIPE
             environment = {**os.environ, "TMPDIR": self._folder.name}
             job = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=self._words, text=True, env=environment, cwd=self.root
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=self._words,
+                text=True,
+                env=environment,
+                cwd=self.root,
             )
             self._jobs.append(job)
             self._say(job, task)
 
     def await_start(self) -> None:
-        """They are ready."""
+        """Wait until the processes are ready."""
         for job in self._jobs:
             self._hear(job)
 
@@ -105,7 +115,7 @@ class Entry:
         return result
 
     def stop(self) -> None:
-        """Its processes are gone."""
+        """End the processes."""
         for job in self._jobs:
             if job.stdin:
                 job.stdin.close()
@@ -118,7 +128,7 @@ class Entry:
         self._folder.cleanup()
 
     def median(self, workload: Workload) -> Result:
-        """Of each figure over the rounds."""
+        """The median of each figure over the rounds."""
         results = self.results[workload.name]
         return {key: statistics.median(result[key] for result in results) for key in results[0]}
 
@@ -142,14 +152,19 @@ class Entry:
         if not line:
             self._words.seek(0)
             raise RuntimeError(
-                f"{self.contender.label} ended with status {job.wait(10)}:\n{self._words.read().decode()[-2000:]}"
+                f"{self.contender.label} ended with status "
+                f"{job.wait(10)}:\n{self._words.read().decode()[-2000:]}"
             )
         answer: Result = json.loads(line)
         return answer
 
 
 def race(
-    sets: Sequence[Workload], contenders: Sequence[Contender], server: Daemon, num_rounds: int, duration_s: float
+    sets: Sequence[Workload],
+    contenders: Sequence[Contender],
+    server: Daemon,
+    num_rounds: int,
+    duration_s: float,
 ) -> dict[str, dict[Contender, Result]]:
     """The medians of all contenders by workload; round by round, one contender after the other."""
     entries = [Entry(contender) for contender in contenders]
@@ -162,9 +177,13 @@ def race(
             for round_ in range(num_rounds):
                 for entry in entries:
                     rate = entry.run(workload, round_, duration_s, server)["samples_per_s"]
-                    about = f"{workload.name}  round {round_ + 1} of {num_rounds}  {entry.contender.label:42}"
+                    turn = f"round {round_ + 1} of {num_rounds}"
+                    about = f"{workload.name}  {turn}  {entry.contender.label:42}"
                     print(f"  {about} {rate:>12,.0f} samples/s", file=sys.stderr, flush=True)
     finally:
         for entry in entries:
             entry.stop()
-    return {workload.name: {entry.contender: entry.median(workload) for entry in entries} for workload in sets}
+    return {
+        workload.name: {entry.contender: entry.median(workload) for entry in entries}
+        for workload in sets
+    }

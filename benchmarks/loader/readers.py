@@ -1,6 +1,7 @@
-"""A process that reads: `python -m benchmarks.loader.readers`. Told what to do by lines of JSON, it answers each with one.
+"""A process that reads: `python -m benchmarks.loader.readers`.
 
-A reader touches every cache line of every batch, as a copy to a device would.
+It receives commands as lines of JSON and answers each with one line. It touches every cache line of
+every batch, as a copy to a device would.
 """
 
 import json
@@ -24,14 +25,22 @@ ROUND_BATCHES = 4  # between two looks at the clock
 
 
 def warmup_s(num_jobs: int) -> float:
-    """How long jobs that begin together read before they are measured: memory is new, workers fetch ahead, windows grow."""
+    """How long jobs that begin together read before they are measured.
+
+    At first memory is new, and workers fetch ahead.
+    """
     return 1.0 + min(num_jobs, 4)
 
 
 def touch(batch: torch.Tensor) -> None:
-    """Read eight bytes of every cache line, as fast as we know how: a strided sum of bytes takes longer than the lines do."""
+    """Read eight bytes of every cache line, as fast as we know how.
+
+    A strided sum of bytes takes longer than the lines do.
+    """
     memory = batch.numpy().reshape(-1).view(np.uint8)
-    np.add.reduce(memory[: len(memory) & -CACHE_LINE_BYTES].view(np.int64)[:: CACHE_LINE_BYTES // 8])
+    np.add.reduce(
+        memory[: len(memory) & -CACHE_LINE_BYTES].view(np.int64)[:: CACHE_LINE_BYTES // 8]
+    )
     memory[-1]  # of a line that is not whole
 
 
@@ -49,19 +58,24 @@ class Reader:
         self._import()
 
     def open(self, fields: dict[str, Any], seed: int) -> dict[str, float]:
-        """Begin to read a workload in an order; returns what the first batch took, from nothing but imported modules."""
+        """Begin to read a workload in an order.
+
+        Returns the time to the first batch, from nothing but imported modules.
+        """
         workload = Workload(**fields)
         self._batch_size = workload.batch_size
         began = time.perf_counter()
         if self._kind == "gyre":
-            self._batches = libraries.gyre(workload, self._address, seed, token_dtype=self._token_dtype)
+            self._batches = libraries.gyre(
+                workload, self._address, seed, token_dtype=self._token_dtype
+            )
         else:
             self._batches = libraries.OPPONENTS[self._kind](workload, self._num_workers, seed)
         touch(next(self._batches))
         return {"first_batch_s": time.perf_counter() - began}
 
     def run(self, duration_s: float) -> dict[str, float]:
-        """Read for a time.
+        """Read for `duration_s`.
 
         Returns:
             samples_per_s, and of this process and its children cpu_s_per_1000 and faults_per_1000.
@@ -79,7 +93,7 @@ class Reader:
         }
 
     def close(self) -> dict[str, float]:
-        """Read no more."""
+        """Stop reading."""
         libraries.close(self._batches)
         return {}
 
@@ -92,9 +106,9 @@ class Reader:
         return num_batches, elapsed_s
 
     def _import(self) -> None:
-        """What the loader needs is imported, which is no part of its time to the first batch."""
+        """Import the loader's modules, which is not part of its time to the first batch."""
         if self._kind == "gyre":
-            import gyre_client.loader  # noqa: F401, PLC0415
+            import gyre_client.loader.loader  # noqa: F401, PLC0415
         elif self._kind == "mosaic":
             import benchmarks.loader.mosaic  # noqa: F401, PLC0415
         elif self._kind == "webdataset":
@@ -104,7 +118,7 @@ class Reader:
 
 
 def main() -> None:
-    """Obey until the standard input ends. The first line says what reads."""
+    """Run commands until the standard input ends. The first line names the loader."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     reader = Reader(json.loads(sys.stdin.readline()))
@@ -112,7 +126,11 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
-        commands: dict[str, Callable[..., dict[str, float]]] = {"open": reader.open, "run": reader.run, "close": reader.close}
+        commands: dict[str, Callable[..., dict[str, float]]] = {
+            "open": reader.open,
+            "run": reader.run,
+            "close": reader.close,
+        }
         answer = commands[command](*arguments)
         print(json.dumps(answer), flush=True)
     os._exit(0)  # workers need no farewell

@@ -1,6 +1,7 @@
-"""What more sessions cost: `python -m benchmarks.loader.sessions`. At most eight processes, each with its sessions in turn.
+"""What more sessions cost: `python -m benchmarks.loader.sessions`.
 
-They read turn after turn until the daemon's memory has stopped growing; the last turn counts.
+At most eight processes, each with its sessions in turn. They read turn after turn until the
+daemon's memory has stopped growing; the last turn counts.
 """
 
 import argparse
@@ -35,7 +36,7 @@ ROUND_BATCHES = 8  # of one session before the next one's turn
 
 @dataclass(frozen=True)
 class Crowd:
-    """What so many sessions did at once.
+    """What a number of sessions did at once.
 
     Attributes:
         num_sessions: open and reading.
@@ -68,21 +69,34 @@ def report(crowds: Sequence[Crowd]) -> list[str]:
     return [*table(head, rows), ""]
 
 
-def crowd(folder: Path, workload: Workload, counts: Sequence[int], duration_s: float) -> tuple[list[Crowd], Daemon]:
-    """All these numbers of sessions, one after the other, on a daemon of their own."""
+def crowd(
+    folder: Path, workload: Workload, counts: Sequence[int], duration_s: float
+) -> tuple[list[Crowd], Daemon]:
+    """Measure these numbers of sessions, one after the other, each on a new daemon."""
     results = []
     with ExitStack() as stack:
         server = stack.enter_context(daemon(folder, {workload.name: workload.config}, BUDGET_BYTES))
-        jobs = [stack.enter_context(_Job(workload, server.address)) for _ in range(min(MAX_PROCESSES, max(counts)))]
+        jobs = [
+            stack.enter_context(_Job(workload, server.address))
+            for _ in range(min(MAX_PROCESSES, max(counts)))
+        ]
         for same_order in (True, False):
             for count in counts:
-                results.append(_together(jobs[: min(MAX_PROCESSES, count)], count, same_order, duration_s, server))
+                results.append(
+                    _together(
+                        jobs[: min(MAX_PROCESSES, count)], count, same_order, duration_s, server
+                    )
+                )
                 rate = results[-1].samples_per_s
-                print(f"  {count} sessions  {rate:,.0f} samples/s in sum", file=sys.stderr, flush=True)
+                print(
+                    f"  {count} sessions  {rate:,.0f} samples/s in sum", file=sys.stderr, flush=True
+                )
     return results, server
 
 
-def _together(jobs: Sequence["_Job"], count: int, same_order: bool, duration_s: float, server: Daemon) -> Crowd:
+def _together(
+    jobs: Sequence["_Job"], count: int, same_order: bool, duration_s: float, server: Daemon
+) -> Crowd:
     share = count // len(jobs)
     for number, job in enumerate(jobs):
         job.say("open", [0 if same_order else number * share + n for n in range(share)])
@@ -94,7 +108,8 @@ def _together(jobs: Sequence["_Job"], count: int, same_order: bool, duration_s: 
             job.say("run", duration_s)
         rates = [job.hear() for job in jobs]
         before, num_bytes = num_bytes, server.memory_bytes()
-        if num_bytes - before < num_bytes // 100:  # to touch new memory takes seconds, and happens once
+        # to touch new memory takes seconds, and happens once
+        if num_bytes - before < num_bytes // 100:
             break
     for job in jobs:
         job.say("close", None)
@@ -108,7 +123,9 @@ class _Job:
 
     def __init__(self, workload: Workload, address: str) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.loader.sessions", "--read"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.say("begin", {"workload": asdict(workload), "address": address})
 
     def __enter__(self) -> "_Job":
@@ -118,18 +135,18 @@ class _Job:
         self._process.communicate(timeout=30)
 
     def say(self, command: str, argument: Any) -> None:
-        """Tell it what to do."""
+        """Send a command."""
         assert self._process.stdin
         print(json.dumps([command, argument]), file=self._process.stdin, flush=True)
 
     def hear(self) -> float:
-        """What it answers."""
+        """Return the answer."""
         assert self._process.stdout
         return float(self._process.stdout.readline())
 
 
 def _read() -> None:
-    """Obey until the standard input ends."""
+    """Run commands until the standard input ends."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     task = json.loads(sys.stdin.readline())[1]
@@ -171,7 +188,15 @@ def main() -> None:
         _read()
     with tempfile.TemporaryDirectory(prefix="gyre-bench-") as name:
         workload = tokens(Path(name), SHORT.tokens)
-        print("\n".join(report(crowd(Path(name), workload, FULL_COUNTS if parsed.full else BRIEF_COUNTS, 1.0)[0])))
+        print(
+            "\n".join(
+                report(
+                    crowd(Path(name), workload, FULL_COUNTS if parsed.full else BRIEF_COUNTS, 1.0)[
+                        0
+                    ]
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

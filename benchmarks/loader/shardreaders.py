@@ -1,8 +1,9 @@
-"""Readers of whole shards from object storage, beside Gyre's order `block`: samples/s, and how well batches are mixed.
+"""Readers of whole shards from object storage, beside Gyre's order `block`.
 
-The first token of a sample is its id. webdataset reads tar shards over HTTP and shuffles by a buffer, mosaicml-streaming copies
-its own shards from S3 to a folder and shuffles as it does by default, each with workers as it recommends. `python -m
-benchmarks.loader.objects --only shards` runs it.
+The results are samples/s, and how well batches are mixed. The first token of a sample is its id.
+webdataset reads tar shards over HTTP and shuffles with a buffer. mosaicml-streaming copies its own
+shards from S3 to a folder and shuffles as it does by default. Each has the number of workers that
+it recommends. `python -m benchmarks.loader.objects --only shards` runs this.
 """
 
 import os
@@ -31,7 +32,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def write_shards(root: Path) -> None:
-    """The objects of `root/data`, the first token of each now its id, also as tar shards, and in MDS if that is there."""
+    """Write ids into the objects of `root/data`; copy them as tar shards, and as MDS if present."""
     (root / "tar").mkdir()
     first = 0
     for number, path in enumerate(sorted((root / "data").iterdir())):
@@ -42,7 +43,9 @@ def write_shards(root: Path) -> None:
         _write_tar(root / "tar" / f"{number:04}.tar", samples)
     if is_installed():
         columns = {"sample": f"ndarray:int32:{SEQUENCE_LENGTH}"}
-        with streaming.MDSWriter(out=str(root / "mds"), columns=columns, size_limit=MDS_SHARD_BYTES) as writer:
+        with streaming.MDSWriter(
+            out=str(root / "mds"), columns=columns, size_limit=MDS_SHARD_BYTES
+        ) as writer:
             for path in sorted((root / "data").iterdir()):
                 for sample in np.fromfile(path, np.int32).reshape(-1, SEQUENCE_LENGTH):
                     writer.write({"sample": sample})
@@ -57,25 +60,38 @@ def _write_tar(path: Path, samples: npt.NDArray[np.int32]) -> None:
 
 
 def prepare(task: dict[str, Any]) -> Callable[[], Batches]:
-    """All is imported; what is returned begins to read."""
+    """Import all, and return a function that begins to read."""
     torch.set_num_threads(1)
     return {"webdataset": _webdataset, "mosaic": _mosaic, "block": _block}[task["kind"]](task)
 
 
 def _webdataset(task: dict[str, Any]) -> Callable[[], Batches]:
-    import webdataset as wds  # noqa: PLC0415  (only where it is measured)
+    # Only where it is measured.
+    import webdataset as wds  # noqa: PLC0415
 
     num_tokens = task["sample_bytes"] // 4
 
     def collate(samples: list[tuple[bytes]]) -> torch.Tensor:
-        joined = torch.frombuffer(bytearray().join(sample for (sample,) in samples), dtype=torch.int32)
+        joined = torch.frombuffer(
+            bytearray().join(sample for (sample,) in samples), dtype=torch.int32
+        )
         return joined.reshape(-1, num_tokens)
 
     num_objects = -(-task["num_samples"] // task["object_samples"])
     urls = [f"{task['url']}/tar/{number:04}.tar" for number in range(num_objects)]
-    pipeline = wds.WebDataset(urls, shardshuffle=len(urls), seed=task["seed"], empty_check=False).repeat().shuffle(WDS_BUFFER)
-    pipeline = pipeline.to_tuple("bin").batched(task["batch_size"], collation_fn=collate, partial=False)
-    return lambda: iter(wds.WebLoader(pipeline, batch_size=None, num_workers=NUM_WORKERS, prefetch_factor=PREFETCHED_BATCHES))
+    pipeline = (
+        wds.WebDataset(urls, shardshuffle=len(urls), seed=task["seed"], empty_check=False)
+        .repeat()
+        .shuffle(WDS_BUFFER)
+    )
+    pipeline = pipeline.to_tuple("bin").batched(
+        task["batch_size"], collation_fn=collate, partial=False
+    )
+    return lambda: iter(
+        wds.WebLoader(
+            pipeline, batch_size=None, num_workers=NUM_WORKERS, prefetch_factor=PREFETCHED_BATCHES
+        )
+    )
 
 
 def _mosaic(task: dict[str, Any]) -> Callable[[], Batches]:
@@ -86,7 +102,8 @@ def _mosaic(task: dict[str, Any]) -> Callable[[], Batches]:
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     streaming.base.util.clean_stale_shared_memory()
-    copied = tempfile.TemporaryDirectory(prefix="gyre-mds-", ignore_cleanup_errors=True)  # its workers may write still
+    # its workers may write still
+    copied = tempfile.TemporaryDirectory(prefix="gyre-mds-", ignore_cleanup_errors=True)
 
     def begin() -> Batches:
         dataset = streaming.StreamingDataset(
@@ -98,7 +115,10 @@ def _mosaic(task: dict[str, Any]) -> Callable[[], Batches]:
             num_canonical_nodes=1,
         )
         loader = streaming.StreamingDataLoader(
-            dataset, batch_size=task["batch_size"], num_workers=NUM_WORKERS, prefetch_factor=PREFETCHED_BATCHES
+            dataset,
+            batch_size=task["batch_size"],
+            num_workers=NUM_WORKERS,
+            prefetch_factor=PREFETCHED_BATCHES,
         )
         with copied:
             for batch in loader:
@@ -108,14 +128,24 @@ def _mosaic(task: dict[str, Any]) -> Callable[[], Batches]:
 
 
 def _block(task: dict[str, Any]) -> Callable[[], Batches]:
-    from gyre_client import Loader  # noqa: PLC0415  (the others fork workers: no thread of gRPC may be there)
+    # The DataLoader's workers are forked: no thread of gRPC may be there.
+    from gyre_client import Loader  # noqa: PLC0415
 
-    loader = Loader("set", batch_size=task["batch_size"], seed=task["seed"], address=task["address"], order="block")
+    loader = Loader(
+        "set",
+        batch_size=task["batch_size"],
+        seed=task["seed"],
+        address=task["address"],
+        order="block",
+    )
     return lambda: (batch["tokens"] for batch in loader.stream())
 
 
 def mixing(batches: list[Ids], num_samples: int) -> float:
-    """How far apart in the dataset two samples of a batch lie, on average; 1 for a uniform shuffle."""
+    """How far apart in the dataset two samples of a batch lie, on average.
+
+    1 for a uniform shuffle.
+    """
     return float(np.mean([batch_quality(ids, ids, num_samples).mixing for ids in batches]))
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong with an object storage, and how a benchmark makes it so and ends it."""
+"""The faults of an object storage, and how the benchmark begins and ends each."""
 
 import contextlib
 import os
@@ -34,24 +34,26 @@ class Scene:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def follow(self, *rules: Rule, key: str = "", issued: str = "") -> None:
-        """Answer as always, but for these rules."""
-        self.server.follow(Script(rules=list(rules), accepted_key=key, issued_key=issued, **FIRST_BYTE_S))
+        """Answer normally, except for these rules."""
+        self.server.follow(
+            Script(rules=list(rules), accepted_key=key, issued_key=issued, **FIRST_BYTE_S)
+        )
 
     def victim(self) -> bytes:
-        """What one of the objects ought to be."""
+        """The correct bytes of one of the objects."""
         return (self.root / VICTIM[1:]).read_bytes()
 
     def stop_server(self) -> None:
-        """Nobody listens any more."""
+        """Stop the server."""
         self._stack.close()
 
     def start_server(self, port: int = 0) -> None:
-        """Listen, at an old place or a new one."""
+        """Start the server, at an old address or a new one."""
         self.server = self._stack.enter_context(object_server(self.root, port=port))
         self.follow()
 
     def restart_server(self) -> None:
-        """Listen again where it did."""
+        """Start the server at its old address."""
         self.start_server(int(self.server.url.rpartition(":")[2]))
 
 
@@ -69,7 +71,8 @@ class Fault:
         duration_s: between the two.
         prepare: before the daemon starts.
         num_samples: in the dataset.
-        is_cached: through the node cache, with a folder on `disk`; otherwise every sample is a request.
+        is_cached: through the node cache, with a folder on `disk`; otherwise every sample is a
+            request.
         storage: settings beside the endpoint; keys by default.
         wants_errors: readers are told, and come back.
     """
@@ -81,12 +84,14 @@ class Fault:
     prepare: Step = lambda scene: scene.follow()
     num_samples: int = 32_768
     is_cached: bool = False
-    storage: Mapping[str, object] = field(default_factory=lambda: {"access_key_id": "test", "secret_access_key": "test"})
+    storage: Mapping[str, object] = field(
+        default_factory=lambda: {"access_key_id": "test", "secret_access_key": "test"}
+    )
     wants_errors: bool = False
 
     @property
     def daemon_lines(self) -> Sequence[str]:
-        """For the daemon's configuration."""
+        """Lines for the daemon's configuration."""
         return _CACHE if self.is_cached else ()
 
 
@@ -95,13 +100,13 @@ def _rules(*rules: Rule) -> Step:
 
 
 def _store_victim(scene: Scene) -> None:
-    """Under an etag that it will have again."""
+    """Store the victim under an etag that it will have again."""
     scene.follow()
     scene.server.put(VICTIM, scene.victim())
 
 
 def _fill_disk(scene: Scene) -> None:
-    """All that is free is taken, and none comes back."""
+    """Take all free space of the disk."""
     with (scene.disk / "filler").open("wb") as filler, contextlib.suppress(OSError):
         while True:
             filler.write(bytes(1 << 20))
@@ -109,7 +114,7 @@ def _fill_disk(scene: Scene) -> None:
 
 
 def _damage_cache(scene: Scene) -> None:
-    """A few bytes in every second block of 256 KiB."""
+    """Damage a few bytes in every second block of 256 KiB."""
     for path in scene.disk.glob("cache/*.blocks"):
         with path.open("r+b") as file:
             for offset in range(1000, path.stat().st_size, 512 << 10):
@@ -118,7 +123,7 @@ def _damage_cache(scene: Scene) -> None:
 
 
 def _expire(scene: Scene) -> None:
-    """The old credentials count no more, and the metadata service has no new ones yet."""
+    """Expire the old credentials while the metadata service has no new ones."""
     scene.follow(key="second", issued="first")
 
 
@@ -161,13 +166,15 @@ FAULTS = [
         num_samples=262_144,
         is_cached=True,
     ),
-    Fault("corrupted cache file", _damage_cache, lambda scene: None, duration_s=0.0, is_cached=True),
+    Fault(
+        "corrupted cache file", _damage_cache, lambda scene: None, duration_s=0.0, is_cached=True
+    ),
 ]
 
 
 @contextmanager
 def scene_of(fault: Fault, folder: Path) -> Iterator[Scene]:
-    """All that a fault needs; it is gone afterwards."""
+    """A context with all that a fault needs."""
     root, disk = folder / f"objects-{fault.num_samples}", folder / "disk"
     if not root.exists():
         write_objects(root, fault.num_samples)
@@ -184,7 +191,9 @@ def scene_of(fault: Fault, folder: Path) -> Iterator[Scene]:
 @contextmanager
 def _small_disk(folder: Path) -> Iterator[None]:
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)], check=True
+    )
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Throughput before, during and after a fault, as numbers, as a page and as a picture."""
+"""Throughput before, during and after a fault: as numbers, as a page and as a plot."""
 
 import textwrap
 from collections import Counter
@@ -15,23 +15,24 @@ from benchmarks.loader.markdown import table
 from benchmarks.loader.plots import GYRE, OTHER
 
 WARM_UP_S = 4.0  # of the job, not counted
-SPAN_S, STRETCH_S = 5.0, 0.5  # throughput is back when it is at the mark at once, and on average for so long
+# throughput is back when it is at the mark at once, and on average for so long
+SPAN_S, STRETCH_S = (5.0, 0.5)
 MARK = 0.95
 
 
 @dataclass
 class Course:
-    """What happened to one job.
+    """The course of one job.
 
     Attributes:
         fault: its name.
-        load: average of the machine at the start.
+        load: load average of the machine at the start.
         begin_s: of the fault, since the job's first batch.
         end_s: of the fault; infinite while it lasts.
         arrivals: time and samples of each batch.
         num_wrong: batches with a wrong byte.
-        errors: that the job was told, each once.
-        requests: of the daemon to the storage, by outcome.
+        errors: errors that the job received, each once.
+        requests: the daemon's requests to the storage, by outcome.
     """
 
     fault: str
@@ -53,7 +54,7 @@ def condensed(arrivals: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def rate(course: Course, begin_s: float, end_s: float) -> float:
-    """Samples/s of a stretch of time."""
+    """Samples/s of an interval."""
     return sum(num for at, num in course.arrivals if begin_s <= at < end_s) / (end_s - begin_s)
 
 
@@ -63,22 +64,28 @@ def before(course: Course) -> float:
 
 
 def recovery_s(course: Course) -> float | None:
-    """How long after the end of the fault throughput is back, and stays for a span; None if it never is."""
+    """How long after the end of the fault throughput has recovered and stays so for a span.
+
+    None if it never recovers.
+    """
     last = course.arrivals[-1][0]
     wanted = MARK * before(course)
     for start in np.arange(course.end_s, last - SPAN_S, 0.1):
-        if min(rate(course, start, start + STRETCH_S), rate(course, start, start + SPAN_S)) >= wanted:
+        if (
+            min(rate(course, start, start + STRETCH_S), rate(course, start, start + SPAN_S))
+            >= wanted
+        ):
             return float(start - course.end_s)
     return None
 
 
 def extra_requests(course: Course) -> float:
-    """Requests beyond the needed ones, of those."""
+    """The number of requests beyond the needed ones."""
     return sum(course.requests.values()) / course.requests["ok"] - 1
 
 
 def table_of(courses: Sequence[Course]) -> list[str]:
-    """One row for each."""
+    """A table with one row for each course."""
     rows = []
     for course in courses:
         back = recovery_s(course)
@@ -98,21 +105,37 @@ def table_of(courses: Sequence[Course]) -> list[str]:
                 ", ".join(course.errors) or "none",
             )
         )
-    header = ("fault", "lasted, s", "before", "during", "after", "after / before", "s to 95 %", "extra requests, %")
+    header = (
+        "fault",
+        "lasted, s",
+        "before",
+        "during",
+        "after",
+        "after / before",
+        "s to 95 %",
+        "extra requests, %",
+    )
     return table((*header, "wrong batches", "errors told to the job"), rows)
 
 
 def page(courses: Sequence[Course], name: str) -> str:
-    """All of it, with the picture."""
+    """The whole page, with the plot."""
     loads = ", ".join(f"{course.load:.1f}" for course in courses)
     about = (
-        f"`python -m benchmarks.loader.storms --out docs/benchmarks/{name}`, in parts, 2 cores, Python 3.11. One job reads "
-        "samples of 2 KiB in batches of 256 under a full shuffle, as fast as it can, and compares every byte. Every "
-        "sample is a request, but for the last two faults, which are of the node cache. The server is a process of its "
-        "own on the same cores; its first byte is lognormal, p50 20 ms, p99 200 ms. Figures are samples/s. Throughput "
-        f"counts as back when it is 95 % of what it was before, at once and on average for {SPAN_S:g} s; 'after' is from "
-        "there on. Extra requests are all that were sent beyond the needed ones over the whole of the run: refused, "
-        "repeated, sent twice, abandoned. A job that is told an error opens a new session at its last batch until it "
+        f"`python -m benchmarks.loader.storms --out docs/benchmarks/{name}`, in parts, 2 cores, "
+        "Python 3.11. One job reads "
+        "samples of 2 KiB in batches of 256 under a full shuffle, as fast as it can, and "
+        "compares every byte. Every "
+        "sample is a request, but for the last two faults, which are of the node cache. The "
+        "server is a process of its "
+        "own on the same cores; its first byte is lognormal, p50 20 ms, p99 200 ms. Figures are "
+        "samples/s. Throughput "
+        "counts as back when it is 95 % of what it was before, at once and on average for "
+        f"{SPAN_S:g} s; 'after' is from "
+        "there on. Extra requests are all that were sent beyond the needed ones over the whole "
+        "of the run: refused, "
+        "repeated, sent twice, abandoned. A job that is told an error opens a new session at its "
+        "last batch until it "
         f"reads on. Load averages at the start: {loads}."
     )
     lines = [
@@ -131,13 +154,17 @@ def plot(courses: Sequence[Course], path: Path) -> None:
     """Samples/s over time, one panel for each fault."""
     mpl.use("Agg")
     num_rows = -(-len(courses) // 2)
-    figure, axes = plt.subplots(num_rows, 2, figsize=(12, 2.2 * num_rows), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        num_rows, 2, figsize=(12, 2.2 * num_rows), layout="constrained", squeeze=False
+    )
     for axis, course in zip(axes.flat, courses, strict=False):
         edges = np.arange(0.0, course.arrivals[-1][0], 0.5)
         at: npt.NDArray[np.float64] = np.array(course.arrivals)
         counts, _ = np.histogram(at[:, 0], edges, weights=at[:, 1])
         axis.stairs(counts / 0.5, edges, color=GYRE)
-        axis.axvspan(course.begin_s, max(course.end_s, course.begin_s + 0.2), color=OTHER, alpha=0.4)
+        axis.axvspan(
+            course.begin_s, max(course.end_s, course.begin_s + 0.2), color=OTHER, alpha=0.4
+        )
         axis.axhline(MARK * before(course), color=OTHER, linestyle=":")
         axis.set(title=course.fault, xlabel="s", ylabel="samples/s", ylim=(0, None))
     for axis in axes.flat[len(courses) :]:

@@ -1,8 +1,11 @@
-"""Faults of an object storage while a job reads: `python -m benchmarks.loader.storms --out docs/benchmarks/NAME [--only TEXT]`.
+"""Faults of an object storage while a job reads.
 
-For each fault a daemon, a job that reads as fast as it can and compares every byte, and the scripted object server: sound for
-some seconds, then the fault, then sound again until throughput is back. Writes NAME.json, which later parts add to, and makes
-NAME.md and NAME.png of all that is in it.
+`python -m benchmarks.loader.storms --out docs/benchmarks/NAME [--only TEXT]`
+
+For each fault there is a daemon, a scripted object server, and a job that reads as fast as it can
+and compares every byte. The server works for some seconds, then has the fault, then works again
+until throughput has recovered. The script writes NAME.json, to which later parts add, and makes
+NAME.md and NAME.png from it.
 """
 
 import argparse
@@ -20,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gyre_client import GyreError, Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 
 from benchmarks.loader import stormreport
 from benchmarks.loader.objects import BATCH_SIZE, SAMPLE_BYTES
@@ -34,7 +37,7 @@ PAUSE_S = 0.2  # of a job that was told, until it tries again
 
 
 class Job:
-    """Reads on, whatever happens, and takes down what comes."""
+    """Reads until the end, whatever happens, and records the batches."""
 
     def __init__(self, fault: Fault, address: str, wanted: npt.NDArray[np.int32]) -> None:
         self.course = Course(fault.name, load_average())
@@ -45,11 +48,11 @@ class Job:
 
     @property
     def now_s(self) -> float:
-        """Since the first batch."""
+        """Seconds since the first batch."""
         return time.monotonic() - self.began if self.began else 0.0
 
     def read(self) -> None:
-        """Until throughput has been back for a while, or does not come back."""
+        """Read until throughput has recovered for a while, or does not recover."""
         while not self._is_over():
             try:
                 self._read_session()
@@ -61,7 +64,14 @@ class Job:
                 time.sleep(PAUSE_S)
 
     def _read_session(self) -> None:
-        with Loader("T", batch_size=BATCH_SIZE, seed=1, job="storm", address=self._address, reattach_timeout_s=1.0) as loader:
+        with Loader(
+            "T",
+            batch_size=BATCH_SIZE,
+            seed=1,
+            job="storm",
+            address=self._address,
+            reattach_timeout_s=1.0,
+        ) as loader:
             if self._state:
                 loader.load_state_dict(self._state)
             try:
@@ -80,20 +90,36 @@ class Job:
 
     def _is_over(self) -> bool:
         since = self.now_s - self.course.end_s
-        return since > MOST_AFTER_S or (since > LEAST_AFTER_S and stormreport.recovery_s(self.course) is not None)
+        return since > MOST_AFTER_S or (
+            since > LEAST_AFTER_S and stormreport.recovery_s(self.course) is not None
+        )
 
 
 def run(fault: Fault, folder: Path) -> Course:
-    """One fault, from a new daemon to its recovery."""
+    """Run one fault, from a new daemon to the recovery."""
     with scene_of(fault, folder) as scene:
-        config: dict[str, object] = {"uri": "s3://data/*.bin", "format": "tokens", "dtype": "int32", "cache": fault.is_cached}
-        settings = {"endpoint": scene.server.url, "region": "us-east-1", "virtual_hosted_style_request": "false"}
+        config: dict[str, object] = {
+            "uri": "s3://data/*.bin",
+            "format": "tokens",
+            "dtype": "int32",
+            "cache": fault.is_cached,
+        }
+        settings = {
+            "endpoint": scene.server.url,
+            "region": "us-east-1",
+            "virtual_hosted_style_request": "false",
+        }
         if not fault.storage:
             settings |= {"metadata_endpoint": scene.server.url, "imdsv1_fallback": "true"}
         config |= {"sequence_length": SAMPLE_BYTES // 4}
         config |= {f"storage.{key}": value for key, value in {**settings, **fault.storage}.items()}
-        lines = [*fault.daemon_lines, *([f'cache_dir = "{scene.disk}/cache"'] if fault.is_cached else [])]
-        wanted = np.concatenate([np.fromfile(path, np.int32) for path in sorted((scene.root / "data").iterdir())])
+        lines = [
+            *fault.daemon_lines,
+            *([f'cache_dir = "{scene.disk}/cache"'] if fault.is_cached else []),
+        ]
+        wanted = np.concatenate(
+            [np.fromfile(path, np.int32) for path in sorted((scene.root / "data").iterdir())]
+        )
         with daemon(folder, {"T": config}, more=lines) as serving:
             job = Job(fault, serving.address, wanted.reshape(-1, SAMPLE_BYTES // 4))
             with _troubled(job, fault, scene):
@@ -104,7 +130,7 @@ def run(fault: Fault, folder: Path) -> Course:
 
 @contextmanager
 def _troubled(job: Job, fault: Fault, scene: Scene) -> Iterator[None]:
-    """The fault comes and goes while the job reads."""
+    """Begin and end the fault while the job reads."""
     is_over = threading.Event()
 
     def trouble() -> None:
@@ -128,7 +154,11 @@ def _troubled(job: Job, fault: Fault, scene: Scene) -> Iterator[None]:
 
 def _requests(address: str) -> dict[str, int]:
     with Connection(parse_address(address)) as connection:
-        return {count.outcome: count.num_requests for count in connection.status().storage if count.kind == "read"}
+        return {
+            count.outcome: count.num_requests
+            for count in connection.status().storage
+            if count.kind == "read"
+        }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,7 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     stored = args.out.with_suffix(".json")
-    courses = {each["fault"]: each for each in json.loads(stored.read_text())} if stored.exists() else {}
+    courses = (
+        {each["fault"]: each for each in json.loads(stored.read_text())} if stored.exists() else {}
+    )
     with tempfile.TemporaryDirectory(prefix="gyre-storms-") as folder:
         for fault in FAULTS:
             if args.only and not any(text in fault.name for text in args.only):

@@ -34,7 +34,8 @@ class Transport:
 
     Attributes:
         memcpy: bytes/s of one thread, from the mapped file into warm memory.
-        bare: bytes/s, and processor seconds of the one that copies for each 10^9, of two processes that do nothing else.
+        bare: bytes/s, and processor seconds of the one that copies for each 10^9, of two processes
+            that do nothing else.
         bulk: bytes/s through Gyre, by what a batch of 8 MiB is made of.
         daemon_s_per_gb: processor seconds of the daemon for each 10^9 bytes of them.
         descriptors_per_s: batches of one sample of 64 bytes.
@@ -54,21 +55,41 @@ class Transport:
         """A table, as Markdown."""
         rows = [("memcpy, one thread", f"{self.memcpy / 1e9:.2f} GB/s", "1.00", "-")]
         rate, cpu = self.bare
-        rows.append(("a bare copy between two processes", f"{rate / 1e9:.2f} GB/s", f"{rate / self.memcpy:.2f}", f"{cpu:.3f}"))
+        rows.append(
+            (
+                "a bare copy between two processes",
+                f"{rate / 1e9:.2f} GB/s",
+                f"{rate / self.memcpy:.2f}",
+                f"{cpu:.3f}",
+            )
+        )
         abouts = {"whole": "one sample of 8 MiB", "gathered": "1,024 samples of 8 KiB"}
         for name, about in abouts.items():
             ratio, cpu = self.bulk[name] / self.memcpy, self.daemon_s_per_gb[name]
-            rows.append((f"batches of {about}", f"{self.bulk[name] / 1e9:.2f} GB/s", f"{ratio:.2f}", f"{cpu:.3f}"))
-        head = ("8 MiB at a time, a reader that touches every cache line", "rate", "to memcpy", "daemon CPU s/GB")
+            rows.append(
+                (
+                    f"batches of {about}",
+                    f"{self.bulk[name] / 1e9:.2f} GB/s",
+                    f"{ratio:.2f}",
+                    f"{cpu:.3f}",
+                )
+            )
+        head = (
+            "8 MiB at a time, a reader that touches every cache line",
+            "rate",
+            "to memcpy",
+            "daemon CPU s/GB",
+        )
         small = (
-            f"Small batches (one sample of 64 bytes): {self.descriptors_per_s:,.0f}/s; `next(loader)` takes "
+            f"Small batches (one sample of 64 bytes): {self.descriptors_per_s:,.0f}/s; "
+            "`next(loader)` takes "
             f"{self.p50_s * 1e6:.0f} us in the median, {self.p99_s * 1e3:.2f} ms at p99."
         )
         return [*table(head, rows), "", small, ""]
 
 
 def measure(server: Daemon, path: Path, duration_s: float) -> Transport:
-    """Rounds of memcpy, large and small batches in turns."""
+    """Measure memcpy, large and small batches in turns."""
     copies: list[float] = []
     bare: list[tuple[float, float]] = []
     bulk: dict[str, list[tuple[float, float]]] = {"whole": [], "gathered": []}
@@ -89,9 +110,14 @@ def measure(server: Daemon, path: Path, duration_s: float) -> Transport:
 
 
 def datasets(path: Path) -> dict[str, dict[str, object]]:
-    """The same file with samples of three sizes."""
+    """One file as datasets with samples of three sizes."""
     return {
-        name: {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": size // TOKEN_BYTES}
+        name: {
+            "uri": str(path),
+            "format": "tokens",
+            "dtype": "int32",
+            "sequence_length": size // TOKEN_BYTES,
+        }
         for name, size in SAMPLE_BYTES.items()
     }
 
@@ -99,7 +125,9 @@ def datasets(path: Path) -> dict[str, dict[str, object]]:
 def _memcpy(path: Path, duration_s: float) -> float:
     with (
         path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ) as mapping,
+        mmap.mmap(
+            file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ
+        ) as mapping,
     ):
         source = np.frombuffer(mapping, np.uint8).reshape(-1, BATCH_BYTES)
         target = np.ones((WARM_TARGETS, BATCH_BYTES), np.uint8)
@@ -113,8 +141,10 @@ def _memcpy(path: Path, duration_s: float) -> float:
 
 
 def _bulk(server: Daemon, name: str, duration_s: float) -> tuple[float, float]:
-    """Bytes/s, and the daemon's processor seconds per 10^9 bytes."""
-    with Loader(name, batch_size=BATCH_BYTES // SAMPLE_BYTES[name], address=server.address) as loader:
+    """Return bytes/s, and the daemon's CPU seconds per 10^9 bytes."""
+    with Loader(
+        name, batch_size=BATCH_BYTES // SAMPLE_BYTES[name], address=server.address
+    ) as loader:
         for _ in range(16):
             touch(next(loader)["tokens"])
         cpu_before, num_batches, began = cpu_s(server.pids), 0, time.perf_counter()
@@ -126,7 +156,7 @@ def _bulk(server: Daemon, name: str, duration_s: float) -> tuple[float, float]:
 
 
 def _small(server: Daemon, duration_s: float) -> tuple[float, float, float]:
-    """Batches/s, and how long one took to come: median and p99."""
+    """Return batches/s, and the wait for one: median and p99."""
     with Loader("small", batch_size=1, address=server.address) as loader:
         for _ in range(1000):
             next(loader)
@@ -137,7 +167,11 @@ def _small(server: Daemon, duration_s: float) -> tuple[float, float, float]:
             now = time.perf_counter()
             times.append(now - before)
             before = now
-        return len(times) / (before - began), float(np.quantile(times, 0.5)), float(np.quantile(times, 0.99))
+        return (
+            len(times) / (before - began),
+            float(np.quantile(times, 0.5)),
+            float(np.quantile(times, 0.99)),
+        )
 
 
 def main() -> None:

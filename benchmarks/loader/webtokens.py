@@ -1,4 +1,7 @@
-"""T on a web server, as paper-style RINAS reads it: a torch dataset whose every sample is a range request."""
+"""T on a web server, read as the RINAS paper reads: a torch dataset of range requests.
+
+Every sample is one request.
+"""
 
 import http.client
 import threading
@@ -10,12 +13,16 @@ from torch.utils.data import Dataset
 
 
 class WebTokens(Dataset[torch.Tensor]):
-    """Samples of one size in objects of one size; each thread has a connection that stays open."""
+    """Samples of one size in objects of one size; each thread keeps its connection open."""
 
     def __init__(self, url: str, num_samples: int, sample_bytes: int, object_samples: int) -> None:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
-        self._num_samples, self._sample_bytes, self._object_samples = num_samples, sample_bytes, object_samples
+        self._num_samples, self._sample_bytes, self._object_samples = (
+            num_samples,
+            sample_bytes,
+            object_samples,
+        )
         self._local: threading.local | None = None
 
     def __len__(self) -> int:
@@ -26,7 +33,9 @@ class WebTokens(Dataset[torch.Tensor]):
         start = place * self._sample_bytes
         connection = self._connection()
         connection.request(
-            "GET", f"/data/{number:04}.bin", headers={"Range": f"bytes={start}-{start + self._sample_bytes - 1}"}
+            "GET",
+            f"/data/{number:04}.bin",
+            headers={"Range": f"bytes={start}-{start + self._sample_bytes - 1}"},
         )
         body = connection.getresponse().read()
         return torch.from_numpy(np.frombuffer(bytearray(body), np.int32))

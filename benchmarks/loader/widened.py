@@ -1,6 +1,8 @@
-"""What widening costs: uint16 ids as they are stored, and as int32 and int64, which torch computes with.
+"""What widening of token ids costs.
 
-python -m benchmarks.loader.widened [--full]
+uint16 ids are read as stored, and as int32 and int64, which torch computes with.
+
+`python -m benchmarks.loader.widened [--full]`
 """
 
 import argparse
@@ -23,23 +25,34 @@ CONTENDERS = (
     Contender("Gyre, ids widened to int32", "gyre", token_dtype="int32"),
     Contender("Gyre, ids widened to int64", "gyre", token_dtype="int64"),
 )
-HEADLINE = ("loader", "samples/s", "to ids as stored", "CPU s per 1000, job", "CPU s per 1000, daemon")
+HEADLINE = (
+    "loader",
+    "samples/s",
+    "to ids as stored",
+    "CPU s per 1000, job",
+    "CPU s per 1000, daemon",
+)
 
 
 def workload(folder: Path, num_samples: int) -> Workload:
-    """The ids of T, in two bytes each."""
+    """Write the ids of T with two bytes each."""
     path, wide = folder / "ids-uint16.bin", folder / "ids-int32.bin"
     if not path.exists():
         write_tokens(wide, num_samples * SEQUENCE_LENGTH)
         np.fromfile(wide, np.int32).astype(np.uint16).tofile(path)
         wide.unlink()
-    config: dict[str, object] = {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": SEQUENCE_LENGTH}
+    config: dict[str, object] = {
+        "uri": str(path),
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": SEQUENCE_LENGTH,
+    }
     about = f"{num_samples:,} samples of {SEQUENCE_LENGTH} uint16 ids, one flat file"
     return Workload("T16", 64, num_samples, config, "", "", about)
 
 
 def measure(ids: Workload, server: Daemon, form: Form) -> dict[Contender, Result]:
-    """The medians of all, in turns; every cache line of what arrives is touched."""
+    """Return the medians of all, in turns; every cache line of a batch is touched."""
     return race([ids], CONTENDERS, server, form.num_rounds, form.duration_s)[ids.name]
 
 
@@ -56,7 +69,12 @@ def report(ids: Workload, results: Mapping[Contender, Result]) -> list[str]:
         )
         for contender, its in results.items()
     ]
-    return [f"{ids.about}, batch {ids.batch_size}; the reader touches every cache line.", "", *table(HEADLINE, rows), ""]
+    return [
+        f"{ids.about}, batch {ids.batch_size}; the reader touches every cache line.",
+        "",
+        *table(HEADLINE, rows),
+        "",
+    ]
 
 
 def main() -> None:
@@ -68,7 +86,14 @@ def main() -> None:
         ids = workload(Path(name), form.scale.tokens)
         with daemon(Path(name), {ids.name: ids.config}) as server:
             lines = report(ids, measure(ids, server, form))
-    print("\n".join([*circumstances(f"python -m benchmarks.loader.widened {' '.join(sys.argv[1:])}"), *lines]))
+    print(
+        "\n".join(
+            [
+                *circumstances(f"python -m benchmarks.loader.widened {' '.join(sys.argv[1:])}"),
+                *lines,
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who trains it: one process, DDP, FSDP2 in its two usual wrappings, Gyre."""
+"""The contenders: one process, DDP, FSDP2 in its two usual wrappings, and Gyre."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -32,9 +32,11 @@ class Contender:
     """One way to train.
 
     Attributes:
-        recompute: each norm, with the attention or MLP after it, keeps its input alone; Gyre rebuilds one slice at a time.
-        eager_loss: all logits at once in float32; else cross-entropy is taken in chunks.
-        per_block: recompute whole blocks, of which nothing but the input is kept; Gyre by torch's checkpoint around them.
+        recompute: each norm, with the attention or MLP after it, keeps only its input; Gyre
+            recomputes one slice at a time.
+        eager_loss: all logits at once in float32; otherwise cross-entropy is taken in chunks.
+        per_block: recompute whole blocks, which keep only their input; Gyre does so by torch's
+            checkpoint around them.
     """
 
     how: How
@@ -49,7 +51,14 @@ class Contender:
         return f"{self.how}{''.join(extra)}"
 
 
-def build(contender: Contender, workload: Workload, mesh: DeviceMesh | None, device: torch.device, *, fake: bool) -> nn.Module:
+def build(
+    contender: Contender,
+    workload: Workload,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    fake: bool,
+) -> nn.Module:
     """The model as one rank holds it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(workload.dtype)
@@ -67,7 +76,11 @@ def build(contender: Contender, workload: Workload, mesh: DeviceMesh | None, dev
             recomputed(block, whole=contender.per_block)
     if contender.how is How.DDP:
         assert mesh is not None
-        return data_parallel(cast("GPT", model), mesh) if fake else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return (
+            data_parallel(cast("GPT", model), mesh)
+            if fake
+            else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        )
     if contender.how is not How.ALONE:
         _fully_shard(model, mesh, per_layer=contender.how is How.FSDP2_LAYER)
     return model

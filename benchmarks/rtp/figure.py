@@ -1,6 +1,6 @@
-"""Draws docs/images/rotation.svg: three ranks, three slices, one forward and one backward of a rotated module.
+"""Draws docs/images/rotation.svg: three ranks, three slices, one forward and one backward.
 
-`python -m benchmarks.rtp.figure`. The schedule is computed here, not drawn by hand.
+Run `python -m benchmarks.rtp.figure`. The schedule is computed here, not drawn by hand.
 """
 
 from pathlib import Path
@@ -26,7 +26,15 @@ def corner(left: float, rank: int, step: int) -> tuple[float, float]:
     return left + step * (WIDTH + GAP_X), TOP + rank * (HEIGHT + GAP_Y)
 
 
-def text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "middle", weight: str = "normal") -> str:
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: int = 13,
+    anchor: str = "middle",
+    weight: str = "normal",
+) -> str:
     style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}"'
     return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{words}</text>'
 
@@ -34,8 +42,13 @@ def text(x: float, y: float, words: str, *, size: int = 13, anchor: str = "middl
 def cell(left: float, rank: int, step: int, direction: int) -> str:
     x, y = corner(left, rank, step)
     index = slice_at(rank, step, direction)
-    border = 'stroke="#222222" stroke-width="2.5"' if index == rank else 'stroke="#888888" stroke-width="0.8"'
-    box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{COLOURS[index]}" {border}/>'
+    border = (
+        'stroke="#222222" stroke-width="2.5"'
+        if index == rank
+        else 'stroke="#888888" stroke-width="0.8"'
+    )
+    place = f'x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="5"'
+    box = f'<rect {place} fill="{COLOURS[index]}" {border}/>'
     return box + text(x + WIDTH / 2, y + HEIGHT / 2 + 5, slice_name(index), size=16, weight="bold")
 
 
@@ -49,8 +62,9 @@ def hop(left: float, rank: int, step: int, direction: int, *, gradient: bool) ->
         if gradient
         else ('stroke="#1f4e8c" marker-end="url(#weights)"')
     )
-    ends = f'x1="{x + WIDTH}" y1="{y + HEIGHT / 2 + shift:.0f}" x2="{to_x - 5}" y2="{to_y + HEIGHT / 2 + shift:.0f}"'
-    return f'<line {ends} stroke-width="1.6" {line}/>'
+    start = f'x1="{x + WIDTH}" y1="{y + HEIGHT / 2 + shift:.0f}"'
+    end = f'x2="{to_x - 5}" y2="{to_y + HEIGHT / 2 + shift:.0f}"'
+    return f'<line {start} {end} stroke-width="1.6" {line}/>'
 
 
 def panel(left: float, direction: int, title: str) -> list[str]:
@@ -69,7 +83,8 @@ def panel(left: float, direction: int, title: str) -> list[str]:
 
 def marker(name: str, colour: str) -> str:
     head = f'<path d="M0,0 L8,4 L0,8 z" fill="{colour}"/>'
-    return f'<marker id="{name}" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">{head}</marker>'
+    size = 'markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto"'
+    return f'<marker id="{name}" {size}>{head}</marker>'
 
 
 def ahead(left: float) -> list[str]:
@@ -79,8 +94,8 @@ def ahead(left: float) -> list[str]:
         x, y = corner(left, rank, 0)
         owner = slice_name(rank + 1)
         parts.append(
-            f'<line x1="{x - 42}" y1="{y + 11}" x2="{x - 5}" y2="{y + 11}" stroke="#1f4e8c" stroke-width="1.6" '
-            'marker-end="url(#weights)"/>'
+            f'<line x1="{x - 42}" y1="{y + 11}" x2="{x - 5}" y2="{y + 11}" stroke="#1f4e8c" '
+            'stroke-width="1.6" marker-end="url(#weights)"/>'
         )
         parts.append(text(x - 45, y + 16, owner, size=12, anchor="end"))
     return parts
@@ -92,7 +107,8 @@ def main() -> None:
     parts = [f"<defs>{marker('weights', '#1f4e8c')}{marker('gradient', '#c0562f')}</defs>"]
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
     parts += [
-        text(LEFT - 16, corner(0, rank, 0)[1] + HEIGHT / 2 + 5, f"rank {rank}", anchor="end") for rank in range(NUM_RANKS)
+        text(LEFT - 16, corner(0, rank, 0)[1] + HEIGHT / 2 + 5, f"rank {rank}", anchor="end")
+        for rank in range(NUM_RANKS)
     ]
     parts += panel(LEFT, CLOCKWISE, "forward: own slice first, then clockwise")
     parts += panel(right, COUNTER_CLOCKWISE, "backward: counter-clockwise, own slice last")
@@ -102,16 +118,16 @@ def main() -> None:
         text(
             LEFT,
             key,
-            "solid: weights.  dashed: a gradient, one step behind them.  thick border: the own slice, "
-            "which is only read: copies travel.",
+            "solid: weights.  dashed: a gradient, one step behind them.  "
+            "thick border: the own slice, which is only read: copies travel.",
             size=12,
             anchor="start",
         )
     )
     body = "\n".join(parts)
     font = "font-family='Helvetica, Arial, sans-serif' fill='#222222'"
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {font}>\n{body}\n</svg>\n'
-    TARGET.write_text(svg, encoding="utf-8")
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {font}>'
+    TARGET.write_text(f"{head}\n{body}\n</svg>\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

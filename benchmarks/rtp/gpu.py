@@ -1,9 +1,10 @@
-"""On one GPU: what slicing costs, whether hops hide, and what the allocator sees. On a CPU it runs at toy size.
+"""On one GPU: the cost of slicing, whether hops hide, and the allocator's peak.
 
-python -m benchmarks.rtp.gpu [--device cuda]
+    python -m benchmarks.rtp.gpu [--device cuda]
 
-A rank of N is simulated: the ring's neighbours are this process, and a hop copies a buffer on a stream of its own. Such a copy
-is faster than any link between GPUs, but it takes memory bandwidth, and kernels wait for it as they would for NCCL's.
+On a CPU it runs at toy size. A rank of N is simulated: the ring's neighbours are this process, and
+a hop copies a buffer on a stream of its own. Such a copy is faster than any link between GPUs, but
+it takes memory bandwidth, and kernels wait for it as they would for NCCL's.
 """
 
 import argparse
@@ -29,16 +30,24 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _NUM_ROUNDS = 10
-# Sixteen key/value heads, not eight: as many as the largest number of ranks, so that every slice is of heads.
+# Sixteen key/value heads, not eight: as many as the largest number of ranks, so that every slice is
+# of heads.
 _LLAMA_BLOCK = GPTConfig(128_256, 1, 4096, 32, 16, 14_336, 4096, norm="layer")
 _TOY_BLOCK = GPTConfig(64, 1, 64, 4, 4, 128, 32, norm="layer")
 
 
 class CopyHop(Hop):
-    """A hop that is a copy on another stream; waiting holds up the current stream, as NCCL's does."""
+    """A hop that is a copy on another stream.
+
+    Waiting holds up the current stream, as NCCL's does.
+    """
 
     def __init__(
-        self, outgoing: Tensor, incoming: Tensor, stream: torch.cuda.Stream | None, hang_diagnosis: HangDiagnosis
+        self,
+        outgoing: Tensor,
+        incoming: Tensor,
+        stream: torch.cuda.Stream | None,
+        hang_diagnosis: HangDiagnosis,
     ) -> None:
         super().__init__((), hang_diagnosis)
         self._arrived: torch.cuda.Event | None = None
@@ -58,11 +67,20 @@ class CopyHop(Hop):
 
 @contextmanager
 def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Iterator[None]:
-    """Rank 0 of a ring; without ``hops`` nothing is moved, so that the difference is what hops cost."""
+    """A context in which this process is rank 0 of a ring.
+
+    Without ``hops`` nothing is moved, so that the difference is the cost of hops.
+    """
     stream = torch.cuda.Stream() if device.type == "cuda" and hops else None  # type: ignore[no-untyped-call]
 
-    def shift(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, kind: Stream) -> Hop:
-        return CopyHop(outgoing, incoming, stream, ring.hang_diagnosis) if hops else Hop((), ring.hang_diagnosis)
+    def shift(
+        ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, kind: Stream
+    ) -> Hop:
+        return (
+            CopyHop(outgoing, incoming, stream, ring.hang_diagnosis)
+            if hops
+            else Hop((), ring.hang_diagnosis)
+        )
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
@@ -73,7 +91,7 @@ def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Itera
 
 
 def milliseconds(step: Callable[[], object], device: torch.device) -> float:
-    """Median of some rounds."""
+    """The median time of some rounds."""
     found = []
     for _ in range(_NUM_ROUNDS + 2):
         _synchronize(device)
@@ -91,7 +109,7 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step: time, and the most bytes that CUDA's allocator had; None on a CPU."""
+    """The time of one step, and the peak of CUDA's allocator; None on a CPU."""
 
     ms: float
     peak_bytes: int | None
@@ -102,7 +120,7 @@ class Cost:
 
 
 def cost(step: Callable[[], object], device: torch.device) -> Cost:
-    """Of a step that was taken before."""
+    """The cost of a step that was taken before, so that nothing is allocated for the first time."""
     ms = milliseconds(step, device)
     if device.type != "cuda":
         return Cost(ms, None)
@@ -112,11 +130,23 @@ def cost(step: Callable[[], object], device: torch.device) -> Cost:
     return Cost(ms, torch.cuda.max_memory_allocated())
 
 
-def block_cost(config: GPTConfig, num_tokens: int, num_ranks: int, device: torch.device, *, hops: bool) -> Cost:
-    """Forward and backward of one block in as many slices as there are ranks, its norms whole; unsliced where there is one."""
+def block_cost(
+    config: GPTConfig, num_tokens: int, num_ranks: int, device: torch.device, *, hops: bool
+) -> Cost:
+    """Forward and backward of one block in as many slices as there are ranks.
+
+    The norms stay whole. With one rank the block is unsliced.
+    """
     num_positions = min(num_tokens, config.max_seq_len)
     rope = rope_table(num_positions, config.dim // config.num_heads, config.rope_theta, device)
-    x, grad = torch.randn(2, num_tokens // num_positions, num_positions, config.dim, dtype=torch.bfloat16, device=device)
+    x, grad = torch.randn(
+        2,
+        num_tokens // num_positions,
+        num_positions,
+        config.dim,
+        dtype=torch.bfloat16,
+        device=device,
+    )
     x.requires_grad_()
     block: nn.Module = Block(config).to(device, torch.bfloat16)
 
@@ -132,21 +162,31 @@ def block_cost(config: GPTConfig, num_tokens: int, num_ranks: int, device: torch
         return cost(step, device)
 
 
-def slices_table(config: GPTConfig, tokens: Sequence[int], ranks: Sequence[int], device: torch.device) -> list[str]:
-    """Each number of slices beside the unsliced block; what hops add is beside the same slices when nothing moves."""
-    lines = ["| tokens | ranks | unsliced, ms | sliced | hops exposed | peak unsliced, MiB | peak sliced, MiB |"]
-    lines.append("|---:|---:|---:|---:|---:|---:|---:|")
+def slices_table(
+    config: GPTConfig, tokens: Sequence[int], ranks: Sequence[int], device: torch.device
+) -> list[str]:
+    """Each number of slices beside the unsliced block.
+
+    The time that hops add is relative to the same slices without hops.
+    """
+    times, peaks = "unsliced, ms | sliced | hops exposed", "peak unsliced, MiB | peak sliced, MiB"
+    lines = [f"| tokens | ranks | {times} | {peaks} |", "|---:|---:|---:|---:|---:|---:|---:|"]
     for num_tokens in tokens:
         whole = block_cost(config, num_tokens, 1, device, hops=False)
         for num_ranks in ranks:
-            still, moving = (block_cost(config, num_tokens, num_ranks, device, hops=hops) for hops in (False, True))
+            still, moving = (
+                block_cost(config, num_tokens, num_ranks, device, hops=hops)
+                for hops in (False, True)
+            )
             times = f"{whole.ms:.2f} | {still.ms / whole.ms:.3f} | {moving.ms / still.ms - 1:+.1%}"
             lines.append(f"| {num_tokens} | {num_ranks} | {times} | {whole.peak} | {moving.peak} |")
     return lines
 
 
-def cross_entropy_table(dim: int, vocab_size: int, num_tokens: int, num_ranks: int, device: torch.device) -> list[str]:
-    """The rotated head with its loss beside chunks of one whole head and beside all logits at once."""
+def cross_entropy_table(
+    dim: int, vocab_size: int, num_tokens: int, num_ranks: int, device: torch.device
+) -> list[str]:
+    """The rotated head and loss beside a whole head in chunks and beside all logits at once."""
     targets = torch.randint(0, vocab_size, (num_tokens,), device=device)
     x = torch.randn(num_tokens, dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     head = nn.Linear(dim, vocab_size, bias=False, dtype=torch.bfloat16, device=device)
@@ -167,12 +207,19 @@ def cross_entropy_table(dim: int, vocab_size: int, num_tokens: int, num_ranks: i
         costs[f"rotated, {num_ranks} ranks"] = cost(chunked, device)
     lines = ["| head and loss | ms | to chunked | allocator's peak, MiB |", "|---|---:|---:|---:|"]
     base = costs["chunked"].ms
-    return lines + [f"| {name} | {each.ms:.1f} | {each.ms / base:.3g} | {each.peak} |" for name, each in costs.items()]
+    return lines + [
+        f"| {name} | {each.ms:.1f} | {each.ms / base:.3g} | {each.peak} |"
+        for name, each in costs.items()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     device = torch.device(parser.parse_args().device)
     if device.type == "cuda":
         print(torch.cuda.get_device_name(), "\n")

@@ -1,4 +1,4 @@
-"""What a hop costs: CPU time per MiB that a rank sends and receives, through gloo and memory, by size, beside an all-reduce.
+"""The cost of a hop: CPU time per MiB, through gloo and shared memory, beside an all-reduce.
 
 python -m benchmarks.rtp.hops
 """
@@ -13,7 +13,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import Direction, Ring, ring_of
+from gyre_trainer.comm.ring import Direction, Ring
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.comm.transport import Stream
 from torch import Tensor
 
@@ -28,29 +29,38 @@ Cost = tuple[float, float, float]  # seconds: on the clock, of the process, of t
 
 
 def costs() -> dict[str, Cost]:
-    """Medians, of moving all of it once."""
+    """Medians of the cost of moving all data once."""
     here, there = torch.randn(2, _TOTAL_MIB * _MIB // 4).unbind()
     found = {"a copy in memory": _cost(lambda: there.copy_(here))}
     for size in _SIZES_MIB:
-        found[f"hops of {size:g} MiB on gloo"] = _cost(partial(_hops, here, there, int(size * _MIB) // 4))
+        found[f"hops of {size:g} MiB on gloo"] = _cost(
+            partial(_hops, here, there, int(size * _MIB) // 4)
+        )
     ring = ring_of(make_mesh("cpu"))
     for size in _SIZES_MIB:
-        found[f"hops of {size:g} MiB through shared memory"] = _cost(partial(_shared_hops, ring, here, int(size * _MIB) // 4))
-    found["all-reduces of 27 MiB"] = _cost(lambda: [dist.all_reduce(part) for part in there.chunk(2)])
+        found[f"hops of {size:g} MiB through shared memory"] = _cost(
+            partial(_shared_hops, ring, here, int(size * _MIB) // 4)
+        )
+    found["all-reduces of 27 MiB"] = _cost(
+        lambda: [dist.all_reduce(part) for part in there.chunk(2)]
+    )
     return found
 
 
 def _hops(here: Tensor, there: Tensor, numel: int) -> None:
-    """Each to the next rank and from the one before, one after the other."""
+    """Send each part to the next rank and receive from the previous one, part after part."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for outgoing, incoming in zip(torch.split(here, numel), torch.split(there, numel), strict=True):
-        ops = dist.P2POp(dist.irecv, incoming, (rank - 1) % size), dist.P2POp(dist.isend, outgoing, (rank + 1) % size)
+        ops = (
+            dist.P2POp(dist.irecv, incoming, (rank - 1) % size),
+            dist.P2POp(dist.isend, outgoing, (rank + 1) % size),
+        )
         for work in dist.batch_isend_irecv(list(ops)):
             work.wait()
 
 
 def _shared_hops(ring: Ring, here: Tensor, numel: int) -> None:
-    """As `_hops`, as rotation does it."""
+    """The same as `_hops`, in the way of a rotation."""
     for outgoing in torch.split(here, numel):
         incoming = ring.pool.take(numel, here.dtype, here.device)
         ring.shift(outgoing, incoming, Direction.CLOCKWISE, Stream.WEIGHTS).wait()
@@ -69,15 +79,25 @@ def _cost(act: Callable[[], object]) -> Cost:
 
 
 def _clocks() -> Cost:
-    return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_stime
+    return (
+        time.perf_counter(),
+        time.process_time(),
+        resource.getrusage(resource.RUSAGE_SELF).ru_stime,
+    )
 
 
 def main() -> None:
     ranks = run_on_ranks(2, costs)
-    print(f"2 ranks, load average {os.getloadavg()[0]:.1f}; ms per MiB that a rank sends, mean of the ranks\n")
+    print(
+        f"2 ranks, load average {os.getloadavg()[0]:.1f}; ms per MiB that a rank sends, "
+        "mean of the ranks\n"
+    )
     print("| | on the clock | CPU | of it in the kernel |\n|---|---:|---:|---:|")
     for name in ranks[0]:
-        cells = [1e3 * statistics.mean(column) / _TOTAL_MIB for column in zip(*(rank[name] for rank in ranks), strict=True)]
+        cells = [
+            1e3 * statistics.mean(column) / _TOTAL_MIB
+            for column in zip(*(rank[name] for rank in ranks), strict=True)
+        ]
         print(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
 
 

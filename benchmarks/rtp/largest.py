@@ -1,10 +1,11 @@
 """The deepest model of a width that trains on 8 ranks of 80 GB under DDP, FSDP2 and Gyre.
 
-python -m benchmarks.rtp.largest [--shape llama-70b] [--ranks 8] [--budget 80e9] [--json FILE]
+    python -m benchmarks.rtp.largest [--shape llama-70b] [--ranks 8] [--budget 80e9] [--json FILE]
 
-Peaks are counted on fake tensors. Layers are alike, so a peak is the largest of several that grow evenly with the depth: a
-convex function of it. So the line through two depths is nowhere above the peaks of deeper models, and bounds what fits; the
-depth that is given was counted itself. A call that is cut short goes on where it was with the same --json FILE.
+Peaks are counted on fake tensors. All layers are equal, so a peak is the largest of several values
+that grow linearly with the depth, which makes it a convex function of the depth. So the line
+through two depths is a lower bound for deeper models, and bounds the depth that fits. The printed
+depth was counted itself. A call that was cut short continues with the same --json FILE.
 """
 
 import argparse
@@ -30,10 +31,10 @@ Row = dict[str, int | str]
 
 
 def deepest(peak_of: Callable[[int], int], budget: int) -> tuple[int, int]:
-    """The most layers whose peak is within the budget, and that peak; (0, 0) where two layers are too many.
+    """The most layers whose peak is within the budget, and that peak; (0, 0) if two do not fit.
 
     Args:
-        peak_of: convex.
+        peak_of: the peak in bytes for a number of layers; convex.
         budget: bytes.
     """
     found = {depth: peak_of(depth) for depth in _FIRST}
@@ -51,8 +52,17 @@ def deepest(peak_of: Callable[[int], int], budget: int) -> tuple[int, int]:
 
 
 def row_of(contender: Contender, workload: Workload, num_ranks: int, budget: int) -> Row:
-    depth, peak = deepest(lambda depth: fake_step(contender, workload.with_layers(depth), num_ranks).peak_bytes, budget)
-    return {"contender": contender.label, "ranks": num_ranks, "budget": budget, "layers": depth, "peak": peak}
+    depth, peak = deepest(
+        lambda depth: fake_step(contender, workload.with_layers(depth), num_ranks).peak_bytes,
+        budget,
+    )
+    return {
+        "contender": contender.label,
+        "ranks": num_ranks,
+        "budget": budget,
+        "layers": depth,
+        "peak": peak,
+    }
 
 
 def contenders() -> Iterator[Contender]:
@@ -61,14 +71,24 @@ def contenders() -> Iterator[Contender]:
 
 
 def rows(
-    workload: Workload, num_ranks: int, budget: int, known: Sequence[Row], wanted: Sequence[Contender]
+    workload: Workload,
+    num_ranks: int,
+    budget: int,
+    known: Sequence[Row],
+    wanted: Sequence[Contender],
 ) -> Iterator[list[Row]]:
-    """All that were found so far, each time that there is one more; as many at a time as there are cores."""
-    there = {row["contender"] for row in known if (row["ranks"], row["budget"]) == (num_ranks, budget)}
+    """Yield all rows found so far whenever there is one more; each core works on one row."""
+    there = {
+        row["contender"] for row in known if (row["ranks"], row["budget"]) == (num_ranks, budget)
+    }
     found = list(known)
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
+    ) as pool:
         missing = [contender for contender in wanted if contender.label not in there]
-        for row in pool.map(row_of, missing, *zip(*[(workload, num_ranks, budget)] * len(missing), strict=True)):
+        for row in pool.map(
+            row_of, missing, *zip(*[(workload, num_ranks, budget)] * len(missing), strict=True)
+        ):
             found.append(row)
             yield found
     yield found
@@ -84,20 +104,33 @@ def table(workload: Workload, found: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-70b", help="of which the width is taken")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="llama-70b", help="the shape that gives the width"
+    )
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--budget", type=float, default=80e9, help="bytes of a rank")
+    parser.add_argument("--budget", type=float, default=80e9, help="bytes that a rank has")
     parser.add_argument("--only", type=How, nargs="+", default=list(_HOWS), help="these contenders")
-    parser.add_argument("--json", type=Path, help="rows: those that it has are not counted again, others are added")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="a file of rows: its rows are not counted again, and new ones are added",
+    )
     options = parser.parse_args()
     workload = SHAPES[options.shape]
-    known: list[Row] = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    known: list[Row] = (
+        json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    )
     wanted = [each for each in contenders() if each.how in options.only]
     for found in rows(workload, options.ranks, int(options.budget), known, wanted):
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
-    print(f"torch {torch.__version__}, {options.shape}'s width, {options.ranks} ranks of {options.budget / 1e9:g} GB\n")
+    print(
+        f"torch {torch.__version__}, {options.shape}'s width, {options.ranks} ranks of "
+        f"{options.budget / 1e9:g} GB\n"
+    )
     print(table(workload, found))
 
 

@@ -1,4 +1,4 @@
-"""Bytes alive at the peak of a step, on real ranks or on tensors that are not there."""
+"""Live bytes at the peak of a step, on real ranks or on fake tensors."""
 
 import multiprocessing
 import os
@@ -26,11 +26,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a rank.
+    """The cost of one step of a rank.
 
     Attributes:
-        peak: bytes by category when they are most.
-        sent: bytes.
+        peak: bytes by category at the peak.
+        sent: bytes that the rank sent.
     """
 
     peak: dict[str, int]
@@ -42,28 +42,46 @@ class Step:
 
 
 def fake_step(contender: Contender, workload: Workload, num_ranks: int) -> Step:
-    """A rank's second step; of one process, that with the batch of all ranks, its bytes divided by them."""
+    """The second step of a rank, on fake tensors.
+
+    For one process it is a step with the batch of all ranks, its bytes divided by their number.
+    """
     alone = contender.how is How.ALONE
-    chunk = cross_entropy._MAX_LOGITS * (num_ranks if alone else 1)  # one process takes as many chunks, each N times as large
+    # one process takes as many chunks, each N times as large
+    chunk = cross_entropy._MAX_LOGITS * (num_ranks if alone else 1)
     with (
         patch.object(cross_entropy, "_MAX_LOGITS", chunk),
         nullcontext(None) if alone else _fake_ring(num_ranks) as mesh,
         FakeTensorMode(),
     ):
         step = measured_step(contender, workload, mesh, num_ranks if alone else 1, fake=True)
-    return Step({category: num_bytes // num_ranks for category, num_bytes in step.peak.items()}, 0) if alone else step
+    return (
+        Step({category: num_bytes // num_ranks for category, num_bytes in step.peak.items()}, 0)
+        if alone
+        else step
+    )
 
 
 def fake_steps(cases: Sequence[tuple[Contender, Workload, int]]) -> Iterator[Step]:
-    """That of each case, in their order; each takes a core to itself."""
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")) as pool:
+    """The steps of all cases, in their order; each runs on a core of its own."""
+    with ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
+    ) as pool:
         yield from pool.map(fake_step, *zip(*cases, strict=True))
 
 
-def measured_step(contender: Contender, workload: Workload, mesh: DeviceMesh | None, num_batches: int, *, fake: bool) -> Step:
-    """The first step makes the optimizer's states, the second one counts."""
+def measured_step(
+    contender: Contender,
+    workload: Workload,
+    mesh: DeviceMesh | None,
+    num_batches: int,
+    *,
+    fake: bool,
+) -> Step:
+    """The cost of a second step; the first one makes the optimizer's states."""
     sent_bytes = SentBytes(1 if mesh is None else mesh.size())
-    with sent_bytes if fake else nullcontext(), LiveBytes() as live:  # of real ranks, DDP's own C++ would not be seen
+    # of real ranks, DDP's own C++ would not be seen
+    with sent_bytes if fake else nullcontext(), LiveBytes() as live:
         model = build(contender, workload, mesh, _CPU, fake=fake)
         live.label(Category.PARAMETERS, model.parameters())
         optimizer = make_optimizer(workload, model)
@@ -77,12 +95,15 @@ def measured_step(contender: Contender, workload: Workload, mesh: DeviceMesh | N
                 optimizer.step()
             optimizer.zero_grad()
         peak = live.timeline().since("step").peak()
-        return Step({str(category): num_bytes for category, num_bytes in peak.items()}, sent_bytes.total - sent_before)
+        return Step(
+            {str(category): num_bytes for category, num_bytes in peak.items()},
+            sent_bytes.total - sent_before,
+        )
 
 
 @contextmanager
 def _fake_ring(num_ranks: int) -> Iterator[DeviceMesh]:
-    """A ring of which this process is rank 0 and believes that it talks to the others."""
+    """A context with a ring on which this process is rank 0 and the other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield make_mesh("cpu")

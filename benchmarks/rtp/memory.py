@@ -1,9 +1,10 @@
 """Live bytes at the peak of a step, beside one process at N times the batch, FSDP2 and DDP.
 
-python -m benchmarks.rtp.memory [--shape llama-8b] [--ranks 2 4 8] [--json FILE] [--plot PNG]   fake tensors, any size
-python -m benchmarks.rtp.memory --shape deep --ranks 2 4 --real                                 gloo ranks, with resident memory
+    python -m benchmarks.rtp.memory [--shape llama-8b] [--ranks 2 4 8] [--json FILE] [--plot PNG]
+    python -m benchmarks.rtp.memory --shape deep --ranks 2 4 --real
 
-A call that is cut short goes on where it was with the same --json FILE.
+The first form counts fake tensors, of any size. The second runs gloo ranks and measures their
+resident memory too. A call that was cut short continues with the same --json FILE.
 """
 
 import argparse
@@ -30,7 +31,7 @@ Case = tuple[Contender, Workload, int]
 
 
 def contenders(workload: Workload, keeps: str) -> list[Contender]:
-    """All that keep as much: "all" activations, those of "sub-blocks", or those of "blocks"."""
+    """All contenders that keep as much: all activations, or those of sub-blocks or of blocks."""
     recompute, per_block = keeps != "all", keeps == "blocks"
     hows = (How.ALONE, How.GYRE, How.FSDP2_SUB_BLOCK, How.FSDP2_LAYER, How.DDP)
     found = [Contender(how, recompute, per_block=per_block) for how in hows]
@@ -39,19 +40,28 @@ def contenders(workload: Workload, keeps: str) -> list[Contender]:
 
 
 def fake_rows(cases: Sequence[Case]) -> Iterator[Row]:
-    """Each in a process of its own, as many at a time as there are cores."""
+    """Yield a row for each case, each counted in a process of its own."""
     for case, step in zip(cases, fake_steps(cases), strict=True):
         yield row_of(case, step)
 
 
 def real_rows(cases: Sequence[Case]) -> Iterator[Row]:
-    """Live bytes of rank 0 and the resident memory of the rank with most; one process has all ranks' batch, divided by them."""
+    """Yield live bytes of rank 0, and the resident memory of the rank that has the most.
+
+    One process takes the batch of all ranks, and its bytes are divided by their number.
+    """
     for case in cases:
         contender, workload, num_ranks = case
         alone = contender.how is How.ALONE
-        step = fake_step(*case) if alone else run_on_ranks(num_ranks, _real_step, contender, workload)[0]
+        step = (
+            fake_step(*case)
+            if alone
+            else run_on_ranks(num_ranks, _real_step, contender, workload)[0]
+        )
         shares = num_ranks if alone else 1
-        resident = max(run_on_ranks(num_ranks // shares, resident_peak_of_step, contender, workload, shares))
+        resident = max(
+            run_on_ranks(num_ranks // shares, resident_peak_of_step, contender, workload, shares)
+        )
         yield {
             **row_of(case, step),
             "resident": resident.proportional // shares,
@@ -74,7 +84,12 @@ def row_of(case: Case, step: Step) -> Row:
 def is_of(row: Row, case: Case) -> bool:
     contender, workload, num_ranks = case
     found = row["layers"], row["tokens"], row["ranks"], row["contender"]
-    return found == (workload.model.num_layers, workload.tokens_per_rank, num_ranks, contender.label)
+    return found == (
+        workload.model.num_layers,
+        workload.tokens_per_rank,
+        num_ranks,
+        contender.label,
+    )
 
 
 def _real_step(contender: Contender, workload: Workload) -> Step:
@@ -82,17 +97,30 @@ def _real_step(contender: Contender, workload: Workload) -> Step:
 
 
 def table(rows: list[Row]) -> str:
-    """MiB, and Gyre's peak as a multiple of each other's that recomputes as much; the floor is `floor_bytes`."""
+    """A table in MiB, with Gyre's peak relative to that of each contender that recomputes as much.
+
+    The floor is `floor_bytes`.
+    """
     resident = any("resident" in row for row in rows)
     heading = "| tokens | ranks | | live at the peak, MiB | Gyre's to it | floor, MiB | sent, MiB |"
     lines = [heading + " resident, MiB | Gyre's to it | with all shared pages, MiB |" * resident]
     lines.append("|---:|---:|---|---:|---:|---:|---:|" + "---:|---:|---:|" * resident)
     for row in rows:
         gyre = next((other for other in rows if _is_gyres_beside(other, row)), None)
-        cells = [row["tokens"], row["ranks"], row["contender"], f"{_mib(row, 'peak'):,.1f}", _ratio(gyre, row, "peak")]
+        cells = [
+            row["tokens"],
+            row["ranks"],
+            row["contender"],
+            f"{_mib(row, 'peak'):,.1f}",
+            _ratio(gyre, row, "peak"),
+        ]
         cells += [f"{_mib(row, field):,.0f}" for field in ("floor", "sent")]
         if resident:
-            cells += [f"{_mib(row, 'resident'):,.0f}", _ratio(gyre, row, "resident"), f"{_mib(row, 'all pages'):,.0f}"]
+            cells += [
+                f"{_mib(row, 'resident'):,.0f}",
+                _ratio(gyre, row, "resident"),
+                f"{_mib(row, 'all pages'):,.0f}",
+            ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -115,18 +143,38 @@ def _recomputation(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int, help="other than the shape's")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--tokens", type=int, nargs="+", help="of a rank's one sequence, other than the shape's")
-    parser.add_argument("--keep", choices=KEEPS, nargs="+", default=KEEPS, help="activations of what is not computed once more")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="of a rank's one sequence, other than the shape's"
+    )
+    parser.add_argument(
+        "--keep",
+        choices=KEEPS,
+        nargs="+",
+        default=KEEPS,
+        help="which activations are kept; the others are recomputed",
+    )
     parser.add_argument("--only", type=How, nargs="+", default=list(How), help="these contenders")
     parser.add_argument("--real", action="store_true", help="gloo ranks on this machine")
-    parser.add_argument("--json", type=Path, help="rows: those that it has are not counted again, others are added")
-    parser.add_argument("--plot", type=Path, help="also draw those with recomputation, with the last number of tokens")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="a file of rows: its rows are not counted again, and new ones are added",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        help="also draw the rows with recomputation and the last number of tokens",
+    )
     options = parser.parse_args()
-    shape = SHAPES[options.shape].with_layers(options.layers or SHAPES[options.shape].model.num_layers)
+    shape = SHAPES[options.shape].with_layers(
+        options.layers or SHAPES[options.shape].model.num_layers
+    )
     cases = [
         (contender, workload, num_ranks)
         for workload in map(shape.with_tokens, options.tokens or [shape.model.max_seq_len])
@@ -135,18 +183,25 @@ def main() -> None:
         for contender in contenders(workload, keeps)
         if contender.how in options.only
     ]
-    rows: list[Row] = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    rows: list[Row] = (
+        json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    )
     missing = [case for case in cases if not any(is_of(row, case) for row in rows)]
     for row in (real_rows if options.real else fake_rows)(missing):
         rows.append(row)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1))
-    rows = [{**row, "floor": floor_bytes(*case)} for case in cases for row in rows if is_of(row, case)]
+    rows = [
+        {**row, "floor": floor_bytes(*case)} for case in cases for row in rows if is_of(row, case)
+    ]
     if options.plot:
         shown = [row for row in rows if row["tokens"] == rows[-1]["tokens"] and _recomputation(row)]
-        title = f"{options.shape}, {shape.model.num_layers} layers, {rows[-1]['tokens']} tokens per rank: peak of a step"
-        draw(shown, title, options.plot)
-    print(f"torch {torch.__version__}, {options.shape}, {shape.model.num_layers} layers\n\n{table(rows)}")
+        size = f"{shape.model.num_layers} layers, {rows[-1]['tokens']} tokens per rank"
+        draw(shown, f"{options.shape}, {size}: peak of a step", options.plot)
+    print(
+        f"torch {torch.__version__}, {options.shape}, {shape.model.num_layers} layers\n\n"
+        f"{table(rows)}"
+    )
 
 
 if __name__ == "__main__":

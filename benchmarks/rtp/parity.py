@@ -8,8 +8,9 @@ import argparse
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.shards.sharded_init import materialize
-from gyre_trainer.training.gpt import GPT, GPTConfig, rotate_gpt
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor
 
 from benchmarks.rtp.ranks import run_on_ranks
@@ -19,19 +20,21 @@ _NUM_SEQUENCES = 24  # a multiple of 1, 2, 3, 4, 6, 8 ranks
 
 
 def losses(num_steps: int, *, rotated: bool) -> list[float]:
-    """The global batch's mean loss before each step; on this rank's part of it where the model is rotated."""
+    """The global batch's mean loss before each step; each rank computes its part if rotated."""
     torch.set_default_dtype(torch.float64)
     with torch.device("meta"):
         model = GPT(_CONFIG)
     if rotated:
-        rotate_gpt(model, make_mesh("cpu"))
+        rotate_all(model, mesh=make_mesh("cpu"))
     materialize(model, seed=7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found = []
     for step in range(num_steps):
         tokens, targets = _batch(step)
         if rotated:
-            tokens, targets = (part.chunk(dist.get_world_size())[dist.get_rank()] for part in (tokens, targets))
+            tokens, targets = (
+                part.chunk(dist.get_world_size())[dist.get_rank()] for part in (tokens, targets)
+            )
         loss = model.loss(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -42,7 +45,9 @@ def losses(num_steps: int, *, rotated: bool) -> list[float]:
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, _CONFIG.vocab_size, (_NUM_SEQUENCES, _CONFIG.max_seq_len + 1), generator=generator)
+    tokens = torch.randint(
+        0, _CONFIG.vocab_size, (_NUM_SEQUENCES, _CONFIG.max_seq_len + 1), generator=generator
+    )
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -52,7 +57,9 @@ def _mean(loss: Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
@@ -62,7 +69,8 @@ def main() -> None:
     print("| ranks | largest relative distance of a step's loss to one process |\n|---:|---:|")
     for num_ranks in options.ranks:
         found = run_on_ranks(num_ranks, _rotated_losses, options.steps)[0]
-        print(f"| {num_ranks} | {max(abs(a / b - 1) for a, b in zip(found, alone, strict=True)):.1e} |")
+        worst = max(abs(a / b - 1) for a, b in zip(found, alone, strict=True))
+        print(f"| {num_ranks} | {worst:.1e} |")
 
 
 def _rotated_losses(num_steps: int) -> list[float]:

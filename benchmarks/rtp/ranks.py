@@ -15,20 +15,30 @@ _TIMEOUT = datetime.timedelta(minutes=5)
 
 
 def run_on_ranks(num_ranks: int, program: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``program(*args)`` gives on each rank; each has one thread, on a core of its own as far as there are enough."""
+    """The result of ``program(*args)`` on each rank.
+
+    Each rank has one thread, on a core of its own as long as there are enough.
+    """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         with context.Pool(num_ranks) as pool:
-            tasks = [(rank, num_ranks, Path(folder) / "store", program, args) for rank in range(num_ranks)]
+            tasks = [
+                (rank, num_ranks, Path(folder) / "store", program, args)
+                for rank in range(num_ranks)
+            ]
             return pool.starmap(_serve, tasks, chunksize=1)
 
 
-def _serve(rank: int, num_ranks: int, store: Path, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _serve(
+    rank: int, num_ranks: int, store: Path, program: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=_TIMEOUT
+    )
     try:
         return program(*args)
     finally:

@@ -1,4 +1,4 @@
-"""Resident memory as the kernel counts it: a cross-check of the live bytes that tensors account for."""
+"""Resident memory as the kernel counts it, as a cross-check of the live bytes."""
 
 import gc
 import re
@@ -19,11 +19,12 @@ _PROC = Path("/proc/self")
 
 
 class Resident(NamedTuple):
-    """Bytes.
+    """Resident memory in bytes.
 
     Attributes:
-        proportional: of a page of Gyre's buffers, which several processes map, each has its share.
-        all_pages: such a page counts in each of them, once for every mapping.
+        proportional: a page of Gyre's buffers, which several processes map, counts in each of them
+            with its share.
+        all_pages: such a page counts in full in each process, once for every mapping.
     """
 
     proportional: int
@@ -31,15 +32,24 @@ class Resident(NamedTuple):
 
 
 def resident_peak_of_step(contender: Contender, workload: Workload, num_batches: int) -> Resident:
-    """Most bytes resident in the second step, less what was resident before the model was built.
+    """The peak of resident memory in the second step, less what was resident before the model.
 
-    Before it, another of one small block took as many steps and was dropped: so what is subtracted has, beside the interpreter
-    and torch, the modules and the code that first steps bring in, however large the model is.
+    Before that, a model of one small block took as many steps and was dropped. So the subtracted
+    part contains the interpreter, torch, and the modules and code that first steps load, however
+    large the model is.
 
-    The kernel has a high-water mark for all pages only. Gyre's buffers stay as they are after the first step; so what they
-    count more than in proportion is taken off as it is at the end. Libraries count whole, before and after.
+    The kernel has a high-water mark for all pages only. Gyre's buffers stay as they are after the
+    first step, so the part that they count beyond their share is subtracted as it is at the end.
+    Libraries count in full before and after.
     """
-    small = replace(workload.model, num_layers=1, dim=4 * workload.model.num_heads, hidden_dim=64, vocab_size=64, max_seq_len=8)
+    small = replace(
+        workload.model,
+        num_layers=1,
+        dim=4 * workload.model.num_heads,
+        hidden_dim=64,
+        vocab_size=64,
+        max_seq_len=8,
+    )
     _two_steps(contender, replace(workload, model=small), num_batches)
     gc.collect()
     make_batch(workload, num_batches, _CPU)
@@ -53,12 +63,14 @@ def resident_peak_of_step(contender: Contender, workload: Workload, num_batches:
     return Resident(all_pages - shared, all_pages)
 
 
-def _two_steps(contender: Contender, workload: Workload, num_batches: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def _two_steps(
+    contender: Contender, workload: Workload, num_batches: int
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
     model = build(contender, workload, make_mesh("cpu"), _CPU, fake=False)
     optimizer = make_optimizer(workload, model)
     batch = make_batch(workload, num_batches, _CPU)
     for _ in range(2):
-        (_PROC / "clear_refs").write_text("5")  # the high-water mark begins anew
+        (_PROC / "clear_refs").write_text("5")  # resets the high-water mark
         model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -66,7 +78,7 @@ def _two_steps(contender: Contender, workload: Workload, num_batches: int) -> tu
 
 
 def _shared() -> int:
-    """What pages of buffers count more than in proportion."""
+    """Bytes that pages of buffers count beyond their share."""
     mappings = re.split(r"^(?=[0-9a-f]+-)", (_PROC / "smaps").read_text(), flags=re.MULTILINE)
     buffers = [mapping for mapping in mappings if "/memfd:gyre" in mapping]
     return sum(_bytes(mapping, "Rss") - _bytes(mapping, "Pss") for mapping in buffers)

@@ -1,11 +1,12 @@
-"""Time of a step on gloo, and what of it the processor works: contenders take turns in the same processes, round by round.
+"""The time of a step on gloo ranks, and the processor's share of it.
 
-python -m benchmarks.rtp.speed [--shape small|narrow] [--ranks 2] [--rounds 20] [--recompute]
+    python -m benchmarks.rtp.speed [--shape small|narrow] [--ranks 2] [--rounds 20] [--recompute]
 
-Gyre has three more turns. In one the thread that computes makes the hops' copies while it waits for them, so that nothing
-travels while a slice computes. In the next its hops go through the process group, as between hosts and as all that the others
-send. In the last they are left out: what it takes less is theirs. The narrow shape has next to nothing to compute: what its
-thread takes is Python's.
+Contenders take turns in the same processes, round by round. Gyre has three more turns. In the
+first, the computing thread makes the hops' copies while it waits for them, so nothing travels while
+a slice computes. In the second, hops go through the process group, as they do between hosts and as
+the other contenders' messages do. In the third, hops are left out: the difference is their cost.
+The narrow shape has next to nothing to compute, so its time is Python's.
 """
 
 import argparse
@@ -48,7 +49,7 @@ class Hops(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """Who takes a step; without its hops Gyre computes as much, with whatever lies in its buffers."""
+    """One contender's turn. Without hops, Gyre computes as much on whatever its buffers contain."""
 
     contender: Contender
     hops: Hops = Hops.SHARED
@@ -59,7 +60,7 @@ class Turn:
 
 
 class Took(NamedTuple):
-    """Seconds of one step on one rank: on the clock, of the processor, and of that in the thread that computes."""
+    """Seconds of one step on one rank: elapsed, CPU time, and CPU time of the computing thread."""
 
     wall: float
     cpu: float
@@ -71,18 +72,26 @@ Round = tuple[Took, ...]  # by rank
 
 def _turns(*, recompute: bool) -> list[Turn]:
     contenders = [Contender(how, recompute and how is not How.DDP) for how in _HOWS]
-    return [*map(Turn, contenders), *(Turn(contenders[-1], hops) for hops in Hops if hops is not Hops.SHARED)]
+    return [
+        *map(Turn, contenders),
+        *(Turn(contenders[-1], hops) for hops in Hops if hops is not Hops.SHARED),
+    ]
 
 
-def measure(workload: Workload, num_ranks: int, num_rounds: int, *, recompute: bool) -> dict[str, list[Round]]:
-    """Of each turn, its rounds."""
+def measure(
+    workload: Workload, num_ranks: int, num_rounds: int, *, recompute: bool
+) -> dict[str, list[Round]]:
+    """The rounds of each turn."""
     taken = _turns(recompute=recompute)
     ranks = run_on_ranks(num_ranks, steps, workload, taken, num_rounds)
-    return {turn.label: list(zip(*found, strict=True)) for turn, *found in zip(taken, *ranks, strict=True)}
+    return {
+        turn.label: list(zip(*found, strict=True))
+        for turn, *found in zip(taken, *ranks, strict=True)
+    }
 
 
 def steps(workload: Workload, taken: list[Turn], num_rounds: int) -> list[list[Took]]:
-    """Of each turn, what its step took of this rank in each round."""
+    """The time of each turn's step on this rank, round by round."""
     device = torch.device("cpu")
     models = [build(turn.contender, workload, _own_mesh(), device, fake=False) for turn in taken]
     optimizers = [make_optimizer(workload, model) for model in models]
@@ -96,12 +105,14 @@ def steps(workload: Workload, taken: list[Turn], num_rounds: int) -> list[list[T
 
 
 def _own_mesh() -> DeviceMesh:
-    """All ranks, in a group that no other turn has: how its hops go is settled once."""
+    """A mesh of all ranks in a group of its own, because a group's transport is chosen once."""
     return DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
 
 
 def _hopping(hops: Hops) -> AbstractContextManager[object]:
-    def stay(ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
+    def stay(
+        ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream
+    ) -> Hop:
         return Hop((), ring.hang_diagnosis)
 
     match hops:
@@ -129,21 +140,42 @@ def _clocks() -> Took:
 
 
 def table(found: dict[str, list[Round]]) -> str:
-    """Medians of the slowest rank's time and the ranks' mean of the processor's, each also beside DDP's, round by round."""
-    wall = {label: [max(took.wall for took in ranks) for ranks in rounds] for label, rounds in found.items()}
+    """Medians of the slowest rank's time and the ranks' mean CPU time, also relative to DDP's."""
+    wall = {
+        label: [max(took.wall for took in ranks) for ranks in rounds]
+        for label, rounds in found.items()
+    }
     cpu = {label: _means(rounds, lambda took: took.cpu) for label, rounds in found.items()}
     ddp = next(label for label in found if label.startswith("DDP"))
-    fsdp2 = min((label for label in found if label.startswith("FSDP2")), key=lambda label: statistics.median(wall[label]))
-    lines = [
-        f"| | ms, median | quartiles | to DDP | to {fsdp2} | CPU, ms | to DDP | computing thread, ms | waiting, ms |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    fsdp2 = min(
+        (label for label in found if label.startswith("FSDP2")),
+        key=lambda label: statistics.median(wall[label]),
+    )
+    elapsed = f"ms, median | quartiles | to DDP | to {fsdp2}"
+    cpu_time = "CPU, ms | to DDP | computing thread, ms | waiting, ms"
+    lines = [f"| | {elapsed} | {cpu_time} |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for label, rounds in found.items():
         low, middle, high = (1e3 * value for value in statistics.quantiles(wall[label], n=4))
-        ratios = _ratio(wall[label], wall[ddp]), _ratio(wall[label], wall[fsdp2]), _ratio(cpu[label], cpu[ddp])
-        computing, waiting = _means(rounds, lambda took: took.computing), _means(rounds, lambda took: took.wall - took.cpu)
-        cells = [label, f"{middle:.0f}", f"{low:.0f}-{high:.0f}", f"{ratios[0]:.2f}", f"{ratios[1]:.2f}", _ms(cpu[label])]
-        lines.append(f"| {' | '.join([*cells, f'{ratios[2]:.2f}', _ms(computing), _ms(waiting)])} |")
+        ratios = (
+            _ratio(wall[label], wall[ddp]),
+            _ratio(wall[label], wall[fsdp2]),
+            _ratio(cpu[label], cpu[ddp]),
+        )
+        computing, waiting = (
+            _means(rounds, lambda took: took.computing),
+            _means(rounds, lambda took: took.wall - took.cpu),
+        )
+        cells = [
+            label,
+            f"{middle:.0f}",
+            f"{low:.0f}-{high:.0f}",
+            f"{ratios[0]:.2f}",
+            f"{ratios[1]:.2f}",
+            _ms(cpu[label]),
+        ]
+        lines.append(
+            f"| {' | '.join([*cells, f'{ratios[2]:.2f}', _ms(computing), _ms(waiting)])} |"
+        )
     return "\n".join(lines)
 
 
@@ -160,14 +192,22 @@ def _ms(seconds: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=_SHAPES, default="small")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--recompute", action="store_true")
     options = parser.parse_args()
     print(f"{options.ranks} ranks, load average {os.getloadavg()[0]:.1f}\n")
-    print(table(measure(_SHAPES[options.shape], options.ranks, options.rounds, recompute=options.recompute)))
+    print(
+        table(
+            measure(
+                _SHAPES[options.shape], options.ranks, options.rounds, recompute=options.recompute
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

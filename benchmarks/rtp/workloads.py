@@ -1,4 +1,4 @@
-"""What is trained: a stack of transformer blocks, with or without vocabulary."""
+"""The models to train: a stack of transformer blocks, with or without vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,14 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's shape and what one step of it does.
+    """A model's shape, and the work of one step.
 
     Attributes:
-        model: its ``max_seq_len`` is the length of a sequence; a rank has ``num_sequences`` of them in a step.
-        vocabulary: whether there are an embedding and a head with cross-entropy; else activations come in, and the loss is
-            their mean square.
+        model: its ``max_seq_len`` is the length of a sequence; a rank has ``num_sequences`` of them
+            in a step.
+        vocabulary: whether there are an embedding and a head with cross-entropy; otherwise the
+            inputs are activations, and the loss is the mean square of the outputs.
         dtype: of parameters, gradients, optimizer states and activations.
-        optimizer: "adamw" or "sgd", without momentum.
+        optimizer: "adamw", or "sgd" without momentum.
     """
 
     model: GPTConfig
@@ -38,11 +39,16 @@ class Workload:
 
     @property
     def num_parameters(self) -> int:
-        """Of all matrices."""
+        """The number of elements of all matrices."""
         model = self.model
-        attention = 2 * model.dim * model.dim * (model.num_heads + model.num_kv_heads) // model.num_heads
+        attention = (
+            2 * model.dim * model.dim * (model.num_heads + model.num_kv_heads) // model.num_heads
+        )
         mlp = (3 if model.gated_mlp else 2) * model.dim * model.hidden_dim
-        return model.num_layers * (attention + mlp) + 2 * model.vocab_size * model.dim * self.vocabulary
+        return (
+            model.num_layers * (attention + mlp)
+            + 2 * model.vocab_size * model.dim * self.vocabulary
+        )
 
     def with_tokens(self, num_tokens: int) -> "Workload":
         return replace(self, model=replace(self.model, max_seq_len=num_tokens))
@@ -51,7 +57,8 @@ class Workload:
         return replace(self, model=replace(self.model, num_layers=num_layers))
 
 
-# Four blocks of GPT-2's shape in float32 with SGD: small enough for two cores, large enough that weights count.
+# Four blocks of GPT-2's shape in float32 with SGD: small enough for two cores, large enough that
+# weights count.
 SMALL = Workload(
     GPTConfig(64, 4, 768, 12, 12, 3072, 256, gated_mlp=False, norm="layer"),
     vocabulary=False,
@@ -61,13 +68,17 @@ SMALL = Workload(
 # As many modules with next to nothing to compute: what a step takes then is Python's.
 NARROW = replace(SMALL, model=replace(SMALL.model, dim=48, hidden_dim=96, max_seq_len=8))
 DEEP = replace(SMALL.with_layers(12), optimizer="adamw")
-LLAMA_8B = Workload(GPTConfig(128_256, 32, 4096, 32, 8, 14_336, 8192, rope_theta=500_000.0, norm="layer"))
-LLAMA_70B = Workload(GPTConfig(128_256, 80, 8192, 64, 8, 28_672, 8192, rope_theta=500_000.0, norm="layer"))
+LLAMA_8B = Workload(
+    GPTConfig(128_256, 32, 4096, 32, 8, 14_336, 8192, rope_theta=500_000.0, norm="layer")
+)
+LLAMA_70B = Workload(
+    GPTConfig(128_256, 80, 8192, 64, 8, 28_672, 8192, rope_theta=500_000.0, norm="layer")
+)
 TOY = Workload(GPTConfig(512, 2, 64, 8, 8, 256, 32))
 
 
 class LossHead(nn.Module):
-    """The last norm, the head and cross-entropy; in chunks of tokens and classes, or with all logits at once in float32."""
+    """The last norm, the head and cross-entropy, in chunks or with all logits in float32."""
 
     def __init__(self, config: GPTConfig, *, eager: bool) -> None:
         super().__init__()
@@ -83,7 +94,7 @@ class LossHead(nn.Module):
 
 
 class Model(nn.Module):
-    """Its forward gives the loss of one batch."""
+    """A model whose forward gives the loss of one batch."""
 
     def __init__(self, workload: Workload, *, eager_loss: bool = False) -> None:
         super().__init__()
@@ -105,7 +116,7 @@ class Model(nn.Module):
 
 
 def make_batch(workload: Workload, num_ranks: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The batch of that many ranks."""
+    """The batch of ``num_ranks`` ranks."""
     shape = num_ranks * workload.num_sequences, workload.model.max_seq_len
     if not workload.vocabulary:
         return (torch.randn(*shape, workload.model.dim, dtype=workload.dtype, device=device),)
@@ -116,11 +127,12 @@ def make_batch(workload: Workload, num_ranks: int, device: torch.device) -> tupl
 def make_optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
     if workload.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=1e-3)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # else temporaries of the largest parameter's size
+    # else temporaries of the largest parameter's size
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def recomputed(block: Block, *, whole: bool) -> None:
-    """The block keeps its input alone, and computes all else once more in backward; or the inputs of both its norms."""
+    """Let the block keep only its input, or the inputs of its two norms, and recompute the rest."""
     block.forward = partial(_kept_inputs if whole else _checkpointed_block, block)  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""Images that can be learned: letters and digits in the fonts that matplotlib brings, turned, moved, coloured and noisy."""
+"""Images that can be learned: letters and digits in matplotlib's fonts, turned, moved and noisy."""
 
 import io
 import string
@@ -22,7 +22,9 @@ NOISE = 25.0
 Pixels = npt.NDArray[np.uint8]
 
 
-def write_shard(path: Path, first: int, labels: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.int64]:
+def write_shard(
+    path: Path, first: int, labels: npt.NDArray[np.int64], seed: int
+) -> npt.NDArray[np.int64]:
     """A tar of samples `KEY.npy`, uint8 [3, SIZE, SIZE], and `KEY.cls`, its label.
 
     Args:
@@ -59,7 +61,7 @@ def render(character: str, generator: np.random.Generator) -> Pixels:
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> tuple[int, int]:
-    """Returns where the content lies."""
+    """Add a file to the tar; return the half-open range of its content."""
     member = tarfile.TarInfo(name)
     member.size = len(content)
     begin = archive.offset + tarfile.BLOCKSIZE
@@ -70,7 +72,9 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> tuple[int, int]
 @cache
 def _font_paths() -> list[Path]:
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
-    return sorted(path for pattern in FONTS for path in folder.glob(pattern) if FEW_LETTERS not in path.name)
+    return sorted(
+        path for pattern in FONTS for path in folder.glob(pattern) if FEW_LETTERS not in path.name
+    )
 
 
 @cache

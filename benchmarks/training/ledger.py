@@ -1,4 +1,4 @@
-"""Results of a benchmark that is run in several parts: a file of JSON lines, one for each result, looked up by key."""
+"""The results of a benchmark that runs in several parts: JSON lines, looked up by key."""
 
 import json
 import time
@@ -11,7 +11,7 @@ Result = dict[str, Any]
 
 
 class Ledger:
-    """What has been measured so far."""
+    """All results so far."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,7 +25,10 @@ class Ledger:
         return self._results[tuple(key)]
 
     def fill(self, keys: Iterable[Key], measure: Callable[[Any], Result], max_s: float) -> bool:
-        """Measure what is missing, in this order; no new measurement begins after `max_s`. Returns whether all is there."""
+        """Measure the missing keys in this order, and return whether all results exist.
+
+        No new measurement begins after ``max_s`` seconds.
+        """
         began = time.monotonic()
         for key in keys:
             if tuple(key) in self._results:

@@ -1,6 +1,7 @@
-"""Who brings the batches. All bring the same samples in the same batches: those of Gyre's full shuffle of that seed.
+"""The loaders that are compared.
 
-`block` alone has batches of its own.
+All bring the same samples in the same batches, those of Gyre's full shuffle with that seed. Only
+`block` has other batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gyre_client import Loader
-from gyre_daemon.order.plan import Order, Plan
+from gyre_daemon.order.planner import BatchPlanner, Order
 from torch.utils.data import DataLoader, Sampler
 
 from benchmarks.loader.datasets import Rinas
@@ -39,25 +40,26 @@ class Window:
 
     @property
     def num_samples(self) -> int:
-        """In the window, and in the buffer."""
+        """The number of samples in the window, and in the buffer."""
         return self.num_blocks * self.block_samples
 
     @property
     def block_bytes(self) -> int:
-        """Of each block."""
+        """The bytes of each block."""
         return self.block_samples * self.sample_bytes
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a loader needs to know of where the data is.
+    """Where a loader finds the data.
 
     Attributes:
-        stored: the dataset; its objects' names and its samples' places are known to all before they begin.
-        url: of its objects.
-        address: of a daemon that serves it as `data`; empty where Gyre is not asked.
-        seed: of the order.
-        window: of the order `block`.
+        stored: the dataset; the names of its objects and the places of its samples are known to all
+            loaders beforehand.
+        url: the URL of its objects.
+        address: the address of a daemon that serves it as `data`; empty for loaders without Gyre.
+        seed: the seed of the order.
+        window: the window of the order `block`.
     """
 
     stored: Stored
@@ -71,7 +73,7 @@ class FullShuffle(Sampler[list[int]]):
     """The sample ids of Gyre's batches, step by step."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        self._plan = Plan(Order("full", "drop", seed, BATCH_SIZE), num_samples)
+        self._plan = BatchPlanner(Order("full", "drop", seed, BATCH_SIZE), num_samples)
 
     def __iter__(self) -> Iterator[list[int]]:
         step = 0
@@ -82,19 +84,26 @@ class FullShuffle(Sampler[list[int]]):
 
 
 def opener(kind: Kind, source: Source) -> Callable[[], Batches]:
-    """What is returned begins to read when it is called."""
+    """A function that starts to read when it is called."""
     if kind == "memory":
-        return lambda: data_loader(Samples(source.stored, Files(source.stored.folder)), source.seed, num_workers=0)
+        return lambda: data_loader(
+            Samples(source.stored, Files(source.stored.folder)), source.seed, num_workers=0
+        )
     if kind in ("full", "block"):
-        loader = gyre(kind, source.address, source.seed, source.window)  # the daemon has read the index then
+        # the daemon has read the index then
+        loader = gyre(kind, source.address, source.seed, source.window)
         return loader.stream
     samples: Any = Samples(source.stored, Web(source.url))
-    return lambda: data_loader(Rinas(samples) if kind == "rinas" else samples, source.seed, NUM_WORKERS)
+    return lambda: data_loader(
+        Rinas(samples) if kind == "rinas" else samples, source.seed, NUM_WORKERS
+    )
 
 
 def gyre(order: Literal["full", "block"], address: str, seed: int, window: Window) -> Loader:
-    """Through the daemon at this address, dataset `data`; the window is that of `block`."""
-    block_bytes, num_blocks = (window.block_bytes, window.num_blocks) if order == "block" else (0, 0)
+    """Batches through the daemon at this address, from its dataset `data`."""
+    block_bytes, num_blocks = (
+        (window.block_bytes, window.num_blocks) if order == "block" else (0, 0)
+    )
     return Loader(
         "data",
         batch_size=BATCH_SIZE,
@@ -109,10 +118,17 @@ def gyre(order: Literal["full", "block"], address: str, seed: int, window: Windo
 
 
 def data_loader(samples: Any, seed: int, num_workers: int) -> Batches:
-    """Torch's, whose workers keep some batches ahead, each batch in its turn; an ordered loader's worker reads one by one."""
+    """Torch's DataLoader, whose workers keep some batches ahead and return them in order.
+
+    An ordered loader's worker reads its samples one by one.
+    """
     ahead: dict[str, Any] = {}
     if num_workers:
-        ahead = {"prefetch_factor": BATCHES_AHEAD, "persistent_workers": True, "multiprocessing_context": "fork"}
+        ahead = {
+            "prefetch_factor": BATCHES_AHEAD,
+            "persistent_workers": True,
+            "multiprocessing_context": "fork",
+        }
     loader: DataLoader[Any] = DataLoader(
         samples, batch_sampler=FullShuffle(len(samples), seed), num_workers=num_workers, **ahead
     )

@@ -21,7 +21,9 @@ class Transformer(nn.Module):
 
     def __init__(self, dim: int, num_layers: int) -> None:
         super().__init__()
-        self.gpt = GPT(GPTConfig(_VOCABULARY, num_layers, dim, 2, 2, 4 * dim, SEQUENCE_LENGTH, gated_mlp=False))
+        self.gpt = GPT(
+            GPTConfig(_VOCABULARY, num_layers, dim, 2, 2, 4 * dim, SEQUENCE_LENGTH, gated_mlp=False)
+        )
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The mean over all bytes of the batch."""
@@ -30,7 +32,10 @@ class Transformer(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Three strided convolutions, averages over a grid of places, a linear layer; its loss is nats per image."""
+    """Three strided convolutions, averages over a grid of places, a linear layer.
+
+    Its loss is nats per image.
+    """
 
     def __init__(self, num_channels: int) -> None:
         super().__init__()
@@ -45,18 +50,20 @@ class ConvNet(nn.Module):
 
 
 def _stage(before: int, after: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(before, after, 5, 2, 2, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+    return nn.Sequential(
+        nn.Conv2d(before, after, 5, 2, 2, bias=False), nn.BatchNorm2d(after), nn.ReLU()
+    )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Which model, and on what.
+    """A model and its data.
 
     Attributes:
-        label: for the reports.
-        data: what it learns.
-        width: channels: of the residual stream, or of the first convolution.
-        lr: AdamW's rate at the beginning.
+        label: its name in the reports.
+        data: the dataset that it learns.
+        width: channels of the residual stream, or of the first convolution.
+        lr: AdamW's learning rate at the beginning.
     """
 
     label: str
@@ -67,9 +74,11 @@ class Architecture:
     def build(self, seed: int) -> nn.Module:
         """The model; the same seed gives the same weights."""
         torch.manual_seed(seed)
-        return ConvNet(self.width) if self.data == "glyphs" else Transformer(self.width, num_layers=2)
+        return (
+            ConvNet(self.width) if self.data == "glyphs" else Transformer(self.width, num_layers=2)
+        )
 
     def about(self) -> str:
-        """Its size."""
+        """A description of its size."""
         num_parameters = sum(parameter.numel() for parameter in self.build(0).parameters())
         return f"{self.label}: {num_parameters:,} parameters"

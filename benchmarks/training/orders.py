@@ -1,7 +1,9 @@
-"""The orders that are compared, as endless batches: two of Gyre's through the daemon, and plain shuffle buffers.
+"""The orders that are compared, as endless batches.
 
-A buffer is webdataset's own code: it reads the shards one after the other, keeps `buffer_samples`, and hands out one of them at
-random for each that comes in. It gets the benefit of every doubt: it is full before it hands out the first.
+Two are Gyre's, through the daemon; the others are plain shuffle buffers. A buffer is webdataset's
+own code: it reads the shards one after the other, keeps `buffer_samples`, and returns a random one
+of them for each that comes in. The comparison favours it: the buffer is full before it returns the
+first sample.
 """
 
 import random
@@ -13,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.order.quality import ShuffleMeter
-from gyre_daemon.order.steps import StripPlan
+from gyre_daemon.order.steps import GroupPlan
 from torch.utils.data import default_collate
 from webdataset.filters import _shuffle as buffered
 
@@ -34,16 +36,20 @@ Quality = dict[str, float]
 class Gyre:
     """Batches through the daemon."""
 
-    def __init__(self, order: Literal["full", "block"], address: str, window: Window, seed: int) -> None:
+    def __init__(
+        self, order: Literal["full", "block"], address: str, window: Window, seed: int
+    ) -> None:
         self._address = address
         self._loader = gyre(order, address, seed, window)
         self.batches: Batches = self._loader.stream()
 
     def quality(self) -> Quality:
-        """As the daemon reports it, of what it sent lately."""
+        """The shuffle quality of the last batches, as the daemon reports it."""
         with Connection(parse_address(self._address)) as connection:
             (session,) = connection.status().sessions
-        return {name: getattr(session.quality, name) for name in ("displacement", "spread", "mixing")}
+        return {
+            name: getattr(session.quality, name) for name in ("displacement", "spread", "mixing")
+        }
 
     def close(self) -> None:
         """End the session."""
@@ -53,7 +59,9 @@ class Gyre:
 class Buffer:
     """Batches of a plain shuffle buffer, from the files."""
 
-    def __init__(self, stored: Stored, buffer_samples: int, seed: int, *, shuffle_shards: bool) -> None:
+    def __init__(
+        self, stored: Stored, buffer_samples: int, seed: int, *, shuffle_shards: bool
+    ) -> None:
         self._files = Files(stored.folder)
         self._samples = Samples(stored, self._files)
         self._shards = stored.places[:, 0]
@@ -64,7 +72,7 @@ class Buffer:
         self.batches: Batches = self._batches()
 
     def quality(self) -> Quality:
-        """Of the last batches, by the daemon's own meter."""
+        """The shuffle quality of the last batches, by the daemon's meter."""
         assert self._meter.quality
         return asdict(self._meter.quality)
 
@@ -74,19 +82,30 @@ class Buffer:
 
     def _batches(self) -> Batches:
         for step, (place, ids) in enumerate(self._ids()):
-            self._meter.add(StripPlan(step, ids[None], None, BATCH_SIZE, self._num_samples), {step: place}.__getitem__)
-            batch: dict[str, torch.Tensor] = default_collate([self._samples[index] for index in ids])
+            self._meter.add(
+                GroupPlan(step, ids[None], None, BATCH_SIZE, self._num_samples),
+                {step: place}.__getitem__,
+            )
+            batch: dict[str, torch.Tensor] = default_collate(
+                [self._samples[index] for index in ids]
+            )
             yield batch
 
     def _ids(self) -> Iterator[tuple[int, Int64Array]]:
-        """The place of each batch in its epoch, and its samples; what fills no batch is left out, as with `drop`."""
+        """Yield the place of each batch in its epoch, and its samples.
+
+        Samples that do not fill a batch are left out, as with `drop`.
+        """
         while True:
-            ids = np.fromiter(buffered(self._stream(), self._buffer_samples, self._buffer_samples, self._random), np.int64)
+            ids = np.fromiter(
+                buffered(self._stream(), self._buffer_samples, self._buffer_samples, self._random),
+                np.int64,
+            )
             for begin in range(0, len(ids) - BATCH_SIZE + 1, BATCH_SIZE):
                 yield begin, ids[begin : begin + BATCH_SIZE]
 
     def _stream(self) -> Iterator[int]:
-        """All samples of an epoch, shard by shard."""
+        """Yield all samples of an epoch, shard by shard."""
         shards = list(range(int(self._shards[-1]) + 1))
         if self._shuffle_shards:
             self._random.shuffle(shards)
@@ -96,10 +115,14 @@ class Buffer:
 
 
 @contextmanager
-def open_order(name: OrderName, stored: Stored, work: Path, window: Window, seed: int) -> Iterator[Gyre | Buffer]:
-    """An order, and while it is read the daemon that it needs."""
+def open_order(
+    name: OrderName, stored: Stored, work: Path, window: Window, seed: int
+) -> Iterator[Gyre | Buffer]:
+    """A context with an order, and with the daemon that it needs."""
     if name not in ("full", "block"):
-        buffer = Buffer(stored, window.num_samples, seed, shuffle_shards=name == "shuffled shards and a buffer")
+        buffer = Buffer(
+            stored, window.num_samples, seed, shuffle_shards=name == "shuffled shards and a buffer"
+        )
         yield buffer
         buffer.close()
         return

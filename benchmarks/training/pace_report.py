@@ -1,4 +1,4 @@
-"""The throughput runs as a page: how fast each loader lets a model train, and for what share of the time it waits."""
+"""The report of the throughput runs: each loader's rate, and its share of waiting."""
 
 import os
 import platform
@@ -42,8 +42,8 @@ class Chapter:
     """One model's turns.
 
     Attributes:
-        label: of the model.
-        about: what it is.
+        label: the model's name.
+        about: its description.
         rounds: by kind of loader, one result per round.
     """
 
@@ -52,9 +52,15 @@ class Chapter:
     rounds: dict[Kind, list[Result]]
 
     @classmethod
-    def read(cls, ledger: Ledger, label: str, about: str, kinds: Sequence[Kind], num_rounds: int) -> "Chapter":
-        """From the ledger."""
-        return cls(label, about, {kind: [ledger[(r, label, kind)] for r in range(num_rounds)] for kind in kinds})
+    def read(
+        cls, ledger: Ledger, label: str, about: str, kinds: Sequence[Kind], num_rounds: int
+    ) -> "Chapter":
+        """Read the chapter from the ledger."""
+        return cls(
+            label,
+            about,
+            {kind: [ledger[(r, label, kind)] for r in range(num_rounds)] for kind in kinds},
+        )
 
     def rate(self, kind: Kind) -> float:
         """Samples/s, the median of the rounds."""
@@ -62,27 +68,41 @@ class Chapter:
 
     def gain(self, kind: Kind, over: Kind) -> float:
         """How much faster, as a share; the median of the ratios within rounds."""
-        ratios = [mine / other for mine, other in zip(_rates(self.rounds[kind]), _rates(self.rounds[over]), strict=True)]
+        ratios = [
+            mine / other
+            for mine, other in zip(
+                _rates(self.rounds[kind]), _rates(self.rounds[over]), strict=True
+            )
+        ]
         return statistics.median(ratios) - 1
 
     def wait(self, kind: Kind) -> float:
         """The share of the time spent in `next()`, the median of the rounds."""
-        shares: list[float] = [result["wait_s"] / result["elapsed_s"] for result in self.rounds[kind]]
+        shares: list[float] = [
+            result["wait_s"] / result["elapsed_s"] for result in self.rounds[kind]
+        ]
         return statistics.median(shares)
 
     def disagreement(self) -> float:
-        """The largest difference of the first steps' losses between loaders that bring the same batches."""
+        """The largest difference of first losses between loaders that bring the same batches."""
         same = [rounds for kind, rounds in self.rounds.items() if kind != "block"]
         worst = 0.0
         for results in zip(*same, strict=True):
-            steps: zip[tuple[float, ...]] = zip(*(result["losses"] for result in results), strict=False)
+            steps: zip[tuple[float, ...]] = zip(
+                *(result["losses"] for result in results), strict=False
+            )
             worst = max(worst, *(max(losses) - min(losses) for losses in steps))
         return worst
 
 
 def write(chapters: Sequence[Chapter], introduction: str, out: Path) -> None:
-    """Both the page and its picture."""
-    loads = [result["load"] for chapter in chapters for results in chapter.rounds.values() for result in results]
+    """Write the page and its picture."""
+    loads = [
+        result["load"]
+        for chapter in chapters
+        for results in chapter.rounds.values()
+        for result in results
+    ]
     busy = f"load average before a turn {min(loads):.1f} to {max(loads):.1f}"
     command = f"`python -m benchmarks.training.throughput --out {out}`"
     machine = f"{command}, {os.cpu_count()} cores, Python {platform.python_version()}; {busy}."
@@ -120,9 +140,12 @@ def _table(chapter: Chapter) -> list[str]:
     for kind, results in chapter.rounds.items():
         rates = _rates(results)
         steps_ms = statistics.median(
-            (result["elapsed_s"] - result["wait_s"]) / result["num_steps"] * 1000 for result in results
+            (result["elapsed_s"] - result["wait_s"]) / result["num_steps"] * 1000
+            for result in results
         )
-        cpu = statistics.median(result["cpu_s"] / (result["num_steps"] * BATCH_SIZE) * 1000 for result in results)
+        cpu = statistics.median(
+            result["cpu_s"] / (result["num_steps"] * BATCH_SIZE) * 1000 for result in results
+        )
         rows.append(
             (
                 LABELS[kind],
@@ -151,22 +174,32 @@ def _table(chapter: Chapter) -> list[str]:
 
 
 def _sameness(chapter: Chapter) -> str:
-    num_steps = min(len(result["losses"]) for results in chapter.rounds.values() for result in results)
+    num_steps = min(
+        len(result["losses"]) for results in chapter.rounds.values() for result in results
+    )
     return (
-        f"The losses of the first {num_steps} steps differ by at most {chapter.disagreement():.1g} between the loaders "
-        "(`block` apart, whose batches are its own): they brought the same samples."
+        f"The losses of the first {num_steps} steps differ by at most {chapter.disagreement():.1g} "
+        "between the loaders (except `block`, which has other batches): they brought the same "
+        "samples."
     )
 
 
 def _draw(chapters: Sequence[Chapter], path: Path) -> None:
     mpl.use("Agg")
-    figure, axes = plt.subplots(2, len(chapters), figsize=(4 * len(chapters), 6), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        2, len(chapters), figsize=(4 * len(chapters), 6), layout="constrained", squeeze=False
+    )
     for (rates, waits), chapter in zip(axes.T, chapters, strict=True):
         kinds = list(chapter.rounds)
         names, colours = [_SHORT[kind] for kind in kinds], [_COLOURS[kind] for kind in kinds]
-        rates.bar_label(rates.bar(names, [chapter.rate(kind) for kind in kinds], color=colours), fmt="{:,.0f}")
+        rates.bar_label(
+            rates.bar(names, [chapter.rate(kind) for kind in kinds], color=colours), fmt="{:,.0f}"
+        )
         rates.set(title=chapter.label, ylabel="samples/s")
-        waits.bar_label(waits.bar(names, [chapter.wait(kind) * 100 for kind in kinds], color=colours), fmt="{:.0f} %")
+        waits.bar_label(
+            waits.bar(names, [chapter.wait(kind) * 100 for kind in kinds], color=colours),
+            fmt="{:.0f} %",
+        )
         waits.set(ylim=(0, 110), ylabel="share of the time waiting for data, %")
         for axis in (rates, waits):
             axis.tick_params(axis="x", rotation=30)

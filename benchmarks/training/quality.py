@@ -1,8 +1,11 @@
-"""What an order is worth: `python -m benchmarks.training.quality --out PREFIX [--work FOLDER --seconds S --only MODEL]`.
+"""Compares orders by the loss that models reach.
 
-Two models on sorted datasets, images by class and text by file, trained in Gyre's orders and behind plain shuffle buffers, with
-three seeds each: of the weights and of the order. What does not fit into the given seconds is trained by the next call with
-the same folder; the last one writes PREFIX.md and PREFIX.png.
+    python -m benchmarks.training.quality --out PREFIX [--work FOLDER --seconds S --only MODEL]
+
+Two models are trained on sorted datasets, images by class and text by file, in Gyre's orders and
+behind plain shuffle buffers, with three seeds for weights and order. Runs that do not fit into the
+given seconds are left to the next call with the same folder; the last call writes PREFIX.md and
+PREFIX.png.
 """
 
 import argparse
@@ -32,18 +35,20 @@ ABOUT = {
     "text": "pieces of the standard library's sources sorted by file",
 }
 UNIT = {"glyphs": "nats per image", "text": "nats per byte"}
-INTRODUCTION = """A model learns what it sees last. A shuffle buffer that is smaller than what lies together in a sorted dataset
-hands out one class, or one topic, after the other; an order that mixes the whole dataset does not. Four orders, everything
-else the same: the loop, the initial weights of a seed, AdamW at 3e-3 with half a cosine to 0, the number of samples. The
-loss is that of samples that no model was trained on: all classes, and files that were set aside.
+INTRODUCTION = """\
+A model learns what it sees last. In a sorted dataset, a shuffle buffer that is smaller than a run
+of similar samples gives one class, or one topic, after the other. An order that mixes the whole
+dataset does not. Four orders are compared. All else is the same: the loop, the initial weights of a
+seed, AdamW at 3e-3 with half a cosine to 0, and the number of samples. The loss is that of samples
+that no model was trained on: all classes, and files that were set aside.
 
 * `full` and `block` come through the daemon, with `gyre_client.Loader`.
-* A *buffer* is webdataset's own shuffle over shards in their order, full before it hands out the first sample; *shuffled
-  shards and a buffer* is the same over shards in a random order, anew in each epoch, which is how webdataset is mostly
-  used.
-* Displacement, spread and mixing are 1 for a uniform shuffle and 0 for the order by sample id: for `full` and `block` as
-  `gyre status --json` shows them at the end of the run, for buffers by the same meter. Means of the seeds, as is the
-  difference to `full`.
+* A *buffer* is webdataset's own shuffle over shards in their order. It is full before it gives the
+  first sample. *Shuffled shards and a buffer* is the same with the shards in a new random order in
+  each epoch, which is how webdataset is mostly used.
+* Displacement, spread and mixing are 1 for a uniform shuffle and 0 for the order by sample id. For
+  `full` and `block` they are what `gyre status --json` shows at the end of the run; for buffers the
+  same meter measured them. They are means over the seeds, and so is the difference to `full`.
 
 Lines are means of the seeds, and areas reach from the lowest to the highest."""
 
@@ -71,16 +76,25 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained."""
+    """The runs of the benchmark."""
 
     tasks: tuple[Task, ...]
     num_seeds: int
     scale: samples.Scale
 
     def runs(self, only: str | None) -> list[tuple[int, str, OrderName]]:
-        """Seed, model and order, in the order in which they are done."""
-        labels = [task.architecture.label for task in self.tasks if only in (None, task.architecture.label)]
-        return [(seed, label, order) for seed in range(self.num_seeds) for label in labels for order in ORDERS]
+        """Seed, model and order of all runs, in the order in which they are done."""
+        labels = [
+            task.architecture.label
+            for task in self.tasks
+            if only in (None, task.architecture.label)
+        ]
+        return [
+            (seed, label, order)
+            for seed in range(self.num_seeds)
+            for label in labels
+            for order in ORDERS
+        ]
 
 
 FULL = Plan(
@@ -102,7 +116,8 @@ def train(task: Task, order: OrderName, seed: int, work: Path) -> Result:
     """One run.
 
     Returns:
-        `steps` and `losses`, of the looks at the held-out loss; `quality` of the order, at the end; `num_steps`.
+        `steps` and `losses`, of the looks at the held-out loss; `quality` of the order, at the end;
+        `num_steps`.
     """
     name = task.architecture.data
     stored = samples.Stored(name, work / "data" / name, task.stride)
@@ -122,26 +137,44 @@ def train(task: Task, order: OrderName, seed: int, work: Path) -> Result:
 
 
 def _held_out(task: Task, work: Path) -> list[Sample]:
-    """Samples that no model is trained on, evenly from all topics or classes, in batches."""
+    """Batches of samples that no model is trained on, evenly from all topics or classes."""
     name = task.architecture.data
     stored = samples.Stored(name, work / "data" / f"held-{name}")
     files = samples.Files(stored.folder)
     every = samples.Samples(stored, files)
     num_batches = max(1, min(len(every), task.max_held_out) // EVALUATION_BATCH)
     size = min(len(every), EVALUATION_BATCH)
-    chosen = np.linspace(0, len(every) - 1, num_batches * size).astype(int).reshape(num_batches, size)
-    batches: list[Sample] = [default_collate([every[index] for index in batch]) for batch in chosen.tolist()]
+    chosen = (
+        np.linspace(0, len(every) - 1, num_batches * size).astype(int).reshape(num_batches, size)
+    )
+    batches: list[Sample] = [
+        default_collate([every[index] for index in batch]) for batch in chosen.tolist()
+    ]
     files.close()
     return batches
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="where the report and the picture go, without their suffixes")
-    parser.add_argument("--work", type=Path, help="keeps data and results between calls; without it, nothing is kept")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="where the report and the picture go, without their suffixes",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="keeps data and results between calls; without it, nothing is kept",
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later")
-    parser.add_argument("--only", help="this model alone, and no report; calls for different models may run beside each other")
-    parser.add_argument("--toy", action="store_true", help="one tiny model: shows that it runs, and nothing else")
+    parser.add_argument(
+        "--only",
+        help="train only this model and write no report; calls may run at the same time",
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="one tiny model: shows that it runs, and nothing else"
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     plan = TOY if args.toy else FULL
@@ -161,16 +194,19 @@ def _chapter(plan: Plan, task: Task, ledger: Ledger, work: Path) -> learning_rep
     stored = samples.Stored(architecture.data, work / "data" / architecture.data, task.stride)
     num_samples = len(stored.places)
     about = (
-        f"{architecture.about()}, batches of {BATCH_SIZE}, epochs: {task.num_epochs}, each of {num_samples:,} samples, "
-        f"{ABOUT[architecture.data]}, in {len(stored.objects)} shards. The window of `block` has {window.num_blocks} blocks of "
-        f"{window.block_samples} samples; the buffers hold as many samples, {window.num_samples:,}, "
+        f"{architecture.about()}, batches of {BATCH_SIZE}, epochs: {task.num_epochs}, each of "
+        f"{num_samples:,} samples, {ABOUT[architecture.data]}, in {len(stored.objects)} shards. "
+        f"The window of `block` has {window.num_blocks} blocks of {window.block_samples} samples; "
+        f"the buffers hold as many samples, {window.num_samples:,}, "
         f"{window.num_samples / num_samples:.0%} of the data."
     )
-    return learning_report.Chapter.read(ledger, architecture.label, ORDERS, plan.num_seeds, about, UNIT[architecture.data])
+    return learning_report.Chapter.read(
+        ledger, architecture.label, ORDERS, plan.num_seeds, about, UNIT[architecture.data]
+    )
 
 
 def measure(plan: Plan, only: str | None, work: Path, max_s: float) -> Ledger | None:
-    """Fill the folder's ledger; returns it if it is full."""
+    """Fill the folder's ledger; return it if it is complete."""
     samples.write(work / "data", plan.scale)
     tasks = {task.architecture.label: task for task in plan.tasks}
     ledger = Ledger(work / "quality.jsonl")

@@ -1,4 +1,7 @@
-"""Text that is there: the interpreter's own library, as bytes, file after file. Neighbours are of one module: one topic."""
+"""Text to learn: the interpreter's own library as bytes, file after file.
+
+Neighbouring samples come from one module, and so from one topic.
+"""
 
 import sysconfig
 import zlib
@@ -9,7 +12,9 @@ _OTHERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pyca
 
 
 def library_text(*, held_out: bool, max_bytes: int) -> bytes:
-    """The sources of the library in the order of their paths: those to train on, or those to test with.
+    """The sources of the library in the order of their paths.
+
+    Those to train on, or those to test with.
 
     Args:
         held_out: the one or the other.

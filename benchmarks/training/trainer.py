@@ -1,4 +1,4 @@
-"""The one training loop of all runs. What it waits for data is the time that it spends in `next()`."""
+"""The training loop of all runs. Its wait for data is the time spent in `next()`."""
 
 import math
 import time
@@ -16,14 +16,14 @@ WEIGHT_DECAY = 0.01
 
 @dataclass
 class Pace:
-    """How a run went.
+    """How fast a run went.
 
     Attributes:
-        first_batch_s: until the first batch was there; it is no part of what follows.
-        elapsed_s: of all steps.
-        wait_s: the part of it spent in `next()`.
-        num_steps: with the first batch's.
-        losses: of the steps, in nats.
+        first_batch_s: seconds until the first batch; they are not part of the other times.
+        elapsed_s: seconds of all steps.
+        wait_s: the part of them spent in `next()`.
+        num_steps: the number of steps, that of the first batch included.
+        losses: the losses of the steps, in nats.
     """
 
     first_batch_s: float = 0.0
@@ -42,7 +42,7 @@ class Trainer:
         self._lr, self._num_steps, self._step = lr, num_steps, 0
 
     def step(self, batch: Sample) -> float:
-        """One step on a batch; returns its loss."""
+        """Take one step on a batch, and return its loss."""
         if self._num_steps:
             for group in self._optimizer.param_groups:
                 group["lr"] = self._lr * (1 + math.cos(math.pi * self._step / self._num_steps)) / 2
@@ -54,7 +54,7 @@ class Trainer:
         return float(loss.item())
 
     def evaluate(self, batches: Sequence[Sample]) -> float:
-        """The mean loss of batches of one size, with nothing learned."""
+        """The mean loss of batches of one size, without learning."""
         self.model.eval()
         with torch.no_grad():
             losses = [float(self.model(batch).item()) for batch in batches]
@@ -63,7 +63,7 @@ class Trainer:
 
 
 def train_for(trainer: Trainer, open_batches: Callable[[], Batches], duration_s: float) -> Pace:
-    """Train until so much time has passed since the first batch came."""
+    """Train until ``duration_s`` seconds have passed since the first batch."""
     pace = Pace()
     began = time.perf_counter()
     batches = open_batches()

@@ -1,4 +1,7 @@
-"""A loader's turn: a model is trained for some seconds in a process of its own, forked from one that has imported all."""
+"""A loader's turn: a model trains for some seconds in a process of its own.
+
+The process is forked from one that has imported all modules.
+"""
 
 import multiprocessing
 import os
@@ -20,14 +23,14 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Turn:
-    """What is to be done.
+    """The work of one turn.
 
     Attributes:
-        kind: of loader.
-        source: of its data.
-        architecture: of the model.
-        duration_s: from the first batch on.
-        also_pids: processes that work for the loader beside its own.
+        kind: the kind of loader.
+        source: where its data is.
+        architecture: the model.
+        duration_s: seconds from the first batch on.
+        also_pids: processes that work for the loader besides its own.
     """
 
     kind: Kind
@@ -38,7 +41,11 @@ class Turn:
 
 
 def take(turn: Turn) -> dict[str, Any]:
-    """Do it; returns a Pace's fields and `cpu_s`, of the trainer, its workers and the others from before the first batch on."""
+    """Take the turn; return a Pace's fields and `cpu_s`.
+
+    `cpu_s` is the CPU time of the trainer, its workers and ``also_pids``, from before the first
+    batch on.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
@@ -59,7 +66,8 @@ def take(turn: Turn) -> dict[str, Any]:
 
 def _perform(answer: Connection, turn: Turn) -> None:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: they wait, most of the time
+    # more workers than cores: they wait, most of the time
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     trainer = Trainer(turn.architecture.build(turn.source.seed), turn.architecture.lr)
     open_batches = opener(turn.kind, turn.source)
     before_s = _cpu_s(turn)

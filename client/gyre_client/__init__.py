@@ -6,7 +6,7 @@
         for batch in loader:
             ...
 
-torch is imported only when the Loader is first asked for, so that the command line starts without it.
+torch is imported only when the Loader is first used, so that the command line starts without it.
 """
 
 import importlib
@@ -15,19 +15,23 @@ from typing import TYPE_CHECKING, Any
 from gyre_client.errors import GyreError, NotInstalled
 
 if TYPE_CHECKING:
-    from gyre_client.loader import Loader
-    from gyre_client.text import objects, texts
+    from gyre_client.loader.loader import Loader
+    from gyre_client.loader.text import objects, texts
 
 __all__ = ["GyreError", "Loader", "objects", "texts"]
 __version__ = "0.1.0"
 
-_HOME = {"Loader": "gyre_client.loader", "objects": "gyre_client.text", "texts": "gyre_client.text"}
+_LAZY = {
+    "Loader": "gyre_client.loader.loader",
+    "objects": "gyre_client.loader.text",
+    "texts": "gyre_client.loader.text",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(_HOME[name]), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as error:
         raise NotInstalled.needs(f"gyre_client.{name}", error.name, "client") from error

@@ -2,6 +2,6 @@
 
 import sys
 
-from gyre_client.cli import main
+from gyre_client.command.cli import main
 
 sys.exit(main())

@@ -1,34 +1,42 @@
-"""Everything that the client raises.
+"""Every error that the client raises.
 
     GyreError
-    ├── InvalidRequest (also a ValueError)   an argument or a request that cannot be meant
-    ├── ConfigError (also a ValueError)      a configuration that cannot be meant
-    ├── UnknownDataset                       no dataset of that name, or nothing where it should be
+    ├── InvalidRequest (also a ValueError)   an argument or a request that cannot be valid
+    ├── ConfigError (also a ValueError)      a dataset's configuration is wrong
+    ├── UnknownDataset                       no dataset of that name, or nothing at its location
     ├── ShardMissing                         a shard of the dataset is gone
-    ├── NotAllowed                           the dataset is not for this reader
+    ├── NotAllowed                           the daemon does not serve the dataset to this reader
     ├── StorageUnavailable                   the daemon could not reach the storage in time
-    ├── CorruptSample                        a sample cannot be read: says shard, sample, offset, reason
-    ├── CursorRejected                       a state that does not fit: says what differs
-    ├── Fenced                               a newer session of the same job and rank has taken over
-    ├── LeaseExpired                         the daemon gave the session up; a Loader re-attaches by itself
-    ├── Overloaded                           no room in the daemon: says needed and limit
-    ├── DaemonUnavailable                    nobody answers at the address
+    ├── CorruptSample                        a sample cannot be read: shard, sample, offset, reason
+    ├── CursorRejected                       a state does not fit: the message says what differs
+    ├── Fenced                               a newer session of this job and rank has taken over
+    ├── LeaseExpired                         the daemon gave the session up; a Loader re-attaches
+    ├── Overloaded                           the daemon has no room: says needed and limit
+    ├── DaemonUnavailable                    no daemon answers at the address
     ├── DaemonFault                          the daemon failed in a way it should not
-    ├── ForkedProcess                        a Loader used outside the process that made it
-    ├── ConcurrentUse                        a Loader used by two threads at the same time
-    └── NotInstalled (also an ImportError)   a part of Gyre that needs an extra: names it
+    ├── ForkedProcess                        a Loader was used outside the process that made it
+    ├── ConcurrentUse                        two threads used a Loader at the same time
+    └── NotInstalled (also an ImportError)   a part of Gyre needs an extra: the message names it
 
-The daemon names the class of an error by its `reason`; `BY_REASON` is that one table.
+A training script usually lets all of them pass: a Loader itself retries the errors that may pass
+(DaemonUnavailable, LeaseExpired, StorageUnavailable, Overloaded) until `reattach_timeout_s`.
+The daemon sends the class of an error as its `reason`; `BY_REASON` maps it to the class here.
 """
 
 from collections.abc import Mapping
 
 
 class GyreError(Exception):
-    """What every error of the client is.
+    """The base class of every error of the client.
+
+        try:
+            batch = next(loader)
+        except CorruptSample as error:
+            print(error.facts["shard"], error.facts["sample"])
 
     Attributes:
-        facts: What the error is about, as the daemon told it: {"dataset": "wiki", ...}; may be empty.
+        facts: What the error is about, as the daemon sent it: {"dataset": "wiki", ...}; may be
+            empty. All values are strings.
     """
 
     def __init__(self, message: str, facts: Mapping[str, str] | None = None) -> None:
@@ -37,7 +45,7 @@ class GyreError(Exception):
 
 
 class InvalidRequest(GyreError, ValueError):
-    """An argument that no dataset and no daemon could accept, or one that this daemon cannot."""
+    """An argument is out of its range, or this daemon cannot accept the request."""
 
 
 class ConfigError(GyreError, ValueError):
@@ -45,7 +53,7 @@ class ConfigError(GyreError, ValueError):
 
 
 class UnknownDataset(GyreError):
-    """The daemon serves no dataset of that name, or finds nothing at its address."""
+    """The daemon serves no dataset of that name, or finds nothing at its location."""
 
 
 class ShardMissing(GyreError):
@@ -61,7 +69,10 @@ class StorageUnavailable(GyreError):
 
 
 class CorruptSample(GyreError):
-    """A sample cannot be read as what it should be; `facts` has shard, sample, offset and reason."""
+    """A sample cannot be read in the dataset's format.
+
+    `facts` has shard, sample, offset (in bytes) and reason.
+    """
 
 
 class CursorRejected(GyreError):
@@ -69,19 +80,22 @@ class CursorRejected(GyreError):
 
 
 class Fenced(GyreError):
-    """A newer session of the same job and rank reads now; this one is over."""
+    """A newer session of the same job and rank reads now; this session is over."""
 
 
 class LeaseExpired(GyreError):
-    """The daemon heard nothing for longer than the lease and gave the session up."""
+    """The daemon heard nothing for longer than the lease, and ended the session."""
 
 
 class Overloaded(GyreError):
-    """The daemon has no room for this session; the message says what it needs and what there is."""
+    """The daemon has no room for this session; the message says how much it needs and is free.
+
+    `facts` has needed_bytes, free_bytes and limit_bytes where memory is short.
+    """
 
 
 class DaemonUnavailable(GyreError):
-    """Nobody answers at the address, or the daemon cannot be started."""
+    """No daemon answers at the address, or the private daemon cannot be started."""
 
 
 class DaemonFault(GyreError):
@@ -93,16 +107,23 @@ class ForkedProcess(GyreError):
 
 
 class ConcurrentUse(GyreError):
-    """A Loader was used by a thread while another one used it; the message names both."""
+    """A thread used a Loader while another one did; the message names both threads."""
 
 
 class NotInstalled(GyreError, ImportError):
-    """A part of Gyre needs packages that a plain installation does not bring; the message names the extra."""
+    """A part of Gyre needs packages that a plain installation does not have.
+
+    The message names the extra to install.
+    """
 
     @classmethod
     def needs(cls, what: str, package: str | None, extra: str) -> "NotInstalled":
         """Returns the error for `what`, which imports `package`, which comes with `extra`."""
-        return cls(f'{what} needs {package}, which is not installed: pip install "gyre-ml[{extra}]"')
+        return cls(
+            f'{what} needs {package}, which is not installed: pip install "gyre-ml[{extra}]"'
+        )
 
 
-BY_REASON: dict[str, type[GyreError]] = {error.__name__: error for error in GyreError.__subclasses__()}
+BY_REASON: dict[str, type[GyreError]] = {
+    error.__name__: error for error in GyreError.__subclasses__()
+}

@@ -1,3 +1,3 @@
-"""The daemon `gyred`: one per node, fetches globally shuffled samples and streams ready batches to every job."""
+"""The daemon `gyred`: one per node, it streams globally shuffled batches to every job there."""
 
 __version__ = "0.1.0"

@@ -1,41 +1,26 @@
-"""What `gyred check-config` finds out beyond the file: whether datasets are there, and whether they can be opened."""
+"""What `gyred check-config` checks beyond the file: are datasets there, and can they be opened."""
 
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_daemon.config import DaemonConfig, DatasetConfig
+from gyre_daemon.config import DaemonConfig
 from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.storage.engine.endpoint import Terms
-from gyre_daemon.storage.local.local import list_files
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What became of opening one dataset.
-
-    Attributes:
-        name: of the dataset.
-        text: what it has, or why it cannot be opened.
-        is_open: it was opened.
-    """
-
-    name: str
-    text: str
-    is_open: bool
-
-
 def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
-    """Local datasets of which a file or a folder is not there, or may not be looked at; nothing is opened."""
+    """Local datasets with a file or folder that is missing or may not be read; opens nothing."""
     for name, dataset in sorted(config.datasets.items()):
         location = parse_location(dataset.uri)
         if location.scheme != "file":
@@ -48,30 +33,40 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
             yield name, error
 
 
-async def open_datasets(config: DaemonConfig, fallback_index_dir: Path) -> list[Finding]:
-    """Open every dataset as the daemon would, all at the same time; an index that is missing is made and kept.
+async def open_datasets(
+    config: DaemonConfig, fallback_index_dir: Path
+) -> dict[str, Dataset | Exception]:
+    """Open all datasets at once, as the daemon would; missing indexes are built and kept.
 
     Args:
         config: checked.
         fallback_index_dir: for indexes that can be stored nowhere else.
+
+    Returns:
+        Each dataset by name, or why it cannot be opened.
     """
     with ThreadPoolExecutor(config.num_io_threads) as executor:
         workers = FairExecutor(executor, config.num_io_threads)
-        opener = StorageOpener(workers, Terms(config.max_requests, config.read_deadline_s, config.hedge), Metrics())
+        opener = StorageOpener(
+            workers,
+            EndpointOptions(config.max_requests, config.read_deadline_s, config.hedge),
+            Metrics(),
+        )
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)
         catalog = Catalog(config.datasets, opener, sidecars, None, allow_ad_hoc=False)
+        names = sorted(config.datasets)
         try:
-            return await asyncio.gather(*(_open(catalog, *each) for each in sorted(config.datasets.items())))
+            opened = await asyncio.gather(*(_open(catalog, name) for name in names))
         finally:
             catalog.close()
             opener.close()
+    return dict(zip(names, opened, strict=True))
 
 
-async def _open(catalog: Catalog, name: str, config: DatasetConfig) -> Finding:
+async def _open(catalog: Catalog, name: str) -> Dataset | Exception:
     try:
-        dataset = await catalog.open(name, config)
+        return await catalog.open(*catalog.resolve(name))
     except GyreError as error:
-        return Finding(name, str(error), is_open=False)
+        return error
     except ExceptionGroup as errors:
-        return Finding(name, str(first_error(errors)), is_open=False)
-    return Finding(name, f"{dataset.num_samples} samples in {len(dataset.storage.shards)} shards", is_open=True)
+        return first_error(errors)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,35 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
 from gyre_daemon.checks import missing_datasets, open_datasets
-from gyre_daemon.config import DaemonConfig, EffectiveConfig, load
-from gyre_daemon.copiers import Copiers
+from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, load
+from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event, start_log
-from gyre_daemon.runtime.limits import DescriptorShares, check_memory_budget, memory_limit_bytes, raise_descriptor_limit
+from gyre_daemon.runtime.limits import (
+    DescriptorShares,
+    check_memory_budget,
+    memory_limit_bytes,
+    raise_descriptor_limit,
+)
 from gyre_daemon.runtime.listen import parse_address, parse_metrics_address
-from gyre_daemon.server import Privacy, serve
+from gyre_daemon.server import Owner, serve
 from gyre_daemon.storage.location import parse_location
 
-_COLLECT_AFTER = (50_000, 20, 50)  # objects that may be in cycles; then generations
-_FLAG_KEYS = ("memory_budget", "log_level", "log_format", "index_dir", "prefetch_batches", "num_io_threads")
+# New objects before a pass of the garbage collector, then passes before one of an older
+# generation. With Python's default of 700, passes over the objects of thousands of requests in
+# flight took 40 % of a request's CPU time; a higher value frees objects in cycles later.
+_COLLECT_AFTER = (50_000, 20, 50)
+_HEALTH_DEADLINE_S = 5.0
+# The keys of the configuration that are also flags, beside `listen`.
+_FLAG_KEYS = (
+    "memory_budget",
+    "log_level",
+    "log_format",
+    "index_dir",
+    "prefetch_batches",
+    "num_io_threads",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,70 +58,89 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gyred", description="One loader daemon per node for all its training jobs.")
+    parser = argparse.ArgumentParser(
+        prog="gyred", description="One loader daemon per node for all its training jobs."
+    )
     parser.add_argument("--version", action="version", version=f"gyred {__version__}")
     shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serving = commands.add_parser("serve", help="serve the datasets of a configuration")
-    _add_config_flags(serving)
-    serving.add_argument(
-        "--embedded", action="store_true", help="a private daemon: serve ad-hoc datasets, on --socket-dir only"
-    )
-    serving.add_argument("--socket-dir", type=Path, metavar="DIR", help="with --embedded: a private folder; removed at the end")
-    serving.add_argument("--parent-pid", type=int, default=0, metavar="PID", help="with --embedded: end when this process ends")
-    serving.set_defaults(run=_serve)
+    command = commands.add_parser("serve", help="serve the datasets of a configuration")
+    command.set_defaults(run=_serve)
+    _add_config_flags(command)
+    text = "a private daemon: serve ad-hoc datasets, on --socket-dir only"
+    command.add_argument("--embedded", action="store_true", help=text)
+    text = "with --embedded: a private folder; removed at the end"
+    command.add_argument("--socket-dir", type=Path, metavar="DIR", help=text)
+    text = "with --embedded: end when this process ends"
+    command.add_argument("--parent-pid", type=int, default=0, metavar="PID", help=text)
 
-    checking = commands.add_parser("check-config", help="print the effective configuration and where each value comes from")
-    _add_config_flags(checking)
-    checking.add_argument(
-        "--open", action="store_true", help="open every dataset as the daemon would; exit 1 if one of them cannot be"
-    )
-    checking.set_defaults(run=_check_config)
+    text = "print the effective configuration and where each value comes from"
+    command = commands.add_parser("check-config", help=text)
+    command.set_defaults(run=_check_config)
+    _add_config_flags(command)
+    text = "open every dataset as the daemon would; exit 1 if one of them cannot be opened"
+    command.add_argument("--open", action="store_true", help=text)
 
-    asking = commands.add_parser("health", help="exit 0 if the daemon at an address serves, 1 if not")
-    asking.add_argument("--address", required=True, metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT")
-    asking.set_defaults(run=_health)
+    text = "exit 0 if the daemon at an address serves, 1 if not"
+    command = commands.add_parser("health", help=text)
+    command.set_defaults(run=_health)
+    text = "unix:PATH or tcp:HOST:PORT"
+    command.add_argument("--address", required=True, metavar="ADDRESS", help=text)
     return parser
 
 
-def _add_config_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
-    parser.add_argument(
-        "--listen", action="append", metavar="ADDRESS", help="unix:PATH or tcp:HOST:PORT; several times for several"
-    )
+def _add_config_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
+    text = "unix:PATH or tcp:HOST:PORT; repeat the flag for several"
+    command.add_argument("--listen", action="append", metavar="ADDRESS", help=text)
     for key in _FLAG_KEYS:
-        parser.add_argument(
-            f"--{key.replace('_', '-')}", metavar=key.rpartition("_")[2].upper(), help=f"overrides `{key}` of the file"
-        )
+        flag, metavar = f"--{key.replace('_', '-')}", key.rpartition("_")[2].upper()
+        command.add_argument(flag, metavar=metavar, help=f"overrides `{key}` of the file")
 
 
 def _load(parsed: argparse.Namespace) -> EffectiveConfig:
+    """The configuration, with every mistake found that can be found before anything is bound."""
     flags: dict[str, Any] = {key: getattr(parsed, key) for key in (*_FLAG_KEYS, "listen")}
     if getattr(parsed, "socket_dir", None):
         flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"], "metrics_listen": ""}
-    return load(parsed.config, os.environ, flags)
+    effective = load(parsed.config, os.environ, flags)
+    config = effective.config
+    for address in config.listen:
+        parse_address(address)
+    if config.metrics_listen:
+        parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
+    for name, dataset in config.datasets.items():
+        make_format(name, dataset)
+        try:
+            parse_location(dataset.uri)
+        except ValueError as error:
+            raise ConfigError(f"datasets.{name}.uri: {error}") from error
+    return effective
 
 
 def _serve(parsed: argparse.Namespace) -> int:
     if parsed.embedded != (parsed.socket_dir is not None):
         raise ConfigError("--embedded and --socket-dir go together")
     config = _load(parsed).config
-    _check(config)
-    if not parsed.embedded:  # whoever has a private daemon chose no budget
+    if not parsed.embedded:  # the user of a private daemon chose no budget
         check_memory_budget(config.memory_budget, memory_limit_bytes())
-    privacy = Privacy(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
+    owner = Owner(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
     start_log(config.log_level, config.log_format)
-    reread = (lambda: _reread(parsed)) if parsed.config else None
-    _collect_rarely()
-    _tell_of_descriptors(DescriptorShares.of(raise_descriptor_limit()), config)
-    with Copiers(_num_copiers(config)) as copiers:
-        uvloop.run(serve(config, _index_home(), privacy, reread, copiers))
+    reread = (lambda: _load(parsed).config) if parsed.config else None
+    gc.collect()
+    gc.freeze()  # what exists now lives as long as the daemon: no pass looks at it
+    gc.set_threshold(*_COLLECT_AFTER)
+    _log_descriptor_shortage(DescriptorShares.of(raise_descriptor_limit()), config)
+    # More workers than cores or than threads that wait for them would be idle.
+    num_workers = min(config.num_copy_workers, config.num_io_threads, len(os.sched_getaffinity(0)))
+    with CopyWorkers(num_workers) as copy_workers:
+        uvloop.run(serve(config, _index_dir(), owner, reread, copy_workers))
     return 0
 
 
-def _tell_of_descriptors(shares: DescriptorShares, config: DaemonConfig) -> None:
-    """Where they bound what the configuration allows, the log says so."""
+def _log_descriptor_shortage(shares: DescriptorShares, config: DaemonConfig) -> None:
+    """Warn where the process may not open as many descriptors as the configuration needs."""
     if shares.connections < config.max_requests:
         facts = {
             "descriptors": shares.limit,
@@ -117,31 +152,8 @@ def _tell_of_descriptors(shares: DescriptorShares, config: DaemonConfig) -> None
         log_event("limited by descriptors", facts, logging.WARNING)
 
 
-def _num_copiers(config: DaemonConfig) -> int:
-    """More would have nobody to work for, or nowhere to."""
-    return min(config.num_copiers, config.num_io_threads, len(os.sched_getaffinity(0)))
-
-
-def _collect_rarely() -> None:
-    """Have the collector of cycles look less often, and never at what is there for good.
-
-    Thousands of requests in flight are as many objects that it would go through again and again and that are in no cycle: that
-    took 40 % of the processor time of a request.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
-
-
-def _reread(parsed: argparse.Namespace) -> DaemonConfig:
-    config = _load(parsed).config
-    _check(config)
-    return config
-
-
 def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
-    _check(effective.config)
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
     _print_config(effective)
     if parsed.open:
@@ -152,19 +164,17 @@ def _check_config(parsed: argparse.Namespace) -> int:
 
 
 def _print_config(effective: EffectiveConfig) -> None:
-    for field in fields(DaemonConfig):
-        if field.name in effective.origins:
-            value = getattr(effective.config, field.name)
-            print(f"{field.name} = {json.dumps(value)}  # {effective.origins[field.name]}")
-    if effective.config.job_weights:
+    config = effective.config
+    for key in SCALAR_KEYS:
+        print(f"{key} = {json.dumps(getattr(config, key))}  # {effective.origins[key]}")
+    if config.job_weights:
         print("\n[job_weights]")
-        for pattern, weight in effective.config.job_weights.items():
+        for pattern, weight in config.job_weights.items():
             print(f"{json.dumps(pattern)} = {weight:g}")
-    for name, dataset in sorted(effective.config.datasets.items()):
-        print(
-            f"\n[datasets.{name}]\nuri = {json.dumps(parse_location(dataset.uri).text)}\nformat = {json.dumps(dataset.format)}"
-        )
-        for key, value in dataset.options.items():
+    for name, dataset in sorted(config.datasets.items()):
+        print(f"\n[datasets.{name}]")
+        values = {"uri": parse_location(dataset.uri).text, "format": dataset.format}
+        for key, value in (values | dict(dataset.options)).items():
             print(f"{key} = {json.dumps(value)}")
         if dataset.storage:
             print(f"# storage settings: {', '.join(sorted(dataset.storage))}")
@@ -173,43 +183,34 @@ def _print_config(effective: EffectiveConfig) -> None:
 def _open_datasets(config: DaemonConfig) -> int:
     start_log("warning", config.log_format)
     raise_descriptor_limit()
-    findings = uvloop.run(open_datasets(config, _index_home()))
+    status = 0
     print()
-    for found in findings:
-        if found.is_open:
-            print(f"# dataset `{found.name}` opens: {found.text}")
+    for name, opened in uvloop.run(open_datasets(config, _index_dir())).items():
+        if isinstance(opened, Exception):
+            print(f"gyred: dataset `{name}` cannot be opened: {opened}", file=sys.stderr)
+            status = 1
         else:
-            print(f"gyred: dataset `{found.name}` cannot be opened: {found.text}", file=sys.stderr)
-    return 0 if all(found.is_open for found in findings) else 1
+            num_shards = len(opened.storage.shards)
+            print(f"# dataset `{name}` opens: {opened.num_samples} samples in {num_shards} shards")
+    return status
 
 
 def _health(parsed: argparse.Namespace) -> int:
-    target = parse_address(parsed.address).grpc_target
-    with grpc.insecure_channel(target) as channel:
+    with grpc.insecure_channel(parse_address(parsed.address).grpc_target) as channel:
         try:
-            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+            response = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE_S
+            )
         except grpc.RpcError as error:
-            print(f"gyred: no daemon answers at {parsed.address}: {error.code().name}", file=sys.stderr)
+            text = f"gyred: no daemon answers at {parsed.address}: {error.code().name}"
+            print(text, file=sys.stderr)
             return 1
-    serving = response.status == health_pb2.HealthCheckResponse.SERVING
-    print("serving" if serving else "not serving")
-    return 0 if serving else 1
+    is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
+    print("serving" if is_serving else "not serving")
+    return 0 if is_serving else 1
 
 
-def _check(config: DaemonConfig) -> None:
-    """Find every mistake before anything is bound."""
-    for address in config.listen:
-        parse_address(address)
-    if config.metrics_listen:
-        parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
-    for name, dataset in config.datasets.items():
-        make_format(name, dataset)
-        try:
-            parse_location(dataset.uri)
-        except ValueError as error:
-            raise ConfigError(f"datasets.{name}.uri: {error}") from error
-
-
-def _index_home() -> Path:
+def _index_dir() -> Path:
+    """Where indexes go that can be stored nowhere else."""
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache_home) / "gyre" / "index"

@@ -1,4 +1,4 @@
-"""Everything that the daemon raises on purpose.
+"""The errors that the daemon raises on purpose.
 
 GyreError
 ├── InvalidInput (ValueError)
@@ -8,14 +8,15 @@ GyreError
 ├── ShardMissing             a shard that the dataset names is not there
 ├── NotAllowed               the dataset or the location is not for this client
 ├── StorageUnavailable       the storage does not answer, or not in time
-├── CorruptSample            bytes that are not what the index or the format says
+├── CorruptSample            bytes that contradict the index or the format
 ├── CursorRejected           a cursor of another dataset, order or version
-├── Fenced                   a newer session of the same job and rank took over
+├── Fenced                   a newer session of the same job and rank has taken over
 ├── LeaseExpired             the client was silent for too long
 ├── Overloaded               a budget is reached; says needed and limit
 └── Draining                 the daemon is about to stop
 
-A message is one sentence that names what it is about and what to do. `facts` are the same names for programs.
+A message is one sentence that says what happened, to what, and what to do. `facts` say the same to
+programs.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ class GyreError(Exception):
     """Base of the tree.
 
     Attributes:
-        facts: what the error is about, by name, as text; travels to the client beside the message.
+        facts: what the error is about, as text by name; the client gets them with the message.
     """
 
     def __init__(self, message: str, facts: Mapping[str, object] | None = None) -> None:
@@ -34,7 +35,7 @@ class GyreError(Exception):
 
 
 class InvalidInput(GyreError, ValueError):
-    """What was handed in does not make sense."""
+    """A value from the operator or a client does not make sense."""
 
 
 class ConfigError(InvalidInput):
@@ -54,7 +55,7 @@ class ShardMissing(GyreError):
 
 
 class NotAllowed(GyreError):
-    """This client may not read that."""
+    """This client may not read the dataset or the location."""
 
 
 class StorageUnavailable(GyreError):
@@ -70,22 +71,22 @@ class CursorRejected(GyreError):
 
 
 class Fenced(GyreError):
-    """Another session of the same job and rank is the newer one."""
+    """A newer session of the same job and rank has taken over."""
 
 
 class LeaseExpired(GyreError):
-    """The session is gone because its client was silent."""
+    """The session ended because its client was silent for too long."""
 
 
 class Overloaded(GyreError):
-    """The budget does not allow it now."""
+    """A budget has no room for the request now."""
 
 
 class Draining(GyreError):
-    """The daemon finishes what it has and takes nothing new."""
+    """The daemon is stopping: it finishes its batches and accepts no new session."""
 
 
 def first_error(group: BaseExceptionGroup[Exception]) -> Exception:
-    """The first exception that a task group gathered: the others are its echoes."""
+    """The first exception of a task group; the others follow from it."""
     first = group.exceptions[0]
     return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,44 +1,50 @@
-"""SIGHUP: datasets and job weights of a running daemon become those of its configuration file, unless that is unusable.
+"""SIGHUP: the daemon takes over the datasets and job weights of its configuration file.
 
-A file that is being written when it is read may be valid and yet lack datasets. So one without any dataset is refused where
-some are served, and a dataset is removed only when two readings a second apart are equal.
+A file that is being written may be valid and yet lack datasets. So a file without any dataset is
+refused where some are served, and a dataset is removed only when two readings a second apart are
+equal.
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
-from gyre_daemon.config import DaemonConfig
+from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.errors import ConfigError, InvalidInput
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.notify import notify
 from gyre_daemon.sessions.table import SessionTable
 
-Reread = Callable[[], DaemonConfig]
-Sleep = Callable[[float], Awaitable[None]]
-
-_CONFIRM_S = 1.0  # between two readings: longer than an editor or a copy takes to write a file
-_MAX_READINGS = 30  # of a file that changes each time
+# The pause between two readings is longer than an editor or a copy takes to write a file; a longer
+# pause delays the removal of datasets. A file that differs at every reading is refused in the end.
+_CONFIRM_S = 1.0
+_MAX_READINGS = 30
 
 
 class Reloader:
-    """Takes the configuration in when it is asked to."""
+    """Reads the configuration again when it is asked to, and applies it."""
 
     def __init__(
-        self, running: DaemonConfig, reread: Reread, catalog: Catalog, sessions: SessionTable, sleep: Sleep = asyncio.sleep
+        self,
+        running: DaemonConfig,
+        reread: Callable[[], DaemonConfig],
+        catalog: Catalog,
+        sessions: SessionTable,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Nobody has asked yet.
+        """Keep what a reload needs.
 
         Args:
-            running: what is in force.
-            reread: gives the configuration as it is now; raises ConfigError where it cannot be used.
-            catalog: whose datasets are replaced.
-            sessions: whose weights are replaced.
-            sleep: waits for so many seconds.
+            running: the configuration in force.
+            reread: reads and checks the file; raises ConfigError where it cannot be used.
+            catalog: gets the datasets.
+            sessions: get the job weights.
+            sleep: waits between two readings; takes seconds.
         """
         self._running = running
         self._reread = reread
@@ -48,72 +54,81 @@ class Reloader:
         self._asked = asyncio.Event()
 
     def ask(self) -> None:
-        """Have the configuration read, again if it is being read now."""
+        """Have the file read; once more if it is being read now."""
         self._asked.set()
 
     async def run(self) -> None:
-        """Reload whenever somebody asks, for ever; what came of it is in the log, and the service manager is told."""
+        """Reload after each `ask`, without end; log the result and tell the service manager."""
         while True:
             await self._asked.wait()
             self._asked.clear()
             notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
             try:
-                self._take_in(await self._wanted())
+                self._apply(await self._confirmed())
             except InvalidInput as error:
                 facts = {"reason": error, "kept": sorted(self._running.datasets)}
                 log_event("reload refused", facts, logging.WARNING)
             notify("READY=1")
 
-    async def _wanted(self) -> DaemonConfig:
-        """A configuration that is meant: it removes no dataset, or was read twice.
+    async def _confirmed(self) -> DaemonConfig:
+        """A configuration that removes no dataset, or that two readings agree on.
 
         Raises:
             ConfigError: it cannot be used.
         """
         before: DaemonConfig | None = None
         for _ in range(_MAX_READINGS):
-            wanted = self._checked()
+            wanted = self._reread()
+            if self._running.datasets and not wanted.datasets:
+                raise ConfigError(
+                    "the file has no dataset at all, as if it was empty or half-written; "
+                    "to serve none, restart the daemon instead of reloading it"
+                )
             missing = sorted(self._running.datasets.keys() - wanted.datasets.keys())
             if not missing or wanted == before:
                 return wanted
-            log_event("datasets missing", {"missing": missing, "read_again_after_s": _CONFIRM_S}, logging.WARNING)
+            facts = {"missing": missing, "read_again_after_s": _CONFIRM_S}
+            log_event("datasets missing", facts, logging.WARNING)
             before = wanted
             await self._sleep(_CONFIRM_S)
-        raise ConfigError(f"the file lacks datasets and changed at each of {_MAX_READINGS} readings; reload when it is written")
+        raise ConfigError(
+            f"the file lacks datasets and changed at each of {_MAX_READINGS} readings; "
+            "reload again when it is complete"
+        )
 
-    def _checked(self) -> DaemonConfig:
-        wanted = self._reread()
-        if self._running.datasets and not wanted.datasets:
-            raise ConfigError(
-                "the file has no dataset at all, as if it was empty or half-written; "
-                "to serve none, restart the daemon instead of reloading it"
-            )
-        return wanted
-
-    def _take_in(self, wanted: DaemonConfig) -> None:
-        """Sessions go on with what they read. Other keys that differ are named, and wait for a restart."""
-        facts = _differences(self._running, wanted)
+    def _apply(self, wanted: DaemonConfig) -> None:
+        """Replace datasets and weights; open sessions keep the dataset that they read."""
+        running = self._running
+        added, removed, changed = _differences(running.datasets, wanted.datasets)
+        reweighed = itertools.chain(*_differences(running.job_weights, wanted.job_weights))
         replaced = Counter(
             name
             for session in self._sessions
-            if (name := session.request.dataset.name) in (*facts["removed"], *facts["changed"])
+            if (name := session.request.dataset.name) in (*removed, *changed)
         )
-        log_event("reloaded", {**facts, "sessions_on_replaced": dict(replaced)})
+        facts = {
+            "added": added,
+            "removed": removed,
+            "changed": changed,
+            "reweighed": sorted(reweighed),
+            "need_restart": [
+                key for key in SCALAR_KEYS if getattr(running, key) != getattr(wanted, key)
+            ],
+            "sessions_on_replaced": dict(replaced),
+        }
+        log_event("reloaded", facts)
         self._catalog.replace(wanted.datasets)
         self._sessions.reweigh(wanted.job_weights)
-        self._running = replace(self._running, datasets=wanted.datasets, job_weights=wanted.job_weights)
+        self._running = replace(running, datasets=wanted.datasets, job_weights=wanted.job_weights)
 
 
-def _differences(running: DaemonConfig, wanted: DaemonConfig) -> Mapping[str, list[str]]:
-    before, after = running.datasets, wanted.datasets
-    weights, weights_after = running.job_weights, wanted.job_weights
-    keys = [each.name for each in fields(DaemonConfig) if each.name not in ("datasets", "job_weights")]
-    return {
-        "added": sorted(after.keys() - before.keys()),
-        "removed": sorted(before.keys() - after.keys()),
-        "changed": sorted(name for name in after.keys() & before.keys() if after[name] != before[name]),
-        "reweighed": sorted(
-            pattern for pattern in weights.keys() | weights_after.keys() if weights.get(pattern) != weights_after.get(pattern)
-        ),
-        "need_restart": [key for key in keys if getattr(running, key) != getattr(wanted, key)],
-    }
+def _differences(
+    before: Mapping[str, object], after: Mapping[str, object]
+) -> tuple[list[str], list[str], list[str]]:
+    """The keys that were added, removed and changed."""
+    changed = (key for key in before.keys() & after.keys() if before[key] != after[key])
+    return (
+        sorted(after.keys() - before.keys()),
+        sorted(before.keys() - after.keys()),
+        sorted(changed),
+    )

@@ -1,14 +1,13 @@
-"""One daemon process from start to end: claims its addresses, serves, drains and leaves nothing behind."""
+"""One daemon process from start to end: it claims its addresses, serves, drains and cleans up."""
 
 import asyncio
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -17,190 +16,226 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from gyre_daemon.config import DaemonConfig
-from gyre_daemon.copiers import Copiers
+from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedShards
-from gyre_daemon.doors import Door, Doors
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.listeners import UnixListener, watch_listeners
+from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.mapped import Mapped
-from gyre_daemon.memory.sidechannel import SideChannel
-from gyre_daemon.monitoring.exposition import Exposition
+from gyre_daemon.monitoring.exposition import new_registry
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.monitoring.scrape import ScrapeServer
-from gyre_daemon.reload import Reloader, Reread
+from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
-from gyre_daemon.runtime.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
-from gyre_daemon.runtime.notify import feed_watchdog, notify
+from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
+from gyre_daemon.runtime.notify import notify, ping_watchdog
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
 from gyre_daemon.sessions.census import take_census
-from gyre_daemon.sessions.feed import Machinery
-from gyre_daemon.sessions.session import SessionEnvironment
+from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.cache.disk import open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
 
-_MAX_CONTROL_BYTES = 64 << 10
 _SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # otherwise a second daemon would silently share the port
-    ("grpc.max_receive_message_length", _MAX_CONTROL_BYTES),
+    # Control messages are small. A larger limit lets a client fill the daemon's memory.
+    ("grpc.max_receive_message_length", 64 << 10),
+    # Each session has two long-lived calls, so this allows 2,000 sessions on one connection.
     ("grpc.max_concurrent_streams", 4096),
 ]
+# After the drain, how long calls may take to end. Clients have been told to leave, so calls that
+# are open then are stuck; a longer grace only delays the exit.
 _LAST_GRACE_S = 1.0
-_LOOK_AFTER_COPIERS_S = 1.0  # reads go on without them, so nothing waits for it
-
-Routine = Callable[[], Coroutine[None, None, None]]  # runs as long as the daemon
 
 
 @dataclass(frozen=True, slots=True)
-class Privacy:
-    """A daemon that belongs to one process: it serves whatever its owner names and ends with it.
+class Owner:
+    """The one process that a private daemon belongs to and ends with.
 
     Attributes:
-        parent_pid: the owner; 0 for none.
-        remove_dir: goes with the daemon; None for nothing.
+        pid: the process; 0 for none.
+        socket_dir: is removed when the daemon ends.
     """
 
-    parent_pid: int
-    remove_dir: Path | None
+    pid: int
+    socket_dir: Path
 
 
 async def serve(
-    config: DaemonConfig, fallback_index_dir: Path, privacy: Privacy | None, reread: Reread | None, copiers: Copiers
+    config: DaemonConfig,
+    fallback_index_dir: Path,
+    owner: Owner | None,
+    reread: Callable[[], DaemonConfig] | None,
+    copy_workers: CopyWorkers,
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the owner, then drain.
 
     Args:
         config: checked.
         fallback_index_dir: for indexes that can be stored nowhere else.
-        privacy: of a daemon that belongs to one process; None for a node's.
-        reread: gives the configuration anew, checked, on SIGHUP; None where there is no file to read.
-        copiers: of this daemon.
+        owner: of a private daemon, which serves any dataset that a client defines; None for the
+            daemon of a node.
+        reread: on SIGHUP, reads and checks the configuration again; None where there is no file.
+        copy_workers: started.
 
     Raises:
         ConfigError: an address cannot be used or is taken.
     """
     stopping = asyncio.Event()
-    _stop_on_signals(stopping)
-    if privacy:
-        _stop_with_owner(privacy.parent_pid, stopping)
-    addresses = [parse_address(text) for text in config.listen]
-    claims = [SocketClaim(address) for address in addresses if isinstance(address, UnixAddress)]
-    executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
-    sides: list[SideChannel] = []
-    try:
-        sides += [SideChannel(address.path) for address in addresses if isinstance(address, UnixAddress)]
-        daemon = _Daemon(config, fallback_index_dir, executor, sides, copiers, allow_ad_hoc=privacy is not None)
-        if reread:
-            daemon.reload_on_signal(reread)
-        await daemon.run(addresses, [Door(*each) for each in zip(claims, sides, strict=True)], stopping)
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-        for side in sides:
-            side.close()
-        for claim in claims:
-            claim.give_up()
-        if privacy and privacy.remove_dir:
-            shutil.rmtree(privacy.remove_dir, ignore_errors=True)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    with ExitStack() as cleanup:
+        if owner:
+            cleanup.callback(shutil.rmtree, owner.socket_dir, ignore_errors=True)
+            _stop_with(owner.pid, stopping)
+        listeners = []
+        addresses = [parse_address(text) for text in config.listen]
+        for address in addresses:
+            if isinstance(address, UnixAddress):
+                listeners.append(UnixListener(address))
+                cleanup.callback(listeners[-1].close)
+        executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
+        cleanup.callback(executor.shutdown, wait=False, cancel_futures=True)
+        daemon = _Daemon(
+            config, fallback_index_dir, executor, listeners, copy_workers, is_private=bool(owner)
+        )
+        await daemon.run(addresses, reread, stopping)
 
 
 class _Daemon:
-    """The parts of a daemon, put together."""
+    """Owns the parts of a daemon; `run` puts them to work."""
 
     def __init__(
         self,
         config: DaemonConfig,
         fallback_index_dir: Path,
         executor: ThreadPoolExecutor,
-        sides: Sequence[SideChannel],
-        copiers: Copiers,
+        listeners: Sequence[UnixListener],
+        copy_workers: CopyWorkers,
         *,
-        allow_ad_hoc: bool,
+        is_private: bool,
     ) -> None:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
-        terms = Terms(config.max_requests, config.read_deadline_s, config.hedge)
-        opener = StorageOpener(workers, terms, metrics, copiers)
+        terms = EndpointOptions(config.max_requests, config.read_deadline_s, config.hedge)
+        beside = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
+        unpack_dir = config.unpack_dir or beside / "unpacked"
         self._config = config
+        self._listeners = listeners
         self._cache = _make_cache(config, workers, metrics)
-        sidecars = SidecarStore(config.index_dir, fallback_index_dir)
-        beside = Path(config.index_dir) / "unpacked" if config.index_dir else fallback_index_dir.with_name("unpacked")
-        unpacked = UnpackedShards(Path(config.unpack_dir) if config.unpack_dir else beside, config.unpack_disk)
-        self._catalog = Catalog(config.datasets, opener, sidecars, self._cache, allow_ad_hoc=allow_ad_hoc, unpacked=unpacked)
-        budget, mapped = Budget(config.memory_budget), Mapped(config.memory_budget, copiers)
-        machinery = Machinery(budget, mapped, workers, config.session_memory, time.monotonic)
-        self._sessions = SessionTable(SessionEnvironment(machinery, metrics, config.lease_s), config.job_weights)
+        self._catalog = Catalog(
+            config.datasets,
+            StorageOpener(workers, terms, metrics, copy_workers),
+            SidecarStore(config.index_dir, fallback_index_dir),
+            self._cache,
+            allow_ad_hoc=is_private,
+            unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
+        )
+        resources = DaemonResources(
+            Budget(config.memory_budget),
+            ArenaRegistry(config.memory_budget, copy_workers),
+            workers,
+            metrics,
+            config.session_memory,
+            config.lease_s,
+        )
+        self._sessions = SessionTable(resources, config.job_weights)
         self._loop_lag = LoopLag()
-        self._routines: list[Routine] = [self._sessions.watch_leases, feed_watchdog, self._loop_lag.watch]
-        self._routines.append(partial(_look_after, copiers))
-        self._scrapes = ScrapeServer(Exposition(lambda: take_census(self._sessions, self._loop_lag)).text)
-        self._service = LoaderService(self._catalog, self._sessions, sides, copiers, config.prefetch_batches)
+        self._scrapes = ScrapeServer(
+            new_registry(lambda: take_census(self._sessions, self._loop_lag))
+        )
+        self._service = LoaderService(
+            self._catalog,
+            self._sessions,
+            [each.side_channel for each in listeners],
+            copy_workers,
+            config.prefetch_batches,
+        )
         self._health = HealthServicer()
         self._servers: list[grpc.aio.Server] = []
 
-    def reload_on_signal(self, reread: Reread) -> None:
-        """SIGHUP has the configuration read again."""
-        reloader = Reloader(self._config, reread, self._catalog, self._sessions)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
-        self._routines.append(reloader.run)
-
-    async def run(self, addresses: Sequence[UnixAddress | TcpAddress], doors: Sequence[Door], stopping: asyncio.Event) -> None:
-        server = self._new_server()
-        listening = [_bind(server, address) for address in addresses]
-        serving_metrics = await self._serve_metrics()
-        await server.start()
-        self._servers.append(server)
-        for door in doors:
-            door.claim.open_to_group()
+    async def run(
+        self,
+        addresses: Sequence[UnixAddress | TcpAddress],
+        reread: Callable[[], DaemonConfig] | None,
+        stopping: asyncio.Event,
+    ) -> None:
+        """Serve until `stopping` is set, then drain. What fails in the background ends it too."""
+        metrics = {}
+        if self._config.metrics_listen:
+            address = parse_metrics_address(
+                self._config.metrics_listen, is_public=self._config.metrics_public
+            )
+            metrics["metrics"] = await self._scrapes.start(address)
+        facts = {
+            "listen": await self._listen(addresses),
+            "pid": os.getpid(),
+            "datasets": sorted(self._config.datasets),
+            **metrics,
+        }
+        for listener in self._listeners:
+            listener.open_to_group()
         await self._set_serving(True)
-        watch = asyncio.create_task(Doors(doors, self._bind_again, self._set_serving).watch())
-        background = [asyncio.create_task(routine()) for routine in self._routines]
-        facts = {"listen": listening, "pid": os.getpid(), "datasets": sorted(self._config.datasets), **serving_metrics}
-        log_event("ready", facts)
-        notify("READY=1")
-        await stopping.wait()
-        notify("STOPPING=1")
-        watch.cancel()
-        await self._drain()
-        await self._scrapes.stop()
-        for task in background:
-            task.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(
+                watch_listeners(self._listeners, self._listen, self._set_serving)
+            )
+            background = [
+                tasks.create_task(each)
+                for each in (
+                    self._sessions.watch_leases(),
+                    self._loop_lag.watch(),
+                    ping_watchdog(),
+                )
+            ]
+            if reread:
+                reloader = Reloader(self._config, reread, self._catalog, self._sessions)
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+                background.append(tasks.create_task(reloader.run()))
+            log_event("ready", facts)
+            notify("READY=1")
+            await stopping.wait()
+            notify("STOPPING=1")
+            watch.cancel()
+            await self._drain()
+            for task in background:
+                task.cancel()
+        self._scrapes.stop()
         self._catalog.close()
         if self._cache:
             await self._cache.close()
         log_event("stopped")
 
-    def _new_server(self) -> grpc.aio.Server:
-        """One that answers for this daemon, at no address yet."""
+    async def _listen(self, addresses: Sequence[UnixAddress | TcpAddress]) -> list[str]:
+        """Start a gRPC server at these addresses; return them with the ports that it got.
+
+        A server that runs takes no further address, so a socket that is restored gets a new one.
+        """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        return server
-
-    async def _bind_again(self, address: UnixAddress) -> None:
-        """See `Doors`. A gRPC server that runs takes no further address, so there is one more of them."""
-        server = self._new_server()
-        _bind(server, address)
+        reflection.enable_server_reflection(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        bound = [_bind(server, address) for address in addresses]
         await server.start()
         self._servers.append(server)
-
-    async def _serve_metrics(self) -> dict[str, str]:
-        """What there is to log of it."""
-        if not self._config.metrics_listen:
-            return {}
-        address = parse_metrics_address(self._config.metrics_listen, is_public=self._config.metrics_public)
-        return {"metrics": await self._scrapes.start(address)}
+        return bound
 
     async def _drain(self) -> None:
-        """NOT_SERVING, no new session, the batches that are under way, goodbye."""
+        """Refuse new sessions, finish the batches in flight, and end all calls."""
         await self._set_serving(False)
-        log_event("draining", {"sessions": len(list(self._sessions)), "timeout_s": self._config.drain_timeout_s})
+        log_event(
+            "draining",
+            {"sessions": len(list(self._sessions)), "timeout_s": self._config.drain_timeout_s},
+        )
         await self._sessions.drain(self._config.drain_timeout_s)
         await asyncio.gather(*(server.stop(_LAST_GRACE_S) for server in self._servers))
 
@@ -210,17 +245,11 @@ class _Daemon:
             await self._health.set(service, states.SERVING if is_serving else states.NOT_SERVING)
 
 
-async def _look_after(copiers: Copiers) -> None:
-    """Those that died are replaced, for ever."""
-    while True:
-        await asyncio.sleep(_LOOK_AFTER_COPIERS_S)
-        await asyncio.to_thread(copiers.look_after)
-
-
 def _make_cache(config: DaemonConfig, workers: FairExecutor, metrics: Metrics) -> NodeCache | None:
     if not config.cache_memory:
         return None
-    disk = open_disk_cache(Path(config.cache_dir), config.cache_disk) if config.cache_dir and config.cache_disk else None
+    has_disk = config.cache_dir and config.cache_disk
+    disk = open_disk_cache(Path(config.cache_dir), config.cache_disk) if has_disk else None
     return NodeCache(config.cache_memory, disk, workers, metrics.cache)
 
 
@@ -228,30 +257,30 @@ def _bind(server: grpc.aio.Server, address: UnixAddress | TcpAddress) -> str:
     try:
         port = server.add_insecure_port(address.grpc_target)
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address.grpc_target}: is another process using it?") from error
+        raise ConfigError(
+            f"cannot listen on {address.grpc_target}: is another process using it?"
+        ) from error
     if isinstance(address, TcpAddress):
         return f"tcp:{address.host}:{port}"
     return f"unix:{address.path}"
 
 
-def _stop_on_signals(stopping: asyncio.Event) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+def _stop_with(owner_pid: int, stopping: asyncio.Event) -> None:
+    """Set `stopping` when the owner ends.
 
-
-def _stop_with_owner(parent_pid: int, stopping: asyncio.Event) -> None:
-    """A process descriptor becomes readable when its process ends, even by SIGKILL, and a pid used again does not fool it."""
-    if not parent_pid:
+    A process descriptor becomes readable even after SIGKILL, and cannot mean another process that
+    got the same pid later.
+    """
+    if not owner_pid:
         return
-    loop = asyncio.get_running_loop()
     try:
-        descriptor = os.pidfd_open(parent_pid)
+        descriptor = os.pidfd_open(owner_pid)
     except ProcessLookupError:
         stopping.set()
         return
-    if os.getppid() != parent_pid:  # it died before we looked, and its pid is another's
+    if os.getppid() != owner_pid:  # it died before the call above, and another process has its pid
         stopping.set()
+    loop = asyncio.get_running_loop()
 
     def owner_ended() -> None:
         loop.remove_reader(descriptor)

@@ -39,7 +39,11 @@ class AzuriteServer:
     """
 
     def __init__(self, endpoint: str, log_path: Path) -> None:
-        self.storage_settings: Mapping[str, str] = {"endpoint": endpoint, "account_name": _ACCOUNT, "account_key": _KEY}
+        self.storage_settings: Mapping[str, str] = {
+            "endpoint": endpoint,
+            "account_name": _ACCOUNT,
+            "account_key": _KEY,
+        }
         self._endpoint, self._log_path = endpoint, log_path
         self._stores: dict[str, AzureStore] = {}
         self._marks = itertools.count()
@@ -50,11 +54,21 @@ class AzuriteServer:
         lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
         lines += [f"/{_ACCOUNT}/{_ACCOUNT}/{name}", "restype:container"]
         signature = hmac.digest(base64.b64decode(_KEY), "\n".join(lines).encode(), hashlib.sha256)
-        headers |= {"Authorization": f"SharedKey {_ACCOUNT}:{base64.b64encode(signature).decode()}", "Content-Length": "0"}
-        _direct.open(Request(f"{self._endpoint}/{name}?restype=container", method="PUT", headers=headers), timeout=120).close()
+        headers |= {
+            "Authorization": f"SharedKey {_ACCOUNT}:{base64.b64encode(signature).decode()}",
+            "Content-Length": "0",
+        }
+        _direct.open(
+            Request(f"{self._endpoint}/{name}?restype=container", method="PUT", headers=headers),
+            timeout=120,
+        ).close()
         options: Any = {"allow_http": True}
         self._stores[name] = AzureStore(
-            name, account_name=_ACCOUNT, account_key=_KEY, endpoint=self._endpoint, client_options=options
+            name,
+            account_name=_ACCOUNT,
+            account_key=_KEY,
+            endpoint=self._endpoint,
+            client_options=options,
         )
 
     def put(self, container: str, key: str, data: bytes) -> None:
@@ -70,7 +84,8 @@ class AzuriteServer:
         mark = f"{self._endpoint}/mark-{next(self._marks)}"
         with contextlib.suppress(HTTPError):
             _direct.open(mark, timeout=120).close()
-        while urlsplit(mark).path not in (log := self._log_path.read_text()):  # it is written down a little later
+        # it is written down a little later
+        while urlsplit(mark).path not in (log := self._log_path.read_text()):
             time.sleep(0.01)
         return log.count(f'"GET /{_ACCOUNT}/{container}/')
 
@@ -84,15 +99,33 @@ def why_absent() -> str:
 
 @contextmanager
 def azurite_server(folder: Path) -> Iterator[AzuriteServer]:
-    """A server for as long as the block lasts, with nothing on disk but its log. It asks nobody on the network."""
+    """A server for as long as the block lasts, with nothing on disk but its log.
+
+    It asks nobody on the network.
+    """
     log_path = folder / "log"
-    command = ["node", str(_PROGRAM), "--blobPort", "0", "--inMemoryPersistence", "--skipApiVersionCheck"]
+    command = [
+        "node",
+        str(_PROGRAM),
+        "--blobPort",
+        "0",
+        "--inMemoryPersistence",
+        "--skipApiVersionCheck",
+    ]
     environment = {**os.environ, "AZURITE_ACCOUNTS": f"{_ACCOUNT}:{_KEY}"}
     with log_path.open("wb") as log:
-        process = subprocess.Popen([*command, "--disableProductStyleUrl"], stdout=log, stderr=log, env=environment, cwd=folder)
+        process = subprocess.Popen(
+            [*command, "--disableProductStyleUrl"],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=folder,
+        )
     try:
         deadline = time.monotonic() + START_DEADLINE_S
-        while not (listening := re.search(r"successfully listens on (http://\S+)", log_path.read_text())):
+        while not (
+            listening := re.search(r"successfully listens on (http://\S+)", log_path.read_text())
+        ):
             assert process.poll() is None, f"the server ended at its start:\n{log_path.read_text()}"
             assert time.monotonic() < deadline, f"the server is not ready:\n{log_path.read_text()}"
             time.sleep(0.05)

@@ -11,7 +11,8 @@ from tests.contract.objects import ObjectServer
 modules = ("storage_contract", "remote_contract", "format_contract", "places")
 pytest.register_assert_rewrite(*(f"tests.contract.{module}" for module in modules))
 
-from tests.contract.places import FailingDisk, num_descriptors  # noqa: E402  rewritten
+# Rewritten.
+from tests.contract.places import FailingDisk, num_descriptors  # noqa: E402
 
 
 @pytest.fixture
@@ -28,8 +29,12 @@ def failing_disk(tmp_path: Path) -> Iterator[FailingDisk]:
     with disk.image.open("wb") as file:
         file.truncate(32 << 20)
     try:
-        subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", disk.image], check=True, capture_output=True)
-        subprocess.run(["mount", "-o", "loop", disk.image, disk.folder], check=True, capture_output=True)
+        subprocess.run(
+            ["mkfs.ext4", "-q", "-O", "^has_journal", disk.image], check=True, capture_output=True
+        )
+        subprocess.run(
+            ["mount", "-o", "loop", disk.image, disk.folder], check=True, capture_output=True
+        )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("only root, on a machine with loop devices, can have a disk that fails")
     yield disk

@@ -1,4 +1,4 @@
-"""The engine over a source that answers when and what a test says: what the tests of an endpoint share."""
+"""The engine over a source whose responses the test controls: shared by the endpoint tests."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,37 +7,37 @@ from typing import Any
 import numpy as np
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import Flow
-from gyre_daemon.storage.answer import Answer
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.delays import Delays
-from gyre_daemon.storage.engine.endpoint import Endpoint, Terms
+from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
+from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.shard import Shard
-from gyre_daemon.storage.source import Done
+from gyre_daemon.storage.source import OnResponse
 
 from tests.contract.places import noise, run
 
 DATA = noise(3, 4096)
 SHARD = Shard("0.bin", len(DATA), '"v1"')
-FORBIDDEN = Answer(403)
+FORBIDDEN = Response(403)
 JOB = Flow("a")
 
 
 class Asked:
-    """A request that waits for the test's answer."""
+    """A request that waits for the test's response."""
 
     first_byte_at = None
 
-    def __init__(self, start: int, stop: int, done: Done) -> None:
+    def __init__(self, start: int, stop: int, done: OnResponse) -> None:
         self.start, self.stop, self._done = start, stop, done
         self.is_cancelled = False
 
     def cancel(self) -> None:
         self.is_cancelled = True
 
-    def answer(self, answer: Answer | None = None) -> None:
+    def answer(self, answer: Response | None = None) -> None:
         assert not self.is_cancelled
-        self._done(answer or Answer(206, DATA[self.start : self.stop], '"v1"', len(DATA)))
+        self._done(answer or Response(206, DATA[self.start : self.stop], '"v1"', len(DATA)))
 
 
 class ScriptedSource:
@@ -46,7 +46,7 @@ class ScriptedSource:
         self.refreshed: list[int] = []
         self.at_once: Callable[[Asked], object] | None = None
 
-    def get(self, path: str, start: int, stop: int, done: Done) -> Asked:
+    def get(self, path: str, start: int, stop: int, done: OnResponse) -> Asked:
         asked = Asked(start, stop, done)
         self.asked.append(asked)
         if self.at_once:
@@ -67,10 +67,14 @@ class ScriptedSource:
 class Engine:
     def __init__(self, max_requests: int = 8, deadline_s: float = 10.0) -> None:
         self.source, self.metrics = ScriptedSource(), Metrics()
-        self.endpoint = Endpoint("there", "test", Terms(max_requests, deadline_s), self.metrics)
+        self.endpoint = Endpoint(
+            "there", "test", EndpointOptions(max_requests, deadline_s), self.metrics
+        )
         self.storage = RemoteStorage(self.source, self.endpoint, ["there/0.bin"], [SHARD])
 
-    def read(self, *starts: int, urgency: int = 0, delays: Delays | None = None) -> "asyncio.Task[list[bytes]]":
+    def read(
+        self, *starts: int, urgency: int = 0, delays: Delays | None = None
+    ) -> "asyncio.Task[list[bytes]]":
         """Read 16 bytes at each of these places."""
 
         async def whole() -> list[bytes]:
@@ -83,14 +87,16 @@ class Engine:
         return asyncio.create_task(whole())
 
     async def learn_delays(self) -> None:
-        """From 80 reads that are answered at once; nothing was asked of the storage since."""
+        """Let the engine learn latencies from 80 reads that are answered at once."""
         self.source.at_once = Asked.answer
         await self.read(*range(0, 1280, 16))
         self.source.at_once = None
         self.source.asked.clear()
 
     def outcomes(self) -> dict[str, int]:
-        return {labels.outcome: count.num_requests for labels, count in self.metrics.storage.items()}
+        return {
+            labels.outcome: count.num_requests for labels, count in self.metrics.storage.items()
+        }
 
 
 def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -98,5 +104,6 @@ def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  it is the engine's state that is looked at
+    # The condition reads the engine's state, which signals nothing.
+    while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.002)

@@ -1,6 +1,5 @@
-"""What every format promises. Inherited by one class of tests for each."""
+"""The contract of the seam `formats/base.py`: each format has a class of tests that inherits it."""
 
-import asyncio
 import fnmatch
 import io
 from abc import abstractmethod
@@ -13,11 +12,18 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import Format, SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    Probe,
+    ProbeRequest,
+    ProbeResponse,
+    Scan,
+    stored_fields,
+)
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.fetching.codecs import CODECS
 from gyre_daemon.fetching.layout import max_batch_bytes
-from gyre_daemon.fetching.transform import CODECS
 from gyre_daemon.storage.shard import Shard
 
 Sample = Mapping[str, bytes]
@@ -43,14 +49,62 @@ def listed(shards: Sequence[bytes], version: str = "1") -> list[Shard]:
     return [Shard(f"{number:03}", len(data), version) for number, data in enumerate(shards)]
 
 
-def scan_all(dataset_format: Format, shards: Sequence[bytes]) -> list[Arrays]:
-    if dataset_format.scanner is None:
-        return []
-    return [dataset_format.scan(shard.name, io.BytesIO(data)) for shard, data in zip(listed(shards), shards, strict=True)]
+def inspect(
+    dataset_format: Format,
+    shards: Sequence[bytes],
+    listing: Sequence[Shard] | None = None,
+    beside: Mapping[str, bytes] | None = None,
+    requests: list[ProbeRequest] | None = None,
+) -> list[Arrays]:
+    """What the daemon would pass to `assemble`.
+
+    Args:
+        dataset_format: the format.
+        shards: their contents.
+        listing: the shards as they are listed.
+        beside: files beside the shards, by name.
+        requests: gets every request of a probe.
+    """
+    listing = listing or listed(shards)
+    match dataset_format.inspection:
+        case None:
+            return []
+        case Scan() as scan:
+            pairs = zip(listing, shards, strict=True)
+            return [scan.run(shard.name, io.BytesIO(data)) for shard, data in pairs]
+        case Probe() as probe:
+            steps, response = probe.run(listing), None
+            while True:
+                try:
+                    request = steps.send(response)
+                except StopIteration as end:
+                    return [end.value]
+                if requests is not None:
+                    requests.append(request)
+                response = _respond(request, shards, listing, beside or {})
+    raise AssertionError("an inspection is a scan, a probe or nothing")
+
+
+def _respond(
+    request: ProbeRequest,
+    shards: Sequence[bytes],
+    listing: Sequence[Shard],
+    beside: Mapping[str, bytes],
+) -> ProbeResponse | None:
+    files = [shards[shard] for shard in request.shard]
+    if request.suffix:
+        names = [listing[shard].name.rpartition(".")[0] + request.suffix for shard in request.shard]
+        if request.is_optional and not all(name in beside for name in names):
+            return None
+        files = [beside[name] for name in names]
+    ranges = zip(files, request.start, request.stop, strict=True)
+    return ProbeResponse(
+        [file[start:stop] for file, start, stop in ranges], [len(file) for file in files]
+    )
 
 
 class FormatContract:
-    """The subclass brings shards and what is in them."""
+    """A subclass provides shards and the samples in them."""
 
     name: str
     options: ClassVar[Mapping[str, Any]]
@@ -65,13 +119,13 @@ class FormatContract:
 
     @abstractmethod
     def damaged_shard(self) -> bytes:
-        """One that nobody can make sense of."""
+        """One that is damaged."""
 
     def format(self, **options: Any) -> Format:
         return make_format("set", DatasetConfig("/data", self.name, {**self.options, **options}))
 
     def index(self, shards: Sequence[bytes]) -> SampleIndex:
-        return self.format().assemble(listed(shards), scan_all(self.format(), shards))
+        return self.format().assemble(listed(shards), inspect(self.format(), shards))
 
     def test_every_sample_is_where_the_index_says(self) -> None:
         shards, samples = self.shards()
@@ -90,7 +144,7 @@ class FormatContract:
                 assert data[start : start + size] == value
         assert (np.diff(extents.shard) >= 0).all(), "sample ids follow the order of the shards"
 
-    def test_locating_is_the_same_one_by_one_in_any_order_and_again(self) -> None:
+    def test_locating_some_samples_is_like_locating_all(self) -> None:
         shards, samples = self.shards()
         index = self.index(shards)
         whole = index.locate(np.arange(len(samples)))
@@ -118,7 +172,9 @@ class FormatContract:
         within_shard = ranges.stop - ranges.start
         assert within_shard.max() <= 1.5 * io_block_bytes + 2 * longest + 1024
         if io_block_bytes == 1 << 30:
-            assert table.num_blocks == len(np.unique(extents.shard)), "a shard that is short is one block"
+            assert table.num_blocks == len(np.unique(extents.shard)), (
+                "a shard that is short is one block"
+            )
 
     def test_fields_have_codecs_that_take_them(self) -> None:
         shards, samples = self.shards()
@@ -137,44 +193,71 @@ class FormatContract:
         totals = index.locate(np.arange(len(samples))).size[:, ragged].sum(axis=1)
         for num_samples in (1, 2, len(samples), 3 * len(samples) + 1):
             twice = np.tile(np.sort(totals)[::-1], 5)
-            largest_run = max(int(twice[begin : begin + num_samples].sum()) for begin in range(len(samples)))
+            largest_run = max(
+                int(twice[begin : begin + num_samples].sum()) for begin in range(len(samples))
+            )
             assert index.max_ragged_bytes(num_samples) >= largest_run
             assert max_batch_bytes(index, num_samples) >= largest_run
 
-    def test_a_scan_seeks_only_where_it_can(self) -> None:
-        dataset_format = self.format()
-        for data in self.shards()[0]:
-            stream: Any = Stream(data)
-            scanned, streamed = dataset_format.scan("a", io.BytesIO(data)), dataset_format.scan("a", stream)
-            assert {name: array.tolist() for name, array in scanned.items()} == {n: a.tolist() for n, a in streamed.items()}
+    def test_a_scan_seeks_only_if_the_file_can_and_counts_its_samples(self) -> None:
+        inspection = self.format().inspection
+        if not isinstance(inspection, Scan):
+            return
+        shards, samples = self.shards()
+        scans = [inspection.run("a", io.BytesIO(data)) for data in shards]
+        streamed: Any = [Stream(data) for data in shards]
+        for scan, stream in zip(scans, streamed, strict=True):
+            again = inspection.run("a", stream)
+            assert {name: array.tolist() for name, array in scan.items()} == {
+                name: array.tolist() for name, array in again.items()
+            }
+        assert sum(inspection.num_samples(scan) for scan in scans) == len(samples)
 
-    def test_a_scan_survives_its_sidecar(self, tmp_path: Path) -> None:
+    def test_a_probe_reads_little_of_each_shard(self) -> None:
+        requests: list[ProbeRequest] = []
+        shards, _ = self.shards()
+        inspect(self.format(), shards, requests=requests)
+        for request in requests:
+            ranges = zip(request.start, request.stop, strict=True)
+            assert all(0 <= start <= stop <= start + (1 << 20) for start, stop in ranges)
+
+    def test_what_was_found_survives_its_sidecar(self, tmp_path: Path) -> None:
         shards, _ = self.shards()
         dataset_format, store = self.format(), SidecarStore(str(tmp_path), tmp_path)
-        key = SidecarKey("/data", "a", len(shards[0]), "1", str(dataset_format.scanner))
+        inspection = dataset_format.inspection
+        if inspection is None:
+            return
+        key = SidecarKey("/data", "a", len(shards[0]), "1", inspection.version)
+        loaded = []
+        for arrays in inspect(dataset_format, shards):
+            store.save(key, None, arrays)
+            found = store.load(key, None)
+            assert found is not None
+            loaded.append(found)
+        index = dataset_format.assemble(listed(shards), loaded)
+        assert index.digest() == self.index(shards).digest()
 
-        async def there_and_back(arrays: Arrays) -> Arrays:
-            await store.save(key, None, arrays)
-            loaded = await store.load(key, None)
-            assert loaded is not None
-            return loaded
+    def test_stored_fields_come_first(self) -> None:
+        fields = self.index(self.shards()[0]).fields
+        assert list(fields[: len(stored_fields(fields))]) == stored_fields(fields)
 
-        scans = [asyncio.run(there_and_back(scan)) for scan in scan_all(dataset_format, shards)]
-        assert dataset_format.assemble(listed(shards), scans).digest() == self.index(shards).digest()
-
-    def test_the_digest_is_of_the_data_s_meaning(self) -> None:
+    def test_the_digest_covers_meaning_and_not_versions(self) -> None:
         shards, _ = self.shards()
         digest = self.index(shards).digest()
         assert digest == self.index(shards).digest()
         dataset_format = self.format()
-        newer = dataset_format.assemble(listed(shards, version="2"), scan_all(dataset_format, shards))
+        newer = dataset_format.assemble(
+            listed(shards, version="2"), inspect(dataset_format, shards)
+        )
         assert newer.digest() == digest, "a copy with another time or etag is the same data"
 
     def test_no_samples(self) -> None:
         index = self.index([self.empty_shard(), self.empty_shard()])
         assert index.num_samples == 0
         shards, samples = self.shards()
-        assert self.index([self.empty_shard(), *shards, self.empty_shard()]).num_samples == len(samples)
+        assert self.index([self.empty_shard(), *shards, self.empty_shard()]).num_samples == len(
+            samples
+        )
 
     def test_damage_names_the_shard(self) -> None:
         shards, _ = self.shards()

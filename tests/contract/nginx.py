@@ -19,7 +19,8 @@ daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 512; }}
 http {{
   access_log {folder}/access.log; default_type application/octet-stream;
-  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi;
   uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
   server {{ listen 127.0.0.1:{port}; root {folder}/files; location = /ready {{ return 204; }} }}
 }}
@@ -41,7 +42,10 @@ class NginxServer:
         self._seconds = itertools.count(1_700_000_000)
 
     def put(self, path: str, data: bytes) -> None:
-        """Store a file, over one that is there; a second younger than the last one: its etags tell seconds apart."""
+        """Store a file, over one that is there; a second younger than the last one.
+
+        Its etags tell seconds apart.
+        """
         file = self._folder / "files" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / "unfinished"
@@ -59,7 +63,7 @@ class NginxServer:
         return (self._folder / "access.log").read_text().count(f'"GET /{prefix}/')
 
     def ask_ready(self) -> None:
-        """Wait for an answer.
+        """Wait for a response.
 
         Raises:
             OSError: there is none.
@@ -80,7 +84,15 @@ def nginx_server(folder: Path) -> Iterator[NginxServer]:
         server = NginxServer(folder, port := _free_port())
         (folder / "nginx.conf").write_text(_CONFIGURATION.format(folder=folder, port=port))
         process = subprocess.Popen(
-            [str(_PROGRAM), "-p", str(folder), "-e", str(folder / "error.log"), "-c", str(folder / "nginx.conf")]
+            [
+                str(_PROGRAM),
+                "-p",
+                str(folder),
+                "-e",
+                str(folder / "error.log"),
+                "-c",
+                str(folder / "nginx.conf"),
+            ]
         )
         try:
             if _is_ready(server, process):

@@ -1,4 +1,4 @@
-"""An HTTP server of objects, with ranges, etags and faults on order."""
+"""An HTTP server of objects, with ranges, etags and faults on demand."""
 
 import threading
 import time
@@ -15,7 +15,8 @@ class ObjectServer:
         url: without a slash at its end.
         objects: contents by path.
         requests: method and path of all that came.
-        faults: what the next requests get instead of an answer: a status, "silence", "half a body" or "no ranges".
+        faults: what the next requests get instead of an answer: a status, "silence", "half a body"
+            or "no ranges".
         max_open: how many requests were being answered at once.
         delay_s: how long each answer takes.
     """
@@ -32,7 +33,9 @@ class ObjectServer:
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.owner = self
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -102,7 +105,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, data, {"ETag": etag, "Accept-Ranges": "bytes"}, with_body=with_body)
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool = True, cut: bool = False) -> None:
+    def _send(
+        self,
+        status: int,
+        body: bytes,
+        headers: dict[str, str],
+        *,
+        with_body: bool = True,
+        cut: bool = False,
+    ) -> None:
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)

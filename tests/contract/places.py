@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from gyre_daemon.errors import first_error
 from gyre_daemon.storage.base import Reads
-from gyre_daemon.storage.local.checksums import checksums_as_listed
 from gyre_daemon.storage.opener import StorageOpener
 
 from tests.conftest import S3Server
@@ -74,7 +73,7 @@ class S3Place(Place):
 
 
 class MemoryPlace(Place):
-    """fsspec's own driver for tests: it is synchronous, and stands for all that are."""
+    """fsspec's synchronous driver for tests, which stands for all synchronous drivers."""
 
     def __init__(self) -> None:
         self.root = f"memory://storage-{next(unique)}/data"
@@ -101,7 +100,7 @@ class HttpPlace(Place):
 
 @dataclass
 class FailingDisk:
-    """A file system on a loop device whose image is cut off when it shall fail."""
+    """A file system on a loop device; it fails once its image is truncated."""
 
     folder: Path
     image: Path
@@ -117,7 +116,7 @@ class FailingDisk:
 
 
 class Targets:
-    """Memory for reads, each piece between guards that nobody may touch."""
+    """Memory for reads; each piece lies between guards that must not be written."""
 
     def __init__(self) -> None:
         self._reads: list[tuple[int, int, int, int]] = []  # shard, start, size, sample
@@ -129,12 +128,14 @@ class Targets:
         return self
 
     def reads(self) -> Reads:
-        shard, start, size, sample = (np.array(column, np.int64) for column in zip(*self._reads, strict=True))
+        shard, start, size, sample = (
+            np.array(column, np.int64) for column in zip(*self._reads, strict=True)
+        )
         target = np.array([memory.ctypes.data + 16 for memory in self._memory], np.uint64)
         return Reads(shard, start, size, target, sample, tuple(self._memory))
 
     def check(self, shards: list[bytes]) -> None:
-        """Every target holds what its shard has there, and nothing beside it was touched."""
+        """Check that every target has its shard's bytes, and that nothing else was written."""
         for (shard, start, size, _), memory in zip(self._reads, self._memory, strict=True):
             assert memory[16 : 16 + size].tobytes() == shards[shard][start : start + size]
             assert (memory[:16] == GUARD).all()
@@ -142,18 +143,16 @@ class Targets:
 
 
 def take_checksums(storage: Any) -> None:
-    """Of all shards of a local storage, as a daemon takes them of a dataset that it has opened."""
-    for shard, listed in enumerate(storage.shards):
-        checksums = checksums_as_listed(storage.path(shard), listed, lambda _: True)
-        assert checksums is not None
-        storage.checksums.add(shard, checksums)
+    """Take the checksums of all shards, as a daemon does after it has opened a dataset."""
+    for shard in range(len(storage.shards)):
+        assert storage.checksums.take(shard, lambda _: True) is not None
 
 
 openers: list[StorageOpener] = []
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """On a loop of its own, after which nothing is open."""
+    """Run on a new event loop, and close everything afterwards."""
 
     async def whole() -> Result:
         try:
@@ -167,7 +166,7 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def first_of(work: Coroutine[Any, Any, Result]) -> Result:
-    """An error may come in a group."""
+    """Raise the first error of a group."""
     try:
         return await work
     except ExceptionGroup as errors:

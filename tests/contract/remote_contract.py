@@ -20,9 +20,12 @@ class RemoteContract(StorageContract):
         data = noise(0, 100_000)
         place.put("0.bin", data)
         targets = Targets()
-        for sample in range(20):  # three fields side by side, headers of 512 bytes between them, as in a tar
+        # three fields side by side, headers of 512 bytes between them, as in a tar
+        for sample in range(20):
             start = sample * 4000
-            targets.add(0, start, 100, sample).add(0, start + 700, 1000, sample).add(0, start + 2300, 7, sample)
+            targets.add(0, start, 100, sample).add(0, start + 700, 1000, sample).add(
+                0, start + 2300, 7, sample
+            )
 
         async def read() -> None:
             storage = await opener(f"{place.root}/0.bin", place.settings)
@@ -32,4 +35,7 @@ class RemoteContract(StorageContract):
 
         run(read())
         targets.check([data])
-        assert {labels.kind: count.num_requests for labels, count in metrics.storage.items()} == {"list": 1, "read": 20}
+        assert {labels.kind: count.num_requests for labels, count in metrics.storage.items()} == {
+            "list": 1,
+            "read": 20,
+        }

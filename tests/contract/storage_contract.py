@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.copiers import NO_COPIERS, Copiers
+from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.errors import CorruptSample, ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Reads, Storage
 from gyre_daemon.storage.engine import remote
-from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local import local
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
@@ -37,22 +37,30 @@ class StorageContract:
         return Metrics()
 
     @pytest.fixture
-    def copiers(self) -> Copiers:
-        return NO_COPIERS
+    def copy_workers(self) -> CopyWorkers:
+        return NO_COPY_WORKERS
 
     @pytest.fixture
-    def opener(self, metrics: Metrics, copiers: Copiers) -> Iterator[Callable[..., Coroutine[Any, Any, Storage]]]:
+    def opener(
+        self, metrics: Metrics, copy_workers: CopyWorkers
+    ) -> Iterator[Callable[..., Coroutine[Any, Any, Storage]]]:
         with ThreadPoolExecutor(3) as executor:
 
-            async def open_storage(uri: str, settings: Mapping[str, Any], pattern: str = "*.bin") -> Storage:
-                opener = StorageOpener(FairExecutor(executor, 3), Terms(16, 10.0), metrics, copiers)
+            async def open_storage(
+                uri: str, settings: Mapping[str, Any], pattern: str = "*.bin"
+            ) -> Storage:
+                opener = StorageOpener(
+                    FairExecutor(executor, 3), EndpointOptions(16, 10.0), metrics, copy_workers
+                )
                 openers.append(opener)
-                return self.seen(await opener.open(parse_location(uri), settings, pattern), copiers)
+                return self.seen(
+                    await opener.open(parse_location(uri), settings, pattern), copy_workers
+                )
 
             yield open_storage
         openers.clear()
 
-    def seen(self, storage: Storage, copiers: Copiers) -> Storage:
+    def seen(self, storage: Storage, copy_workers: CopyWorkers) -> Storage:
         """What the tests read from."""
         return storage
 
@@ -64,15 +72,31 @@ class StorageContract:
         (shard,) = run(opener(f"{place.root}/one.bin", place.settings)).shards
         assert (shard.name, shard.size_bytes) == ("one.bin", 5)
 
-    def test_a_folder_holds_what_matches_in_the_order_of_names(self, place: Place, opener: Any) -> None:
+    def test_the_matching_files_of_a_folder_are_sorted_by_name(
+        self, place: Place, opener: Any
+    ) -> None:
         if not self.lists:
             pytest.skip("this storage cannot list")
-        for name in ("b.bin", "a.bin", "B.bin", "a-1.bin", "notes.txt", "deeper/c.bin", ".hidden.bin"):
+        for name in (
+            "b.bin",
+            "a.bin",
+            "B.bin",
+            "a-1.bin",
+            "notes.txt",
+            "deeper/c.bin",
+            ".hidden.bin",
+        ):
             place.put(name, name.encode())
         expected = [".hidden.bin", "B.bin", "a-1.bin", "a.bin", "b.bin"]
         assert self.names(opener, place, "") == expected
         assert self.names(opener, place, "/") == expected
-        assert [shard.size_bytes for shard in run(opener(place.root, place.settings)).shards] == [11, 5, 7, 5, 5]
+        assert [shard.size_bytes for shard in run(opener(place.root, place.settings)).shards] == [
+            11,
+            5,
+            7,
+            5,
+            5,
+        ]
 
     def test_a_glob_may_span_folders(self, place: Place, opener: Any) -> None:
         if not self.lists:
@@ -85,14 +109,18 @@ class StorageContract:
     def test_a_brace_list_keeps_its_order(self, place: Place, opener: Any) -> None:
         for name in ("part-0.bin", "part-1.bin", "part-2.bin"):
             place.put(name, b"1")
-        assert self.names(opener, place, "/part-{2,0,1}.bin") == ["part-2.bin", "part-0.bin", "part-1.bin"]
+        assert self.names(opener, place, "/part-{2,0,1}.bin") == [
+            "part-2.bin",
+            "part-0.bin",
+            "part-1.bin",
+        ]
 
-    def test_names_are_relative_to_the_folder_of_all(self, place: Place, opener: Any) -> None:
+    def test_names_are_relative_to_the_common_folder(self, place: Place, opener: Any) -> None:
         for name in ("train/x/a.bin", "train/y/a.bin"):
             place.put(name, b"1")
         assert self.names(opener, place, "/train/{y,x}/a.bin") == ["y/a.bin", "x/a.bin"]
 
-    def test_names_with_odd_letters(self, place: Place, opener: Any) -> None:
+    def test_names_with_unusual_characters(self, place: Place, opener: Any) -> None:
         names = ["a b.bin", "a%20b.bin", "a+b.bin", "naïve.bin"]
         for name in names:
             place.put(name, name.encode())
@@ -101,20 +129,22 @@ class StorageContract:
             assert (shard.name, shard.size_bytes) == (name, len(name.encode()))
 
     @pytest.mark.parametrize("rest", ["/none.bin", "/{none,one}.bin", "/one.bin/x.bin"])
-    def test_what_is_not_there(self, place: Place, opener: Any, rest: str) -> None:
+    def test_a_path_that_does_not_exist(self, place: Place, opener: Any, rest: str) -> None:
         place.put("one.bin", b"1")
         with pytest.raises(ShardMissing, match=r"none.bin|one.bin|\{none,one\}"):
             run(first_of(opener(place.root + rest, place.settings)))
 
     @pytest.mark.parametrize("rest", ["/*.none", "/none", "/none/*"])
-    def test_what_matches_nothing(self, place: Place, opener: Any, rest: str) -> None:
+    def test_a_location_without_a_matching_file(self, place: Place, opener: Any, rest: str) -> None:
         if not self.lists:
             pytest.skip("this storage cannot list")
         place.put("one.bin", b"1")
         with pytest.raises(ShardMissing):
             run(first_of(opener(place.root + rest, place.settings)))
 
-    def test_reads_land_where_they_belong(self, place: Place, opener: Any, metrics: Metrics) -> None:
+    def test_reads_land_where_they_belong(
+        self, place: Place, opener: Any, metrics: Metrics
+    ) -> None:
         shards = [noise(seed, size) for seed, size in enumerate((50_000, 70_001, 3))]
         for index, data in enumerate(shards):
             place.put(f"{index}.bin", data)
@@ -136,8 +166,12 @@ class StorageContract:
     def test_fields_of_a_sample_may_be_scattered(self, place: Place, opener: Any) -> None:
         data = noise(1, 40_000)
         place.put("0.bin", data)
-        targets = Targets().add(0, 100, 10, sample=0).add(0, 110, 0, sample=0).add(0, 600, 30, sample=0)
-        targets.add(0, 20_000, 40, sample=0).add(0, 50, 60, sample=1).add(0, 60, 20, sample=1).add(0, 5, 1, sample=1)
+        targets = (
+            Targets().add(0, 100, 10, sample=0).add(0, 110, 0, sample=0).add(0, 600, 30, sample=0)
+        )
+        targets.add(0, 20_000, 40, sample=0).add(0, 50, 60, sample=1).add(0, 60, 20, sample=1).add(
+            0, 5, 1, sample=1
+        )
 
         async def read() -> None:
             await (await opener(f"{place.root}/0.bin", place.settings)).read(targets.reads())
@@ -156,12 +190,16 @@ class StorageContract:
         run(read())
         assert not [labels for labels in metrics.storage if labels.kind == "read"]
 
-    @pytest.mark.parametrize(("start", "size"), [(90, 20), (100, 1), (5000, 10), (-1, 10), (1 << 62, 1 << 62), (0, -1)])
+    @pytest.mark.parametrize(
+        ("start", "size"), [(90, 20), (100, 1), (5000, 10), (-1, 10), (1 << 62, 1 << 62), (0, -1)]
+    )
     def test_reads_beyond_a_shard(self, place: Place, opener: Any, start: int, size: int) -> None:
         place.put("0.bin", noise(0, 100))
         memory = np.full(64, GUARD, np.uint8)
         one = Reads.into([memory[:10]], [0], [0])
-        reads = Reads(one.shard, np.array([start]), np.array([size]), one.target, one.sample, one.memory)
+        reads = Reads(
+            one.shard, np.array([start]), np.array([size]), one.target, one.sample, one.memory
+        )
 
         async def read() -> None:
             await first_of((await opener(f"{place.root}/0.bin", place.settings)).read(reads))
@@ -183,7 +221,7 @@ class StorageContract:
 
     @pytest.mark.parametrize("size", [100, 50, 150])
     def test_a_shard_that_changes(self, place: Place, opener: Any, size: int) -> None:
-        """Old and new data never mix: neither before the first read of a shard, nor after it."""
+        """Old and new data never mix, neither before the first read of a shard nor after it."""
         if size >= 100 and not self.notices_changes:
             pytest.skip("this storage tells no versions")
         place.put("0.bin", noise(0, 100))
@@ -202,7 +240,9 @@ class StorageContract:
                 run(read(num_before))
 
     @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 4321])
-    def test_a_stream_is_the_whole_shard(self, place: Place, opener: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_stream_is_the_whole_shard(
+        self, place: Place, opener: Any, size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(local, "_STREAM_CHUNK_BYTES", 1000)
         monkeypatch.setattr(remote, "_STREAM_CHUNK_BYTES", 1000)
         place.put("0.bin", noise(3, size))
@@ -215,7 +255,9 @@ class StorageContract:
         assert b"".join(chunks) == noise(3, size)
         assert [len(chunk) for chunk in chunks[:-1]] == [1000] * (len(chunks) - 1)
 
-    def test_a_stream_may_be_left(self, place: Place, opener: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_stream_may_be_abandoned(
+        self, place: Place, opener: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(local, "_STREAM_CHUNK_BYTES", 1000)
         monkeypatch.setattr(remote, "_STREAM_CHUNK_BYTES", 1000)
         place.put("0.bin", noise(3, 10_000))
@@ -223,7 +265,9 @@ class StorageContract:
         complaints: list[object] = []
 
         async def stream() -> None:
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+            asyncio.get_running_loop().set_exception_handler(
+                lambda _, context: complaints.append(context)
+            )
             chunks = (await opener(f"{place.root}/0.bin", place.settings)).stream(0)
             assert await anext(chunks) == noise(3, 1000)
             place.delete("0.bin")  # the chunk that is on its way fails, and nobody wants it
@@ -245,7 +289,7 @@ class StorageContract:
         with pytest.raises(CorruptSample, match=r"0\.bin"):
             run(stream())
 
-    def test_a_stream_of_what_is_not_there(self, place: Place, opener: Any) -> None:
+    def test_a_stream_of_a_missing_shard(self, place: Place, opener: Any) -> None:
         place.put("0.bin", noise(3, 1000))
 
         async def stream() -> list[bytes]:
@@ -268,7 +312,11 @@ class StorageContract:
             return next(iter(metrics.storage)).scheme
 
         scheme = run(read())
-        counts = {(kind, outcome): count for (its, kind, outcome), count in metrics.storage.items() if its == scheme}
+        counts = {
+            (kind, outcome): count
+            for (its, kind, outcome), count in metrics.storage.items()
+            if its == scheme
+        }
         assert counts["list", "ok"].num_requests == 1
         assert (counts["read", "ok"].num_requests, counts["read", "ok"].num_bytes) == (2, 30)
         assert ("read", "error") not in counts, "a read that cannot succeed is not tried"
@@ -281,7 +329,11 @@ class StorageContract:
         batches = [Targets() for _ in range(12)]
         for targets in batches:
             for _ in range(8):
-                targets.add(int(generator.integers(4)), int(generator.integers(4000)), int(generator.integers(1000)))
+                targets.add(
+                    int(generator.integers(4)),
+                    int(generator.integers(4000)),
+                    int(generator.integers(1000)),
+                )
 
         async def read() -> None:
             storage = await opener(f"{place.root}/{{0..3}}.bin", place.settings)

@@ -1,4 +1,4 @@
-"""Checksums are taken of what was listed, at once or in the background, and those of large datasets are kept."""
+"""Checksums are taken at once or in the background, and those of large datasets are stored."""
 
 import threading
 import time
@@ -12,9 +12,11 @@ import pytest
 from gyre_daemon.datasets import checksum_taker as checksums
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.errors import ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.storage.local.local import LocalStorage, stat_shard
+from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.local.local import LocalStorage
 
 from tests.contract.places import noise
 
@@ -40,7 +42,8 @@ def taker(tmp_path: Path) -> Iterator[ChecksumTaker]:
 
 def opened(folder: Path) -> LocalStorage:
     paths = sorted(folder.glob("*.bin"))
-    workers = FairExecutor(ThreadPoolExecutor(1), 1)  # nothing is read through it, so it starts no thread
+    # nothing is read through the storage, so the executor starts no thread
+    workers = FairExecutor(ThreadPoolExecutor(1), 1)
     return LocalStorage(paths, [stat_shard(path, path.name) for path in paths], workers, Metrics())
 
 
@@ -51,64 +54,77 @@ def await_all(storage: LocalStorage) -> None:
         time.sleep(0.01)
 
 
-def test_small_datasets_have_theirs_at_once(taker: ChecksumTaker, folder: Path, tmp_path: Path) -> None:
+def test_small_datasets_have_checksums_at_once(
+    taker: ChecksumTaker, folder: Path, tmp_path: Path
+) -> None:
     storage = opened(folder)
-    taker.begin("data", storage)
-    assert {shard: its.shape for shard, its in storage.checksums.known.items()} == {0: (1, 16), 1: (2, 16), 2: (2, 16)}
+    taker.begin("data", storage.checksums)
+    assert {shard: its.shape for shard, its in storage.checksums.known.items()} == {
+        0: (1, 16),
+        1: (2, 16),
+        2: (2, 16),
+    }
     assert not (tmp_path / "kept").exists(), "what is taken again in no time is not kept"
 
 
-def test_others_in_the_background(taker: ChecksumTaker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_datasets_get_checksums_in_the_background(
+    taker: ChecksumTaker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = opened(folder)
-    taker.begin("data", small)
+    taker.begin("data", small.checksums)
     monkeypatch.setattr(checksums, "_AT_ONCE_BYTES", 0)
     for _ in range(2):
         large = opened(folder)
-        taker.begin("data", large)
+        taker.begin("data", large.checksums)
         await_all(large)
-        assert all(np.array_equal(large.checksums.known[shard], its) for shard, its in small.checksums.known.items())
+        assert all(
+            np.array_equal(large.checksums.known[shard], its)
+            for shard, its in small.checksums.known.items()
+        )
 
 
-def test_those_of_large_datasets_are_kept(
+def test_checksums_of_large_datasets_are_stored(
     taker: ChecksumTaker, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksums, "_MIN_KEPT_BYTES", 0)
+    monkeypatch.setattr(checksums, "_MIN_STORED_BYTES", 0)
     first = opened(folder)
-    taker.begin("data", first)
+    taker.begin("data", first.checksums)
     assert len(list((tmp_path / "kept").iterdir())) == 3
     (folder / "1.bin").write_bytes(noise(9, 1 << 20))
-    monkeypatch.setattr(checksums.ChecksumTaker, "_take_quietly", lambda *_: None)
+    monkeypatch.setattr(checksums.ChecksumTaker, "_try_to_take", lambda *_: None)
     second = opened(folder)
-    taker.begin("data", second)
+    taker.begin("data", second.checksums)
     assert sorted(second.checksums.known) == [0, 2], "those of another version are not believed"
-    assert taker.stored("data", second, 0) is not None
-    found = taker.stored("data", second, 1)
+    assert taker.stored("data", second.checksums, 0) is not None
+    found = taker.stored("data", second.checksums, 1)
     assert found is not None
     assert not found[1]
     assert np.array_equal(found[0], first.checksums.known[1]), "but they tell what it was"
-    assert taker.stored("other data", second, 1) is None
+    assert taker.stored("other data", second.checksums, 1) is None
 
 
-def test_a_shard_that_cannot_be_read_has_none(taker: ChecksumTaker, folder: Path) -> None:
+def test_a_shard_that_cannot_be_read_gets_no_checksums(taker: ChecksumTaker, folder: Path) -> None:
     storage = opened(folder)
     (folder / "0.bin").unlink()
     (folder / "1.bin").write_bytes(b"another")
-    taker.begin("data", storage)
+    taker.begin("data", storage.checksums)
     assert list(storage.checksums.known) == [2]
-    with pytest.raises(FileNotFoundError):
-        taker.take("data", storage, 0)
-    assert taker.take("data", storage, 1) is None
+    with pytest.raises(ShardMissing):
+        taker.take("data", storage.checksums, 0)
+    assert taker.take("data", storage.checksums, 1) is None
 
 
-def test_a_dataset_that_is_gone_is_left_alone(taker: ChecksumTaker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that is being read when the daemon ends does not keep it."""
+def test_a_closed_dataset_is_not_read_any_further(
+    taker: ChecksumTaker, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset that is being read when the daemon ends does not delay it."""
     monkeypatch.setattr(checksums, "_AT_ONCE_BYTES", 0)
     monkeypatch.setattr(checksums, "_EAGER_BYTES", 0)
     monkeypatch.setattr(checksums, "_SHARE_OF_TIME", 10_000)
     (folder / "0.bin").write_bytes(bytes(64 << 20))
     storage = opened(folder)
     seen = weakref.ref(storage)
-    taker.begin("data", storage)
+    taker.begin("data", storage.checksums)
     taker.close()
     assert 2 not in storage.checksums.known
     del storage

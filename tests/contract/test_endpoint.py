@@ -1,18 +1,18 @@
-"""The engine over a source that answers when and what a test says."""
+"""The engine, over a source whose responses the test controls."""
 
 import asyncio
 
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.storage.answer import Answer
 from gyre_daemon.storage.delays import Delays
-from gyre_daemon.storage.engine.entrance import Entrance
-from gyre_daemon.storage.source import Done
+from gyre_daemon.storage.engine.admission import AdmissionQueue
+from gyre_daemon.storage.response import Response, response_from_error
+from gyre_daemon.storage.source import OnResponse
 
 from tests.contract.engine import DATA, JOB, Asked, Engine, ScriptedSource, play, until
 
 
-def test_two_who_want_the_same_bytes_are_one_request() -> None:
+def test_two_reads_of_the_same_range_share_one_request() -> None:
     async def scene() -> None:
         engine, delays = Engine(), Delays()
         first, second = engine.read(0, 100), engine.read(100, 200, delays=delays)
@@ -27,7 +27,7 @@ def test_two_who_want_the_same_bytes_are_one_request() -> None:
     play(scene)
 
 
-def test_one_of_two_may_leave_and_the_other_is_served() -> None:
+def test_one_of_two_reads_may_be_cancelled_and_the_other_is_served() -> None:
     async def scene() -> None:
         engine = Engine()
         first, second = engine.read(0), engine.read(0)
@@ -41,7 +41,7 @@ def test_one_of_two_may_leave_and_the_other_is_served() -> None:
     play(scene)
 
 
-def test_what_nobody_waits_for_any_more_is_cancelled_and_gives_its_turn_back() -> None:
+def test_an_abandoned_request_is_cancelled_and_gives_its_turn_back() -> None:
     async def scene() -> None:
         engine = Engine(max_requests=2)
         left = engine.read(0, 100, 200, 300)
@@ -63,7 +63,10 @@ def test_what_nobody_waits_for_any_more_is_cancelled_and_gives_its_turn_back() -
 def test_the_head_of_the_window_goes_first() -> None:
     async def scene() -> None:
         engine = Engine(max_requests=1)
-        tasks = [engine.read(start, urgency=urgency) for start, urgency in ((0, 5), (100, 9), (200, 7), (300, 6))]
+        tasks = [
+            engine.read(start, urgency=urgency)
+            for start, urgency in ((0, 5), (100, 9), (200, 7), (300, 6))
+        ]
         await until(lambda: engine.endpoint.queue.num_waiting == 3)
         for number in range(4):
             await until(lambda number=number: len(engine.source.asked) == number + 1)  # type: ignore[misc]
@@ -74,11 +77,14 @@ def test_the_head_of_the_window_goes_first() -> None:
     play(scene)
 
 
-def test_what_cannot_be_sent_soon_is_not_begun_and_the_most_urgent_of_it_begins_first() -> None:
+def test_reads_that_cannot_be_sent_soon_wait_and_the_most_urgent_is_admitted_first() -> None:
     async def scene() -> None:
         engine = Engine(max_requests=8)
         first = engine.read(*range(0, 1600, 16))
-        others = [engine.read(start, urgency=urgency) for start, urgency in ((1600, 1), (2000, 3), (3000, 2))]
+        others = [
+            engine.read(start, urgency=urgency)
+            for start, urgency in ((1600, 1), (2000, 3), (3000, 2))
+        ]
         await until(lambda: len(engine.source.asked) == 8)
         assert engine.endpoint.queue.num_waiting == 92
         while len(engine.source.asked) < 36:  # 64 wait
@@ -93,7 +99,7 @@ def test_what_cannot_be_sent_soon_is_not_begun_and_the_most_urgent_of_it_begins_
     play(scene)
 
 
-def test_a_late_request_is_sent_twice_and_the_first_answer_counts() -> None:
+def test_a_late_request_is_hedged_and_the_first_response_counts() -> None:
     async def scene() -> None:
         engine = Engine()
         engine.source.at_once = Asked.answer
@@ -112,7 +118,7 @@ def test_a_late_request_is_sent_twice_and_the_first_answer_counts() -> None:
     play(scene)
 
 
-def test_what_is_late_again_is_sent_a_third_time_and_no_more() -> None:
+def test_a_late_hedge_is_hedged_once_more_and_not_again() -> None:
     async def scene() -> None:
         engine = Engine()
         await engine.learn_delays()
@@ -129,7 +135,7 @@ def test_what_is_late_again_is_sent_a_third_time_and_no_more() -> None:
     play(scene)
 
 
-def test_what_is_needed_first_is_late_sooner() -> None:
+def test_requests_that_are_needed_first_are_hedged_sooner() -> None:
     async def scene() -> None:
         engine, loop = Engine(), asyncio.get_running_loop()
         engine.source.at_once = lambda asked: loop.call_later(0.2, asked.answer)
@@ -148,7 +154,7 @@ def test_what_is_needed_first_is_late_sooner() -> None:
     play(scene)
 
 
-def test_nothing_is_sent_twice_while_the_storage_refuses() -> None:
+def test_nothing_is_hedged_while_the_storage_throttles() -> None:
     async def scene() -> None:
         engine, loop = Engine(), asyncio.get_running_loop()
         engine.source.at_once = lambda asked: loop.call_later(0.05, asked.answer)
@@ -157,7 +163,7 @@ def test_nothing_is_sent_twice_while_the_storage_refuses() -> None:
         engine.source.asked.clear()
         refused, late = engine.read(1500), engine.read(2000)
         await until(lambda: len(engine.source.asked) == 2)
-        engine.source.asked[0].answer(Answer(503))
+        engine.source.asked[0].answer(Response(503))
         await until(lambda: len(engine.source.asked) == 3)  # again
         await asyncio.sleep(0.2)
         assert [asked.start for asked in engine.source.asked] == [1500, 2000, 1500]
@@ -169,52 +175,59 @@ def test_nothing_is_sent_twice_while_the_storage_refuses() -> None:
     play(scene)
 
 
-def test_a_source_that_cannot_even_begin_is_tried_again() -> None:
+def test_a_failure_before_anything_was_sent_is_retried() -> None:
     async def scene() -> None:
         engine, get = Engine(), ScriptedSource.get
         num_tries = 0
 
-        def fail_once(path: str, start: int, stop: int, done: Done) -> Asked:
+        def fail_once(path: str, start: int, stop: int, done: OnResponse) -> Asked:
             nonlocal num_tries
             num_tries += 1
+            asked = get(engine.source, path, start, stop, done)
             if num_tries == 1:
-                raise OSError("no descriptors")
-            return get(engine.source, path, start, stop, done)
+                failed = response_from_error(OSError("no descriptors"))
+                asyncio.get_running_loop().call_soon(asked.answer, failed)
+            else:
+                asyncio.get_running_loop().call_soon(asked.answer)
+            return asked
 
         engine.source.get = fail_once  # type: ignore[method-assign]
-        engine.source.at_once = Asked.answer
         assert await engine.read(0) == [DATA[:16]]
         assert engine.outcomes() == {"retried": 1, "ok": 1}
 
     play(scene)
 
 
-def test_repetitions_end_with_the_budget() -> None:
-    """All that is in flight once, and a part of what is asked for: then the storage is left in peace."""
+def test_retries_end_with_the_budget() -> None:
+    """Everything in flight once, and a part of the requests; then the storage is left alone."""
 
     async def scene() -> None:
         engine = Engine(max_requests=16)
-        engine.source.at_once = lambda asked: asked.answer(Answer(500))
+        engine.source.at_once = lambda asked: asked.answer(Response(500))
         reading = engine.read(*range(0, 1600, 16))
         began = asyncio.get_running_loop().time()
         await asyncio.sleep(1.0)
         refilled = (asyncio.get_running_loop().time() - began + 1) * 16 / 30
         num_extra = len(engine.source.asked) - 100
-        assert 0 < num_extra <= 16 + 15 + refilled  # the reserve, the share of 100, and what time brings
+        # the reserve, the share of 100 requests, and the refill over time
+        assert 0 < num_extra <= 16 + 15 + refilled
         reading.cancel()
-        assert isinstance((await asyncio.gather(reading, return_exceptions=True))[0], asyncio.CancelledError | GyreError)
+        assert isinstance(
+            (await asyncio.gather(reading, return_exceptions=True))[0],
+            asyncio.CancelledError | GyreError,
+        )
 
     play(scene)
 
 
-def test_a_storage_that_is_back_is_asked_at_once_for_all_that_failed() -> None:
-    """The budget is for repetitions that are in vain: it would last for 25 of these, and then for one in two seconds."""
+def test_retries_that_succeed_do_not_use_up_the_budget() -> None:
+    """Otherwise it would last for 25 of these, and then allow one in two seconds."""
 
     async def scene() -> None:
         engine, failed = Engine(max_requests=16), set[int]()
 
         def fail_once(asked: Asked) -> None:
-            asked.answer(None if asked.start in failed else Answer(500))
+            asked.answer(None if asked.start in failed else Response(500))
             failed.add(asked.start)
 
         engine.source.at_once = fail_once
@@ -224,16 +237,17 @@ def test_a_storage_that_is_back_is_asked_at_once_for_all_that_failed() -> None:
     play(scene)
 
 
-def test_who_waits_at_the_entrance_of_a_dead_endpoint_is_told_and_later_readers_get_in() -> None:
+def test_reads_that_wait_for_a_dead_endpoint_fail_and_later_ones_are_served() -> None:
     async def scene() -> None:
         engine = Engine(deadline_s=0.3)
-        engine.source.at_once = lambda asked: asked.answer(Answer(0, unreachable=True))
+        engine.source.at_once = lambda asked: asked.answer(Response(0, unreachable=True))
         readings = [engine.read(*range(0, 3200, 16), urgency=number) for number in range(3)]
         outcomes = await asyncio.gather(*readings, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [StorageUnavailable] * 3
         engine.source.at_once = Asked.answer
         (outcome,) = await asyncio.gather(engine.read(0), return_exceptions=True)
-        while isinstance(outcome, StorageUnavailable):  # the pause after so many failures is longer than the deadline
+        # the pause after so many failures is longer than the deadline
+        while isinstance(outcome, StorageUnavailable):
             (outcome,) = await asyncio.gather(engine.read(0), return_exceptions=True)
         assert outcome == [DATA[:16]]
         assert (engine.endpoint.queue.num_taken, engine.endpoint.queue.num_waiting) == (0, 0)
@@ -241,20 +255,23 @@ def test_who_waits_at_the_entrance_of_a_dead_endpoint_is_told_and_later_readers_
     play(scene)
 
 
-def test_nobody_waits_at_the_entrance_for_longer_than_nothing_was_answered() -> None:
+def test_a_read_waits_for_admission_no_longer_than_nothing_is_answered() -> None:
     async def scene() -> None:
         loop, ends = asyncio.get_running_loop(), [asyncio.get_running_loop().time() + 0.05]
-        entrance = Entrance(lambda: False, lambda since: ends[-1] - loop.time())
+        error = StorageUnavailable("nothing was answered")
+        admission = AdmissionQueue(
+            lambda: False, lambda asked_at: ends[-1] - loop.time(), lambda: error
+        )
         began = loop.time()
 
         async def enter() -> None:
-            async with entrance.reading(JOB, 0, began):
+            async with admission.admitted(JOB, 0, began):
                 pytest.fail("there is no room")
 
         waiting = asyncio.create_task(enter())
         await asyncio.sleep(0.03)
         ends.append(began + 0.15)  # an answer came
-        with pytest.raises(TimeoutError):
+        with pytest.raises(StorageUnavailable):
             await waiting
         assert loop.time() - began >= 0.15
 

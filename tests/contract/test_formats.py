@@ -1,10 +1,12 @@
-"""The formats, under their contract."""
+"""Every format, and the example in the documentation of the seam, under the contract."""
 
 import io
-from typing import ClassVar
+import textwrap
+from typing import Any, ClassVar
 
 import numpy as np
 import webdataset
+from gyre_daemon.datasets.formats import FORMATS, Format, base
 
 from tests.contract.format_contract import FormatContract, Sample
 
@@ -15,7 +17,10 @@ class TestTokens(FormatContract):
 
     def shards(self) -> tuple[list[bytes], list[Sample]]:
         generator = np.random.default_rng(0)
-        shards = [generator.integers(0, 1 << 16, count, np.uint16).astype("<u2").tobytes() for count in (500, 15, 16, 301)]
+        shards = [
+            generator.integers(0, 1 << 16, count, np.uint16).astype("<u2").tobytes()
+            for count in (500, 15, 16, 301)
+        ]
         samples = [
             {"tokens": data[begin : begin + 32]}
             for data in shards
@@ -63,3 +68,56 @@ class TestWebdataset(FormatContract):
     def damaged_shard(self) -> bytes:
         data = self.shards()[0][0]
         return data[: len(data) // 2]
+
+
+class TestProbedTokens(TestTokens):
+    """Without `header_bytes` and with headers, so that the shards' own heads say the dtype."""
+
+    options: ClassVar = {"sequence_length": 16, "stride": 10}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        flat, samples = super().shards()
+        return [self._with_header(data) for data in flat], samples
+
+    def empty_shard(self) -> bytes:
+        return self._with_header(bytes(30))
+
+    def damaged_shard(self) -> bytes:
+        return self._with_header(bytes(100))[:-2]
+
+    def _with_header(self, data: bytes) -> bytes:
+        stream = io.BytesIO()
+        np.save(stream, np.frombuffer(data, "<u2"))
+        return stream.getvalue()
+
+
+class TestExample(FormatContract):
+    """The format that `formats/base.py` shows is a complete one."""
+
+    name = "lines"
+    options: ClassVar = {}
+
+    def format(self, **options: Any) -> Format:
+        text = base.__doc__ or ""
+        namespace: dict[str, Any] = {}
+        exec(textwrap.dedent(text[text.index("    import numpy") :]), namespace)
+        example: Format = namespace["LinesFormat"]()
+        return example
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        shards = [b"one\ntwo\n", "drei\nvier fünf\n\n".encode(), b"last, without an end"]
+        lines = [line for shard in shards for line in shard.splitlines(keepends=True)]
+        return shards, [{"line": line} for line in lines]
+
+    def empty_shard(self) -> bytes:
+        return b""
+
+    def damaged_shard(self) -> bytes:
+        return b"\xff\xff\n"
+
+    def test_unknown_options_are_refused(self) -> None:
+        """The example has no options."""
+
+
+def test_every_format_is_under_the_contract() -> None:
+    assert {each.name for each in (TestTokens, TestWebdataset)} == FORMATS.keys()

@@ -1,12 +1,12 @@
-"""How many shards several datasets may have open together."""
+"""How many shards several datasets may have open at once."""
 
 import gc
 import os
 from pathlib import Path
 
 from gyre_daemon.runtime.limits import descriptor_shares
-from gyre_daemon.storage.local.local import stat_shard
-from gyre_daemon.storage.local.openfiles import OpenFiles, OpenShards
+from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.local.open_files import OpenFiles, OpenShards
 
 
 def num_open(path: Path) -> int:
@@ -20,10 +20,10 @@ def dataset(folder: Path, num_shards: int, together: OpenFiles) -> OpenShards:
     paths = [folder / f"{number}.bin" for number in range(num_shards)]
     for path in paths:
         path.write_bytes(b"x" * 10)
-    return OpenShards(paths, [stat_shard(path, path.name) for path in paths], together=together)
+    return OpenShards(paths, [stat_shard(path, path.name) for path in paths], open_files=together)
 
 
-def test_datasets_divide_what_may_be_open(tmp_path: Path, few_descriptors: int) -> None:
+def test_datasets_divide_the_open_files(tmp_path: Path, few_descriptors: int) -> None:
     together, num_shards = OpenFiles(), few_descriptors
     most = descriptor_shares().shards
     assert 0 < most < num_shards // 4
@@ -33,7 +33,9 @@ def test_datasets_divide_what_may_be_open(tmp_path: Path, few_descriptors: int) 
         assert datasets[-1].max_open == max(2, most // (number + 1))
         for shard in range(num_shards):
             datasets[-1].get(shard)
-        assert num_open(tmp_path) <= 2 * max(most, 2 * len(datasets)), "each takes two: a mapping has its own"
+        assert num_open(tmp_path) <= 2 * max(most, 2 * len(datasets)), (
+            "each takes two: a mapping has its own"
+        )
     del datasets[1:]
     gc.collect()
     assert datasets[0].max_open == most, "what is closed makes room"

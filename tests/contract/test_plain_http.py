@@ -1,4 +1,7 @@
-"""The client for plain HTTP against servers that answer odd things: a wrong byte is never taken for a right one."""
+"""The client for plain HTTP against servers that answer odd things.
+
+A wrong byte is never taken for a right one.
+"""
 
 import asyncio
 import contextlib
@@ -6,28 +9,31 @@ from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 import pytest
-from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.sources.connections import Connections
-from gyre_daemon.storage.sources.plain import MAX_CONNECTING, Get, PlainHttp
+from gyre_daemon.storage.response import Response
+from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.plain_http import MAX_CONNECTING, HttpGet, PlainHttp
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-WHOLE = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\neTaG: "x"\r\ncontent-range: bytes 3-7/99\r\n\r\n12345'
+WHOLE = (
+    b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\neTaG: "x"\r\n'
+    b"content-range: bytes 3-7/99\r\n\r\n12345"
+)
 REQUEST = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-async def ask(http: PlainHttp, max_bytes: int = 5) -> Answer:
-    answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    get = Get(REQUEST, max_bytes, answered.set_result)
+async def ask(http: PlainHttp, max_bytes: int = 5) -> Response:
+    answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+    get = HttpGet(REQUEST, max_bytes, answered.set_result)
     http.send(get)
     answer = await answered
     assert get.first_byte_at is not None
     return answer
 
 
-def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Answer], int]:
-    """What a server's words are taken for, request after request, and how many connections that took."""
+def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Response], int]:
+    """The response to each request to a server, and how many connections were made."""
 
-    async def run() -> tuple[list[Answer], int]:
+    async def run() -> tuple[list[Response], int]:
         num_connections = 0
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -41,7 +47,10 @@ def converse(talk: Talk, num_asked: int = 1) -> tuple[list[Answer], int]:
                 writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
+        http = PlainHttp(
+            urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"),
+            ConnectionBudget(1000),
+        )
         try:
             return [await ask(http) for _ in range(num_asked)], num_connections
         finally:
@@ -70,12 +79,12 @@ def saying(*pieces: bytes, hang_up: bool = False) -> Talk:
 
 def test_a_connection_is_used_again() -> None:
     answers, num_connections = converse(saying(WHOLE), 5)
-    assert answers == [Answer(206, b"12345", '"x"', 99)] * 5
+    assert answers == [Response(206, b"12345", '"x"', 99)] * 5
     assert num_connections == 1
 
 
-def test_who_waits_takes_the_first_connection_that_is_free() -> None:
-    """New ones are made at most so many at once; one that has answered carries what waits."""
+def test_a_waiting_request_takes_the_first_free_connection() -> None:
+    """The number being opened is bounded; one that has delivered a response serves the next."""
 
     async def run() -> None:
         is_open, three, num_connections = asyncio.Event(), asyncio.Event(), 0
@@ -91,7 +100,10 @@ def test_who_waits_takes_the_first_connection_that_is_free() -> None:
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
+        http = PlainHttp(
+            urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"),
+            ConnectionBudget(1000),
+        )
         http.connect(3)
         await three.wait()
         is_open.set()
@@ -124,7 +136,7 @@ def test_two_hosts_share_few_connections_and_both_are_answered() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        connections = Connections(4)
+        connections = ConnectionBudget(4)
         first, second = PlainHttp(url, connections), PlainHttp(url, connections)
         first.connect(4)  # and has nothing to ask yet
         await asyncio.sleep(0.02)
@@ -141,7 +153,7 @@ def test_two_hosts_share_few_connections_and_both_are_answered() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_nobody_is_kept_waiting_by_requests_that_were_given_up() -> None:
+def test_cancelled_requests_do_not_delay_others() -> None:
     async def run() -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -149,8 +161,14 @@ def test_nobody_is_kept_waiting_by_requests_that_were_given_up() -> None:
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
-        given_up = [Get(REQUEST, 5, lambda answer: pytest.fail("nobody waits")) for _ in range(MAX_CONNECTING)]
+        http = PlainHttp(
+            urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"),
+            ConnectionBudget(1000),
+        )
+        given_up = [
+            HttpGet(REQUEST, 5, lambda answer: pytest.fail("nobody waits"))
+            for _ in range(MAX_CONNECTING)
+        ]
         for get in given_up:
             http.send(get)
             get.cancel()
@@ -163,21 +181,21 @@ def test_nobody_is_kept_waiting_by_requests_that_were_given_up() -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, len(WHOLE), 7))
-def test_an_answer_may_come_in_pieces(cut: int) -> None:
+def test_a_response_may_arrive_in_pieces(cut: int) -> None:
     answers, num_connections = converse(saying(WHOLE[:cut], WHOLE[cut:]), 2)
-    assert answers == [Answer(206, b"12345", '"x"', 99)] * 2
+    assert answers == [Response(206, b"12345", '"x"', 99)] * 2
     assert num_connections == 1
 
 
 @pytest.mark.parametrize("more", [b"Connection: close\r\n", b"connection: Close\r\n"])
-def test_a_connection_that_the_server_wants_closed_is_not_used_again(more: bytes) -> None:
+def test_a_connection_that_the_server_closes_is_not_used_again(more: bytes) -> None:
     whole = WHOLE.replace(b"Content-Length", more + b"Content-Length")
     answers, num_connections = converse(saying(whole, hang_up=True), 3)
     assert [answer.data for answer in answers] == [b"12345"] * 3
     assert num_connections == 3
 
 
-def test_an_old_server_closes_after_each_answer() -> None:
+def test_an_old_server_closes_after_each_response() -> None:
     answers, num_connections = converse(saying(WHOLE.replace(b"1.1", b"1.0"), hang_up=True), 2)
     assert [answer.data for answer in answers] == [b"12345"] * 2
     assert num_connections == 2
@@ -186,61 +204,67 @@ def test_an_old_server_closes_after_each_answer() -> None:
 @pytest.mark.parametrize(
     ("words", "detail"),
     [
-        (b"", "closed before the answer was whole"),
-        (WHOLE[:20], "closed before the answer was whole"),
-        (WHOLE[:-1], "closed before the answer was whole"),
-        (b"HTTP/2 206\r\nContent-Length: 5\r\n\r\n12345", "no HTTP"),
-        (b"\x16\x03\x01 what is this?\r\n\r\n", "no HTTP"),
-        (b"x" * 100_000, "no HTTP"),
+        (b"", "closed before the response was complete"),
+        (WHOLE[:20], "closed before the response was complete"),
+        (WHOLE[:-1], "closed before the response was complete"),
+        (b"HTTP/2 206\r\nContent-Length: 5\r\n\r\n12345", "not HTTP"),
+        (b"\x16\x03\x01 what is this?\r\n\r\n", "not HTTP"),
+        (b"x" * 100_000, "not HTTP"),
         (b"HTTP/1.1 206 P\r\n\r\n12345", "does not say how long"),
         (b"HTTP/1.1 206 P\r\nContent-Length: five\r\n\r\n12345", "does not say how long"),
         (b"HTTP/1.1 206 P\r\nContent-Length: -5\r\n\r\n12345", "does not say how long"),
-        (b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n0\r\n\r\n", "does not say how long"),
-        (WHOLE.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nContent-Length"), "does not say how long"),
+        (
+            b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n0\r\n\r\n",
+            "does not say how long",
+        ),
+        (
+            WHOLE.replace(b"Content-Length", b"Transfer-Encoding: chunked\r\nContent-Length"),
+            "does not say how long",
+        ),
     ],
 )
-def test_what_is_not_a_whole_answer_is_a_failure(words: bytes, detail: str) -> None:
+def test_an_incomplete_or_malformed_response_is_a_failure(words: bytes, detail: str) -> None:
     (answer,), _ = converse(saying(words, hang_up=True))
     assert answer.status == 0
     assert answer.data == b""
     assert detail in answer.detail
 
 
-def test_words_after_an_answer_are_for_nobody() -> None:
+def test_bytes_after_a_response_are_ignored() -> None:
     answers, num_connections = converse(saying(WHOLE + b"67890"), 2)
     assert [answer.data[:5] for answer in answers] == [b"12345"] * 2
     assert num_connections == 2
 
 
-def test_a_body_that_is_longer_than_what_was_asked_for_is_not_read() -> None:
-    """As of a server without ranges."""
+def test_a_body_longer_than_the_range_is_not_read() -> None:
+    """Servers without support for ranges send one."""
     (answer,), _ = converse(saying(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n1234567"))
     assert (answer.status, len(answer.data)) == (200, 7)
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 4", b"Transfer-Encoding: chunked"])
-def test_a_refusal_keeps_its_status_however_its_words_are_sent(length: bytes) -> None:
+def test_a_refusal_keeps_its_status_however_its_body_is_framed(length: bytes) -> None:
     (answer,), _ = converse(saying(b"HTTP/1.1 503 Slow Down\r\n" + length + b"\r\n\r\nslow"))
     assert (answer.status, answer.data) == (503, b"")
     assert "slow" in answer.detail
 
 
-def test_nobody_is_there() -> None:
-    async def run() -> Answer:
+def test_a_port_without_a_server() -> None:
+    async def run() -> Response:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         server.close()
         await server.wait_closed()
-        return await ask(PlainHttp(urlsplit(f"http://127.0.0.1:{port}"), Connections(1000)))
+        return await ask(PlainHttp(urlsplit(f"http://127.0.0.1:{port}"), ConnectionBudget(1000)))
 
     answer = asyncio.run(run())
     assert answer.unreachable
     assert "ConnectionRefusedError" in answer.detail
 
 
-def test_who_does_not_wait_any_more_is_not_told_and_its_connection_is_used_again() -> None:
-    async def run() -> tuple[list[Answer], int]:
-        told: list[Answer] = []
+def test_a_cancelled_request_gets_no_response_and_its_connection_is_used_again() -> None:
+    async def run() -> tuple[list[Response], int]:
+        told: list[Response] = []
         num_connections = 0
         asked, may_answer = asyncio.Event(), asyncio.Event()
 
@@ -254,8 +278,11 @@ def test_who_does_not_wait_any_more_is_not_told_and_its_connection_is_used_again
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        http = PlainHttp(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), Connections(1000))
-        get = Get(REQUEST, 5, told.append)
+        http = PlainHttp(
+            urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"),
+            ConnectionBudget(1000),
+        )
+        get = HttpGet(REQUEST, 5, told.append)
         http.send(get)
         await asked.wait()
         get.cancel()

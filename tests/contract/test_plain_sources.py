@@ -1,14 +1,14 @@
-"""How objects are asked for over plain HTTP: each URL is signed once, and only so many are kept."""
+"""Objects over plain HTTP: each URL is signed once, and the number of kept URLs is bounded."""
 
 import asyncio
 from typing import cast
 
 import pytest
-from gyre_daemon.storage.answer import Answer
-from gyre_daemon.storage.sources import plainsources
-from gyre_daemon.storage.sources.connections import Connections
-from gyre_daemon.storage.sources.objects import ObjectSource
-from gyre_daemon.storage.sources.plainsources import PlainSource
+from gyre_daemon.storage.response import Response
+from gyre_daemon.storage.sources import plain_source
+from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.object_source import ObjectSource
+from gyre_daemon.storage.sources.plain_source import PlainSource
 
 from tests.contract.objects import ObjectServer
 from tests.contract.places import noise, run
@@ -17,7 +17,7 @@ DATA = noise(5, 1000)
 
 
 class Signer:
-    """Signs slowly, and fails on order."""
+    """Signs slowly, and fails on demand."""
 
     def __init__(self, url: str) -> None:
         self.url, self.signed, self.failures = url, list[str](), 0
@@ -36,8 +36,8 @@ class General:
         """Nothing to forget."""
 
 
-async def ask(source: PlainSource, *paths: str) -> list[Answer]:
-    """All at once."""
+async def ask(source: PlainSource, *paths: str) -> list[Response]:
+    """Send all requests at once."""
     loop = asyncio.get_running_loop()
     answers = [loop.create_future() for _ in paths]
     for path, answer in zip(paths, answers, strict=True):
@@ -46,7 +46,7 @@ async def ask(source: PlainSource, *paths: str) -> list[Answer]:
 
 
 def source_of(signer: Signer) -> PlainSource:
-    return PlainSource(cast("ObjectSource", General()), signer, Connections(1000))
+    return PlainSource(cast("ObjectSource", General()), signer, ConnectionBudget(1000))
 
 
 def test_many_requests_wait_for_one_signature(object_server: ObjectServer) -> None:
@@ -68,7 +68,9 @@ def test_many_requests_wait_for_one_signature(object_server: ObjectServer) -> No
     run(scene())
 
 
-def test_a_signature_that_fails_fails_those_who_wait_and_nobody_later(object_server: ObjectServer) -> None:
+def test_a_failed_signature_fails_waiting_requests_and_no_later_one(
+    object_server: ObjectServer,
+) -> None:
     object_server.objects["/a"] = DATA
 
     async def scene() -> None:
@@ -83,7 +85,9 @@ def test_a_signature_that_fails_fails_those_who_wait_and_nobody_later(object_ser
     run(scene())
 
 
-def test_who_gives_up_before_the_signature_is_there_asks_nothing(object_server: ObjectServer) -> None:
+def test_a_request_cancelled_before_its_signature_is_not_sent(
+    object_server: ObjectServer,
+) -> None:
     object_server.objects["/a"] = DATA
 
     async def scene() -> None:
@@ -97,8 +101,10 @@ def test_who_gives_up_before_the_signature_is_there_asks_nothing(object_server: 
     run(scene())
 
 
-def test_the_number_of_urls_that_are_kept_is_bounded(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plainsources, "_MAX_HEADS", 2)
+def test_the_number_of_signed_urls_is_bounded(
+    object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_source, "_MAX_TARGETS", 2)
     object_server.objects |= {f"/{name}": DATA for name in "abc"}
 
     async def scene() -> None:

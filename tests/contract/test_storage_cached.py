@@ -17,10 +17,10 @@ from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
-from gyre_daemon.storage.cache.disk import open_disk_cache
+from gyre_daemon.storage.cache.disk import DiskCache, open_disk_cache
 from gyre_daemon.storage.cache.eviction import NEVER
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
 
@@ -33,7 +33,7 @@ Integers = npt.NDArray[np.int64]
 
 
 def blocks_of(storage: Storage, block_bytes: int = BLOCK) -> BlockMap:
-    """Blocks of so many bytes; a read over a border lies in none of them, and is read past the cache."""
+    """Blocks of one size; a read that crosses a border is read past the cache."""
     shard, start = [], []
     for index, listed in enumerate(storage.shards):
         for begin in range(0, listed.size_bytes, block_bytes):
@@ -41,7 +41,9 @@ def blocks_of(storage: Storage, block_bytes: int = BLOCK) -> BlockMap:
             start.append(begin)
     sizes = np.array([listed.size_bytes for listed in storage.shards], np.int64)
     starts, its = np.array(start, np.int64), np.array(shard, np.int64)
-    return BlockMap(its, starts, np.minimum(starts + block_bytes, sizes[its]) if len(its) else starts)
+    return BlockMap(
+        its, starts, np.minimum(starts + block_bytes, sizes[its]) if len(its) else starts
+    )
 
 
 Open = Callable[..., Coroutine[Any, Any, CachedStorage]]
@@ -49,12 +51,13 @@ Open = Callable[..., Coroutine[Any, Any, CachedStorage]]
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110  what it looks at tells nobody
+        # The condition reads state that signals nothing.
+        while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 class Job:
-    """Its future is anything."""
+    """A job with a random future."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
@@ -76,20 +79,31 @@ class CachedContract(StorageContract):
 
     @pytest.fixture
     def opener(self, metrics: Metrics, tmp_path: Path) -> Iterator[Open]:
+        disks: list[DiskCache] = []
         with ThreadPoolExecutor(3) as executor:
 
-            async def open_storage(uri: str, settings: Mapping[str, Any], pattern: str = "*.bin") -> CachedStorage:
+            async def open_storage(
+                uri: str, settings: Mapping[str, Any], pattern: str = "*.bin"
+            ) -> CachedStorage:
                 workers = FairExecutor(executor, 3)
-                opener = StorageOpener(workers, Terms(16, 10.0), metrics)
+                opener = StorageOpener(workers, EndpointOptions(16, 10.0), metrics)
                 openers.append(opener)
                 storage = await opener.open(parse_location(uri), settings, pattern)
-                gc.collect()  # an earlier node gives the folder up
-                disk = open_disk_cache(tmp_path / "cache", self.disk_bytes) if self.disk_bytes else None
+                gc.collect()  # an earlier node closes its mirrors
+                while disks:
+                    disks.pop().close()
+                disk = None
+                if self.disk_bytes:
+                    disk = open_disk_cache(tmp_path / "cache", self.disk_bytes)
+                    assert disk
+                    disks.append(disk)
                 node = NodeCache(self.memory_bytes, disk, workers, metrics.cache)
                 return CachedStorage(storage, uri, node, lambda _: blocks_of(storage))
 
             yield open_storage
         openers.clear()
+        for disk in disks:
+            disk.close()
 
     def test_requests_are_counted(self, place: Place, opener: Any, metrics: Metrics) -> None:
         place.put("0.bin", noise(0, 10_000))
@@ -102,11 +116,15 @@ class CachedContract(StorageContract):
         run(read())
         (count,) = (count for labels, count in metrics.storage.items() if labels.kind == "read")
         assert (count.num_requests, count.num_bytes) == (2, BLOCK + 10_000 - 2 * BLOCK)
-        assert (metrics.cache.num_hits, metrics.cache.num_misses, metrics.cache.num_joined) == (6, 3, 0)
+        assert (metrics.cache.num_hits, metrics.cache.num_misses, metrics.cache.num_joined) == (
+            6,
+            3,
+            0,
+        )
 
     @pytest.mark.parametrize("size", [100, 50, 150])
     def test_a_shard_that_changes(self, place: Place, opener: Any, size: int) -> None:
-        """What is held goes on to be served as it was listed; what is not held is an error."""
+        """Cached blocks are still served as they were listed; all others are an error."""
         held, fetched = Targets().add(0, 40, 20), Targets().add(0, 2 * BLOCK, 20)
         before = noise(0, 3 * BLOCK)
 
@@ -124,7 +142,7 @@ class CachedContract(StorageContract):
 
 
 class TestCachedInMemory(CachedContract):
-    def test_readers_of_a_block_wait_for_one_request(
+    def test_reads_of_one_block_share_one_request(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
     ) -> None:
         data = noise(0, 2 * BLOCK)
@@ -142,9 +160,13 @@ class TestCachedInMemory(CachedContract):
         for targets in everyone:
             targets.check([data])
         assert sum(method == "GET" for method, _ in object_server.requests) == 2
-        assert (metrics.cache.num_misses, metrics.cache.num_joined, metrics.cache.num_blocks_fetched) == (2, 98, 2)
+        assert (
+            metrics.cache.num_misses,
+            metrics.cache.num_joined,
+            metrics.cache.num_blocks_fetched,
+        ) == (2, 98, 2)
 
-    def test_who_gives_up_takes_nothing_from_the_others(
+    def test_a_cancelled_read_takes_nothing_from_the_others(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
     ) -> None:
         data = noise(0, BLOCK)
@@ -165,7 +187,7 @@ class TestCachedInMemory(CachedContract):
         kept.check([data])
         assert sum(method == "GET" for method, _ in object_server.requests) == 1
 
-    def test_a_request_that_fails_fails_all_who_wait_for_it_and_is_made_anew(
+    def test_a_failed_request_fails_all_reads_that_wait_for_it_and_the_next_read_repeats_it(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
     ) -> None:
         data = noise(0, BLOCK)
@@ -185,7 +207,7 @@ class TestCachedInMemory(CachedContract):
         run(read())
         again.check([data])
 
-    def test_what_is_expected_is_there_before_it_is_read(
+    def test_expected_blocks_are_present_before_they_are_read(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
     ) -> None:
         place.put("0.bin", noise(0, 4 * BLOCK))
@@ -194,7 +216,9 @@ class TestCachedInMemory(CachedContract):
             storage = await opener(f"{place.root}/0.bin", place.settings)
             await storage.expect(BLOCK, np.array([2, 0]), Flow("job"))
             await until(lambda: metrics.cache.num_blocks_fetched == 2)
-            await storage.read(replace(Targets().add(0, 5, 10).add(0, 2 * BLOCK, 10).reads(), block_bytes=BLOCK))
+            await storage.read(
+                replace(Targets().add(0, 5, 10).add(0, 2 * BLOCK, 10).reads(), block_bytes=BLOCK)
+            )
 
         run(read())
         assert (metrics.cache.num_hits, metrics.cache.num_misses) == (2, 0)
@@ -205,7 +229,7 @@ class TestCachedOnDisk(CachedContract):
     memory_bytes = 4 * BLOCK
     disk_bytes = 1 << 20
 
-    def test_the_next_node_reads_no_object(
+    def test_the_next_daemon_reads_no_object(
         self, place: Place, opener: Any, metrics: Metrics, object_server: ObjectServer
     ) -> None:
         data = noise(0, 6 * BLOCK)
@@ -227,7 +251,7 @@ class TestCachedOnDisk(CachedContract):
         async def read_again() -> None:
             storage = await opener(f"{place.root}/0.bin", place.settings)
             await storage.read(all_blocks.reads())
-            assert storage.reads_in_bulk
+            assert storage.is_node_local
 
         run(read_again())
         all_blocks.check([data])
@@ -235,22 +259,30 @@ class TestCachedOnDisk(CachedContract):
 
 
 class TestCachedAtOddTimes(CachedContract):
-    """Where hardly anything fits."""
+    """A cache that holds next to nothing."""
 
     memory_bytes = 2 * BLOCK
     disk_bytes = 3 * BLOCK
 
     @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("block_bytes", [0, BLOCK])
-    def test_any_mixture_of_readers(self, place: Place, opener: Any, metrics: Metrics, seed: int, block_bytes: int) -> None:
-        """Some give up half-way; the others get their bytes, the bounds hold throughout, and nothing stays pinned."""
+    def test_any_mix_of_readers(
+        self, place: Place, opener: Any, metrics: Metrics, seed: int, block_bytes: int
+    ) -> None:
+        """Some give up half-way.
+
+        The others get their bytes, the bounds hold throughout, and nothing stays pinned.
+        """
         shards = [noise(number, 5 * BLOCK + 100 * number) for number in range(2)]
         for number, data in enumerate(shards):
             place.put(f"{number}.bin", data)
         generator = np.random.default_rng(seed)
 
         def bounds_hold() -> bool:
-            return metrics.cache.memory_bytes <= self.memory_bytes and metrics.cache.disk_bytes <= self.disk_bytes
+            return (
+                metrics.cache.memory_bytes <= self.memory_bytes
+                and metrics.cache.disk_bytes <= self.disk_bytes
+            )
 
         async def read() -> None:
             storage = await opener(f"{place.root}/{{0,1}}.bin", place.settings)
@@ -260,9 +292,15 @@ class TestCachedAtOddTimes(CachedContract):
                 targets = Targets()
                 for _ in range(int(generator.integers(1, 12))):
                     targets.add(
-                        int(generator.integers(2)), int(generator.integers(5 * BLOCK - 300)), int(generator.integers(300))
+                        int(generator.integers(2)),
+                        int(generator.integers(5 * BLOCK - 300)),
+                        int(generator.integers(300)),
                     )
-                reads = replace(targets.reads(), block_bytes=block_bytes, next_use=job.next_use if block_bytes else None)
+                reads = replace(
+                    targets.reads(),
+                    block_bytes=block_bytes,
+                    next_use=job.next_use if block_bytes else None,
+                )
                 reading = asyncio.create_task(storage.read(reads))
                 if generator.integers(4) == 0:
                     await asyncio.sleep(float(generator.random()) * 0.02)

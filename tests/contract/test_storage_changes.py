@@ -1,4 +1,7 @@
-"""Local shards that are touched, overwritten or put back while they are served: the bytes decide, and never the times alone."""
+"""Local shards that are touched, overwritten or put back while they are served.
+
+The bytes decide, and never the times alone.
+"""
 
 import os
 import shutil
@@ -12,9 +15,10 @@ import pytest
 from gyre_daemon.errors import CorruptSample, StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage import checksums
 from gyre_daemon.storage.base import Reads, Storage
-from gyre_daemon.storage.engine.endpoint import Terms
-from gyre_daemon.storage.local import checksums, local
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.local import local
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
@@ -33,7 +37,7 @@ def opener() -> Iterator[Callable[[str], Coroutine[Any, Any, Storage]]]:
     with ThreadPoolExecutor(3) as executor:
 
         async def open_storage(uri: str) -> Storage:
-            opener = StorageOpener(FairExecutor(executor, 3), Terms(16, 10.0), Metrics())
+            opener = StorageOpener(FairExecutor(executor, 3), EndpointOptions(16, 10.0), Metrics())
             openers.append(opener)
             return await opener.open(parse_location(uri), {}, "*.bin")
 
@@ -77,7 +81,7 @@ async def serves(storage: LocalStorage, start: int = 0, size: int = SIZE) -> Non
 
 
 def overwrite(path: Path, data: bytes, start: int = 0) -> None:
-    """In place, the time of modification set back."""
+    """Overwrite a file in place, and set its modification time back."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(start)
@@ -86,18 +90,24 @@ def overwrite(path: Path, data: bytes, start: int = 0) -> None:
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
-def test_a_shard_overwritten_with_its_time_set_back(opener: Any, shard: Path, has_checksums: bool) -> None:
+def test_a_shard_overwritten_with_its_time_set_back(
+    opener: Any, shard: Path, has_checksums: bool
+) -> None:
     async def work(storage: LocalStorage, path: Path) -> None:
         overwrite(path, noise(9, 100), start=4200)
-        with pytest.raises(CorruptSample, match=r"shard 0\.bin has changed since the dataset was opened"):
+        with pytest.raises(
+            CorruptSample, match=r"shard 0\.bin has changed since the dataset was opened"
+        ):
             await serves(storage)
-        with pytest.raises(CorruptSample, match=r"shard 0\.bin has changed since the dataset was opened"):
+        with pytest.raises(
+            CorruptSample, match=r"shard 0\.bin has changed since the dataset was opened"
+        ):
             await serves(storage, 4250, 10)
 
     read(opener, shard, work, has_checksums=has_checksums)
 
 
-def test_blocks_that_are_what_they_were_are_served(opener: Any, shard: Path) -> None:
+def test_unchanged_blocks_are_served(opener: Any, shard: Path) -> None:
     async def work(storage: LocalStorage, path: Path) -> None:
         overwrite(path, noise(9, 100), start=4200)
         await serves(storage, 0, 4000)
@@ -119,7 +129,9 @@ def test_blocks_that_are_what_they_were_are_served(opener: Any, shard: Path) -> 
     ],
     ids=["mode", "link", "name", "same bytes"],
 )
-def test_what_is_only_touched_serves_on(opener: Any, shard: Path, change: Callable[[Path], None]) -> None:
+def test_shards_that_are_only_touched_stay_served(
+    opener: Any, shard: Path, change: Callable[[Path], None]
+) -> None:
     async def work(storage: LocalStorage, path: Path) -> None:
         change(path)
         await serves(storage)
@@ -127,7 +139,9 @@ def test_what_is_only_touched_serves_on(opener: Any, shard: Path, change: Callab
     read(opener, shard, work)
 
 
-def test_what_was_compared_is_read_no_second_time(opener: Any, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compared_shard_is_not_read_a_second_time(
+    opener: Any, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compared: list[int] = []
 
     def count(descriptor: int, size: int, offset: int) -> bytes:
@@ -150,7 +164,7 @@ def test_what_was_compared_is_read_no_second_time(opener: Any, shard: Path, monk
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "a new file"])
-def test_a_shard_that_is_put_back_serves_again(opener: Any, shard: Path, in_place: bool) -> None:
+def test_a_restored_shard_is_served_again(opener: Any, shard: Path, in_place: bool) -> None:
     backup = shard.with_name("backup")
     shutil.copy2(shard, backup)
 
@@ -167,7 +181,7 @@ def test_a_shard_that_is_put_back_serves_again(opener: Any, shard: Path, in_plac
     read(opener, shard, work)
 
 
-def test_another_file_of_the_same_size_and_time_does_not(opener: Any, shard: Path) -> None:
+def test_another_file_of_the_same_size_and_time_is_refused(opener: Any, shard: Path) -> None:
     backup = shard.with_name("backup")
     shutil.copy2(shard, backup)
     overwrite(backup, b"other")
@@ -181,7 +195,9 @@ def test_another_file_of_the_same_size_and_time_does_not(opener: Any, shard: Pat
     read(opener, shard, work)
 
 
-def test_a_shard_that_changed_between_its_listing_and_its_first_read(opener: Any, shard: Path) -> None:
+def test_a_shard_that_changed_between_its_listing_and_its_first_read(
+    opener: Any, shard: Path
+) -> None:
     async def whole() -> None:
         storage = await opener(str(shard))
         take_checksums(storage)
@@ -193,10 +209,14 @@ def test_a_shard_that_changed_between_its_listing_and_its_first_read(opener: Any
     run(whole())
 
 
-def test_without_checksums_the_error_says_that_nobody_can_tell(opener: Any, shard: Path) -> None:
+def test_without_checksums_the_error_says_that_a_change_cannot_be_ruled_out(
+    opener: Any, shard: Path
+) -> None:
     async def work(storage: LocalStorage, path: Path) -> None:
         touch(path)
-        with pytest.raises(CorruptSample, match=r"or was only touched.* no checksums .* index the dataset again"):
+        with pytest.raises(
+            CorruptSample, match=r"or was only touched.* no checksums .* index the dataset again"
+        ):
             await serves(storage)
 
     read(opener, shard, work, has_checksums=False)
@@ -206,7 +226,7 @@ def test_checksums_are_only_taken_of_what_was_listed(opener: Any, shard: Path) -
     async def whole() -> None:
         storage = await opener(str(shard))
         touch(shard)
-        assert checksums.checksums_as_listed(shard, storage.shards[0], lambda _: True) is None
+        assert storage.checksums.take(0, lambda _: True) is None
 
         def change(_: int) -> bool:
             os.utime(shard)
@@ -215,12 +235,14 @@ def test_checksums_are_only_taken_of_what_was_listed(opener: Any, shard: Path) -
         again = await opener(str(shard))
         os.truncate(shard, 20 * BLOCK)
         again = await opener(str(shard))
-        assert checksums.checksums_as_listed(shard, again.shards[0], change) is None
+        assert again.checksums.take(0, change) is None
 
     run(whole())
 
 
-def test_a_shard_that_never_comes_to_rest(opener: Any, shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_is_written_to_all_the_time(
+    opener: Any, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = local.LocalStorage._copy
 
     def copy_and_touch(self: LocalStorage, reads: Reads, opened: Any) -> int | None:

@@ -72,7 +72,10 @@ class TestS3(RemoteContract):
 
 
 class TestObstore(RemoteContract):
-    """What a signed URL cannot say is left to the general client: here, a payload that is not signed."""
+    """What a signed URL cannot say is left to the general client.
+
+    Here, a payload that is not signed.
+    """
 
     @pytest.fixture
     def place(self, s3_server: S3Server) -> Place:
@@ -91,7 +94,9 @@ class TestObstore(RemoteContract):
         place.put("0.bin", b"12345")
 
         async def read() -> None:
-            await (await opener(f"{place.root}/0.bin", place.settings)).read(Targets().add(0, 1, 3).reads())
+            await (await opener(f"{place.root}/0.bin", place.settings)).read(
+                Targets().add(0, 1, 3).reads()
+            )
 
         run(read())
         path = f"{place.root.removeprefix('s3:/')}/0.bin"
@@ -108,7 +113,10 @@ def scripted() -> Iterator[ObjectServerProcess]:
 class GooglePlace(Place):
     def __init__(self, server: ObjectServerProcess) -> None:
         self.server, self.path = server, f"/storage-{next(unique)}/data"
-        self.root, self.settings = f"gs:/{self.path}", {"base_url": server.url, "skip_signature": "true"}
+        self.root, self.settings = (
+            f"gs:/{self.path}",
+            {"base_url": server.url, "skip_signature": "true"},
+        )
 
     def put(self, name: str, data: bytes) -> None:
         self.server.put(f"{self.path}/{name}", data)
@@ -118,7 +126,10 @@ class GooglePlace(Place):
 
 
 class TestGoogle(RemoteContract):
-    """Over its XML interface, which is that of S3 here: servers of Google's that pip and npm know have only the other one."""
+    """Over its XML interface, which is that of S3 here.
+
+    Servers of Google's that pip and npm know have only the other one.
+    """
 
     @pytest.fixture
     def place(self, scripted: ObjectServerProcess) -> Place:
@@ -126,7 +137,11 @@ class TestGoogle(RemoteContract):
 
     def num_gets(self, place: Place) -> int:
         assert isinstance(place, GooglePlace)
-        return sum(count for path, count in place.server.counts()["by_path"].items() if path.startswith(place.path))
+        return sum(
+            count
+            for path, count in place.server.counts()["by_path"].items()
+            if path.startswith(place.path)
+        )
 
 
 class TestHttp(RemoteContract):

@@ -1,4 +1,7 @@
-"""The contract against servers that others wrote: Azurite for az://, nginx for http://. moto's is in `test_storage_remote`."""
+"""The contract against servers that others wrote.
+
+Azurite for az://, nginx for http://. moto's is in `test_storage_remote`.
+"""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Compressed shards are unpacked once, whole or not at all, within a bound, and stay as long as somebody serves them."""
+"""Compressed shards are unpacked once and whole, within a limit, and stay while they are served."""
 
 import gc
 import gzip
@@ -25,8 +25,14 @@ def unpack(whole: bytes) -> bytes:
     return b"".join(gunzipped(io.BytesIO(whole)))
 
 
-@given(st.lists(st.binary(max_size=300), min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 40))
-def test_what_was_compressed_comes_out(members: list[bytes], read_bytes: int, piece_bytes: int) -> None:
+@given(
+    st.lists(st.binary(max_size=300), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+def test_unpacked_bytes_are_those_that_were_compressed(
+    members: list[bytes], read_bytes: int, piece_bytes: int
+) -> None:
     """In pieces of any size, of one member or of several, with or without zeros behind them."""
     packed = b"".join(gzip.compress(member) for member in members)
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +73,7 @@ class TestUnpackedShards:
         return tmp_path / "unpacked"
 
     def files(self, folder: Path) -> list[bytes]:
-        return sorted(path.read_bytes() for path in folder.rglob("*.tar*"))
+        return sorted(path.read_bytes() for path in folder.rglob("*.unpacked*"))
 
     def test_a_shard_is_found_by_its_name_size_and_version(self, folder: Path) -> None:
         packed = gzip.compress(b"one")
@@ -80,7 +86,7 @@ class TestUnpackedShards:
         assert dataset.find(Shard("a.tar.gz", 5, "1")) is None
         unversioned = shard("b.tar.gz", packed, "")
         dataset.unpack(unversioned, io.BytesIO(packed))
-        assert dataset.find(unversioned) is None, "nobody can tell whether it is the same"
+        assert dataset.find(unversioned) is None, "without a version it cannot be recognised"
 
     def test_only_this_user_may_look(self, folder: Path) -> None:
         one = shard("a.tar.gz", b"")
@@ -88,7 +94,9 @@ class TestUnpackedShards:
         dataset.unpack(one, io.BytesIO(gzip.compress(b"one")))
         assert [path.stat().st_mode & 0o077 for path in folder.iterdir()] == [0]
 
-    @pytest.mark.parametrize("packed", [gzip.compress(b"x" * 500)[:-1], b"nothing", b""], ids=range(3))
+    @pytest.mark.parametrize(
+        "packed", [gzip.compress(b"x" * 500)[:-1], b"nothing", b""], ids=range(3)
+    )
     def test_nothing_unfinished_is_left(self, folder: Path, packed: bytes) -> None:
         one = shard("a.tar.gz", packed)
         dataset = UnpackedShards(folder, 1000).open("data", [one])
@@ -96,20 +104,22 @@ class TestUnpackedShards:
             dataset.unpack(one, io.BytesIO(packed))
         assert self.files(folder) == []
 
-    def test_what_no_shard_needs_goes_when_the_dataset_is_opened_again(self, folder: Path) -> None:
+    def test_files_that_no_shard_needs_are_removed_when_the_dataset_is_opened_again(
+        self, folder: Path
+    ) -> None:
         packed, store = gzip.compress(b"one"), UnpackedShards(folder, 1000)
         old, new = shard("a.tar.gz", packed), shard("a.tar.gz", packed, "2")
         first = store.open("data", [old])
         first.unpack(old, io.BytesIO(packed))
         second = store.open("data", [new])
-        assert first.find(old), "somebody serves it"
+        assert first.find(old), "a daemon serves it"
         del first, second
         gc.collect()
         third = store.open("data", [new])
         assert third.find(old) is None
         assert self.files(folder) == []
 
-    def test_datasets_that_nobody_serves_make_room(self, folder: Path) -> None:
+    def test_datasets_that_no_daemon_serves_make_room(self, folder: Path) -> None:
         store = UnpackedShards(folder, 1000)
         served: list[UnpackedDataset] = []
         for number in range(3):
@@ -117,7 +127,10 @@ class TestUnpackedShards:
             one = shard("a.tar.gz", packed)
             dataset = store.open(f"data {number}", [one])
             if number == 2:
-                with pytest.raises(Overloaded, match=r"no room to unpack shard a\.tar\.gz: .* unpack_disk is 1000; raise it"):
+                with pytest.raises(
+                    Overloaded,
+                    match=r"no room to unpack shard a\.tar\.gz: .* unpack_disk is 1000; raise it",
+                ):
                     dataset.unpack(one, io.BytesIO(packed))
                 served.pop(0)
                 gc.collect()
@@ -137,17 +150,24 @@ class TestUnpackedShards:
 
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
-        with pytest.raises(Overloaded, match=r"cannot be unpacked into .*: Not a directory; set unpack_dir"):
-            UnpackedShards(tmp_path / "file" / "unpacked", 1000).open("data", [shard("a.tar.gz", b"")])
+        with pytest.raises(
+            Overloaded, match=r"cannot be unpacked into .*: Not a directory; set unpack_dir"
+        ):
+            UnpackedShards(tmp_path / "file" / "unpacked", 1000).open(
+                "data", [shard("a.tar.gz", b"")]
+            )
 
-    def test_a_full_disk_is_told(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_is_reported(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(_: int) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
         one = shard("a.tar.gz", b"")
         with pytest.raises(
-            Overloaded, match=r"shard a\.tar\.gz cannot be unpacked into .*: No space left on device; free some"
+            Overloaded,
+            match=r"a\.tar\.gz cannot be unpacked into .*: No space left on device; free some",
         ):
-            UnpackedShards(folder, 1000).open("data", [one]).unpack(one, io.BytesIO(gzip.compress(b"one")))
+            UnpackedShards(folder, 1000).open("data", [one]).unpack(
+                one, io.BytesIO(gzip.compress(b"one"))
+            )
         assert self.files(folder) == []

@@ -1,4 +1,4 @@
-"""One call of a module, rotated or not: the output and all gradients, to compare."""
+"""Compares one call of a module with and without rotation: the output and all gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.distributed.training import default_dtype, whole
 
-BATCH = 12  # a multiple of 1, 2, 3 and 4 ranks; nothing else in front of a case's tensors has this size
+BATCH = (
+    12  # a multiple of 1, 2, 3 and 4 ranks; nothing else in front of a case's tensors has this size
+)
 
 
 class Model(nn.Module):
-    """What stands around a module that rotates."""
+    """The module under test inside a model, so that it is not the model's root."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -31,12 +33,12 @@ class Model(nn.Module):
 
 @dataclass
 class Case:
-    """A module, how it is rotated, and what it is called with.
+    """A module, how it is rotated, and the arguments that it is called with.
 
     Attributes:
-        rule: of the whole module; None to rotate whatever is inside.
-        batch_dim: of inputs and outputs.
-        num_examined: inputs, from the first, whose gradients are compared too.
+        rule: the rule for the whole module; None rotates the modules inside it.
+        batch_dim: the dim of the batch in inputs and outputs.
+        num_examined: the number of leading inputs whose gradients are compared too.
     """
 
     module: nn.Module
@@ -51,7 +53,7 @@ Cases = Mapping[str, Callable[[], Case]]
 
 
 def distances(cases: Cases, policy: RotationPolicy) -> dict[str, float]:
-    """A rank's program: how far each case's outputs and gradients are from those of one process without rotation."""
+    """The distance of each case's outputs and gradients from one process's. Runs on each rank."""
     return {name: _distance(build, policy) for name, build in cases.items()}
 
 
@@ -62,7 +64,8 @@ def _distance(build: Callable[[], Case], policy: RotationPolicy) -> float:
         case = build()
         for parameter in case.module.parameters():
             if not parameter.any():
-                nn.init.normal_(parameter)  # biases that begin as 0 could be lost, and nobody would see it
+                # biases that begin as 0 could be lost, and nobody would see it
+                nn.init.normal_(parameter)
         twin = build().module
     twin.load_state_dict(case.module.state_dict())
     alone, rotated = Model(case.module), Model(twin)
@@ -84,12 +87,19 @@ def _distance(build: Callable[[], Case], policy: RotationPolicy) -> float:
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Relative to the other's norm, but that some gradients, such as those of keys' biases, are zero but for rounding."""
+    """The distance of two tensors, relative to the norm of the second one.
+
+    The norm counts as 0.01 if it is smaller: some gradients, such as those of the keys' biases, are
+    zero except for rounding.
+    """
     return float((one - other).norm() / other.norm().clamp_min(1e-2))
 
 
 def mine(x: Any, batch_dim: int = 0) -> Any:
-    """This rank's part of a tensor with the batch in its place, or in front as masks have it; anything else is for all."""
+    """This rank's part of a tensor with the batch in ``batch_dim``, or in front as in masks.
+
+    Anything else is returned unchanged.
+    """
     if not isinstance(x, Tensor):
         return x
     for dim in {batch_dim, 0}:
@@ -99,7 +109,7 @@ def mine(x: Any, batch_dim: int = 0) -> Any:
 
 
 def outcome(model: nn.Module, case: Case, part: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """Outputs, and gradients of inputs and parameters of the outputs' mean sines; then outputs in evaluation."""
+    """Outputs, gradients for the mean of the outputs' sines, and outputs in evaluation."""
     args, kwargs = tree_map(part, (list(case.args), case.kwargs))
     for place in range(case.num_examined):
         if args[place].is_floating_point():
@@ -107,7 +117,11 @@ def outcome(model: nn.Module, case: Case, part: Callable[[Any], Any]) -> dict[st
     outputs = [output for output in tree_leaves(model(*args, **kwargs)) if output is not None]
     torch.stack([(output + 1).sin().mean() for output in outputs]).sum().backward()  # type: ignore[no-untyped-call]
     found = {f"output {place}": output.detach() for place, output in enumerate(outputs)}
-    found |= {f"input {place}": x.grad for place, x in enumerate(args) if isinstance(x, Tensor) and x.grad is not None}
+    found |= {
+        f"input {place}": x.grad
+        for place, x in enumerate(args)
+        if isinstance(x, Tensor) and x.grad is not None
+    }
     found |= {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     model.eval()
     with torch.no_grad():

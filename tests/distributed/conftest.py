@@ -12,7 +12,7 @@ StartRanks = Callable[[int], Ranks]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """The one process that ranks are compared with leaves the cores to them."""
+    """Keep the process that ranks are compared with to one thread, so that ranks have the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,7 +21,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRanks]:
-    """`ranks(3)` gives three ranks in a group of their own; they are started at most once and end with the file's tests."""
+    """`ranks(3)` gives three ranks in a group of their own.
+
+    They are started at most once and end with the file's tests.
+    """
     started: dict[int, Ranks] = {}
 
     def start(num_ranks: int) -> Ranks:

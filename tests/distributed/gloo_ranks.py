@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes in one gloo group, started once and given one program after the other."""
+"""Real ranks for tests: processes in one gloo group that run one program after another."""
 
 import faulthandler
 import multiprocessing
@@ -37,7 +37,7 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """``num_ranks`` processes; each runs every program, with its rank known from torch.distributed."""
+    """``num_ranks`` processes that all run every program; `torch.distributed` knows their ranks."""
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -47,14 +47,16 @@ class Ranks:
         self._processes: list[ForkServerProcess] = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, num_ranks, folder / "store"), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, rank, num_ranks, folder / "store"), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
 
     def run(self, program: Program, *args: Any) -> list[Any]:
-        """What ``program(*args)`` returns on each rank."""
+        """The result of ``program(*args)`` on each rank."""
         results: dict[int, Any] = {}
         for rank, succeeded, value in self._answers(program, args):
             if not succeeded:
@@ -65,12 +67,15 @@ class Ranks:
 
     def run_to_the_end(self, program: Program, *args: Any) -> list[Any]:
         """As `run`, with None for a rank that raised or ended; the ranks cannot be used again."""
-        answers = {rank: value if succeeded else None for rank, succeeded, value in self._answers(program, args)}
+        answers = {
+            rank: value if succeeded else None
+            for rank, succeeded, value in self._answers(program, args)
+        }
         self.end()
         return [answers[rank] for rank in sorted(answers)]
 
     def _answers(self, program: Program, args: tuple[Any, ...]) -> Iterator[tuple[int, bool, Any]]:
-        """(rank, whether it succeeded, its result or traceback), as they come."""
+        """Yield (rank, whether it succeeded, its result or traceback) as the ranks finish."""
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         for pipe in waiting:
             pipe.send((program, args))
@@ -80,7 +85,9 @@ class Ranks:
             if not ready:
                 self._show_stacks()
                 self.end()
-                raise RankFailed(f"ranks {sorted(waiting.values())} did not answer within {RUN_DEADLINE_S} s")
+                raise RankFailed(
+                    f"ranks {sorted(waiting.values())} did not answer within {RUN_DEADLINE_S} s"
+                )
             for pipe in [pipe for pipe in waiting if pipe in ready]:
                 try:
                     yield waiting.pop(pipe), *pipe.recv()
@@ -88,7 +95,7 @@ class Ranks:
                     yield self._pipes.index(pipe), False, "its process ended"
 
     def end(self) -> None:
-        """All processes are gone afterwards."""
+        """End all processes and wait until they are gone."""
         self.ended = True
         for process in self._processes:
             process.kill()
@@ -104,13 +111,15 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path) -> None:
-    """One rank's life: a group, then programs until it is killed or its parent is gone."""
+    """The main function of a rank: join the group, then run programs until it is killed."""
     faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("error")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     timeout = timedelta(seconds=HOP_TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout
+    )
     while True:
         try:
             program, args = pipe.recv()

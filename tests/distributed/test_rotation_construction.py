@@ -1,4 +1,7 @@
-"""Weights from nothing: the same at every number of ranks, and no rank ever holds more than its own part of them."""
+"""Models built on `meta` get the same weights at every number of ranks.
+
+No rank ever holds more than its own part of them.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +14,24 @@ from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.shards.sharded_init import materialize
-from gyre_trainer.training.gpt import GPT, GPTConfig, rotate_gpt
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import nn
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.training import whole_parameters
 
-SMALL = GPTConfig(vocab_size=301, num_layers=2, dim=36, num_heads=6, num_kv_heads=2, hidden_dim=300, max_seq_len=8)
-LARGE = replace(SMALL, vocab_size=16411, dim=640, num_heads=20, num_kv_heads=4, hidden_dim=1500, tie_embeddings=True)
+SMALL = GPTConfig(
+    vocab_size=301, num_layers=2, dim=36, num_heads=6, num_kv_heads=2, hidden_dim=300, max_seq_len=8
+)
+LARGE = replace(
+    SMALL,
+    vocab_size=16411,
+    dim=640,
+    num_heads=20,
+    num_kv_heads=4,
+    hidden_dim=1500,
+    tie_embeddings=True,
+)
 
 
 def layers_of_all_kinds() -> nn.Module:
@@ -46,9 +59,9 @@ def on_meta(name: str) -> nn.Module:
 
 
 def rotated(model: nn.Module) -> nn.Module:
-    """The same, with weights."""
+    """The rotated model with its weights."""
     if isinstance(model, GPT):
-        rotate_gpt(model, make_mesh("cpu"))
+        rotate_all(model, mesh=make_mesh("cpu"))
     else:
         rotate_all(model, mesh=make_mesh("cpu"))
     materialize(model, seed=3)
@@ -56,7 +69,7 @@ def rotated(model: nn.Module) -> nn.Module:
 
 
 def digest(model: nn.Module) -> str:
-    """Of all weights and their names."""
+    """A digest of all weights and their names."""
     found = sha256()
     for name, parameter in sorted(whole_parameters(model).items()):
         found.update(name.encode())
@@ -81,8 +94,9 @@ def test_weights_are_those_of_one_process(ranks: StartRanks, num_ranks: int) -> 
 
 
 def peak_of_construction() -> tuple[int, int]:
-    """The most bytes that were alive while a model was rotated and materialised, and the rank's own part of it."""
-    rotated(on_meta("large GPT"))  # torch asks fake tensors once what becomes of DTensors of these shapes
+    """The peak of live bytes while a model is rotated and materialised, and this rank's share."""
+    # torch asks fake tensors once what becomes of DTensors of these shapes
+    rotated(on_meta("large GPT"))
     model = on_meta("large GPT")
     with LiveBytes() as live:
         rotated(model)

@@ -1,4 +1,4 @@
-"""Dropout: masks that are equal at every number of ranks, or independent and yet the same in backward as in forward."""
+"""Dropout masks are equal at every number of ranks, or independent and repeated in backward."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,7 +61,9 @@ class Way:
 def case(way: Way) -> Case:
     x = torch.randn(BATCH, 5, 12)
     module = Dropping(batch_first=way.batch_first, checkpointed=way.checkpointed)
-    return Case(module, (x,)) if way.batch_first else Case(module, (x.transpose(0, 1),), batch_dim=1)
+    return (
+        Case(module, (x,)) if way.batch_first else Case(module, (x.transpose(0, 1),), batch_dim=1)
+    )
 
 
 def run(way: Way, mesh: DeviceMesh, seed: int = 8) -> dict[str, Tensor]:
@@ -71,7 +73,9 @@ def run(way: Way, mesh: DeviceMesh, seed: int = 8) -> dict[str, Tensor]:
     rules: Rules = {FeedForward: MLPRule(dropouts=("drop",), batch_dim=one.batch_dim)}
     rotate_all(one.module, mesh=mesh, policy=way.policy, rules=rules)
     torch.manual_seed(seed)
-    return outcome(one.module, one, partial(mine, batch_dim=one.batch_dim) if mesh.size() > 1 else lambda x: x)
+    return outcome(
+        one.module, one, partial(mine, batch_dim=one.batch_dim) if mesh.size() > 1 else lambda x: x
+    )
 
 
 def on_one_rank() -> DeviceMesh:
@@ -81,7 +85,7 @@ def on_one_rank() -> DeviceMesh:
 
 
 def distances_from_one_rank(ways: list[Way]) -> list[float]:
-    """How far each way's outputs and gradients are from those on one rank with the global batch."""
+    """The distance of each way's outputs and gradients from one rank's with the global batch."""
     mesh, alone = make_mesh("cpu"), on_one_rank()
     found = []
     for way in ways:
@@ -112,7 +116,7 @@ def test_masks_are_equal_at_every_number_of_ranks(ranks: StartRanks, num_ranks: 
 
 
 def independent() -> dict[str, dict[str, Tensor]]:
-    """Outcomes with masks of each rank's own."""
+    """Outcomes with masks that each rank draws by itself."""
     mesh = make_mesh("cpu")
     policy = RotationPolicy()
     return {
@@ -124,16 +128,19 @@ def independent() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def test_independent_masks_come_again_in_backward(ranks: StartRanks) -> None:
-    """Gradients of a recomputed slice would be others if it drew other masks."""
+def test_independent_masks_repeat_in_backward(ranks: StartRanks) -> None:
+    """A recomputed slice that drew other masks would have other gradients."""
     for found in ranks(2).run(independent):
         for name in ("again", "recomputed", "checkpointed"):
-            assert max(apart(found[name][each], found["kept"][each]) for each in found["kept"]) <= 1e-12
+            assert (
+                max(apart(found[name][each], found["kept"][each]) for each in found["kept"])
+                <= 1e-12
+            )
         assert apart(found["with another seed"]["output 0"], found["kept"]["output 0"]) > 0.1
 
 
 def hidden_zeros() -> Tensor:
-    """Which entries of a hidden width are dropped, in all slices on this rank, for an input that is the same everywhere."""
+    """Which hidden entries this rank drops, over all slices; every rank has the same input."""
     with default_dtype(torch.float64):
         module = FeedForward()
     with torch.no_grad():
@@ -147,7 +154,7 @@ def hidden_zeros() -> Tensor:
     return hidden.detach().eq(0)
 
 
-def test_ranks_and_slices_draw_masks_of_their_own_at_the_rate_asked(ranks: StartRanks) -> None:
+def test_ranks_and_slices_draw_their_own_masks_at_the_given_rate(ranks: StartRanks) -> None:
     zeros = ranks(3).run(hidden_zeros)
     for one, other in pairwise(zeros):
         assert not torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""How exact rotation is: to the last bit where the order of additions is the same, and nearly so where it is not."""
+"""Rotation is exact to the last bit if sums are formed in the same order, else nearly so."""
 
 from dataclasses import replace
 
@@ -17,7 +17,9 @@ from tests.distributed.training import EVEN, Variant, train_alone, train_rotated
 
 DIM, HIDDEN_DIM, NUM_TOKENS, NUM_STEPS = 32, 96, 16, 4
 LEARNING_RATE = 0.5
-SMALL = replace(EVEN, num_layers=1, dim=16, num_heads=8, num_kv_heads=8, hidden_dim=16, vocab_size=24)
+SMALL = replace(
+    EVEN, num_layers=1, dim=16, num_heads=8, num_kv_heads=8, hidden_dim=16, vocab_size=24
+)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -34,16 +36,20 @@ def test_fifty_steps_on_eight_ranks_equal_one_process(ranks: StartRanks) -> None
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-13, abs=0)
 
 
-@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+)
 def test_every_run_gives_the_same_bits(ranks: StartRanks, policy: RotationPolicy) -> None:
     variant = Variant(EVEN, policy, dtype=torch.float32)
     first, second = (ranks(3).run(train_rotated, variant, 5)[0] for _ in range(2))
     assert first.losses == second.losses
-    assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters)
+    assert all(
+        torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters
+    )
 
 
 class Residuals(nn.Module):
-    """Two MLPs, each added to the stream."""
+    """Two MLPs, each added to the residual stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +66,7 @@ def inputs(step: int, rank: int) -> Tensor:
 
 
 def trained_on_ranks(policy: RotationPolicy) -> list[Tensor]:
-    """This rank's slices of (up, down), module after module, after some steps in float32."""
+    """This rank's slices of (up, down), by module, after some steps in float32."""
     model = Residuals()
     for mlp in model.mlps:
         rotate(mlp, mesh=make_mesh("cpu"), policy=policy)
@@ -74,7 +80,7 @@ def trained_on_ranks(policy: RotationPolicy) -> list[Tensor]:
 
 
 class Oracle:
-    """The same training in one process, written out: no autograd, no ring, but additions in the ring's order."""
+    """The same training in one process, without autograd, with sums in the ring's order."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -83,8 +89,13 @@ class Oracle:
         self.slices: list[list[tuple[Tensor, Tensor]]] = []
         for mlp in model.mlps:
             assert isinstance(mlp, MLP)
-            ups, downs = mlp.up.weight.detach().chunk(num_ranks, 0), mlp.down.weight.detach().chunk(num_ranks, 1)
-            self.slices.append([(up.contiguous(), down.contiguous()) for up, down in zip(ups, downs, strict=True)])
+            ups, downs = (
+                mlp.up.weight.detach().chunk(num_ranks, 0),
+                mlp.down.weight.detach().chunk(num_ranks, 1),
+            )
+            self.slices.append(
+                [(up.contiguous(), down.contiguous()) for up, down in zip(ups, downs, strict=True)]
+            )
 
     def step(self, step: int) -> None:
         streams = [[inputs(step, rank)] for rank in range(self.num_ranks)]
@@ -97,19 +108,24 @@ class Oracle:
             self._backward(self.slices[place], before, grads)
 
     def _output(self, slices: list[tuple[Tensor, Tensor]], x: Tensor, rank: int) -> Tensor:
-        """Own slice first, then those of the ranks before."""
+        """The output: the own slice first, then those of the previous ranks."""
         order = [(rank - hop) % self.num_ranks for hop in range(self.num_ranks)]
-        outputs = [F.linear(F.gelu(F.linear(x, slices[index][0])), slices[index][1]) for index in order]
+        outputs = [
+            F.linear(F.gelu(F.linear(x, slices[index][0])), slices[index][1]) for index in order
+        ]
         total = outputs[0]
         for output in outputs[1:]:
             total = total + output
         return total
 
-    def _backward(self, slices: list[tuple[Tensor, Tensor]], sources: list[Tensor], grads: list[Tensor]) -> None:
-        """Turns ``grads`` of the stream after the module into those before, and moves the slices."""
+    def _backward(
+        self, slices: list[tuple[Tensor, Tensor]], sources: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Turn gradients after the module into gradients before it, and update the slices."""
         totals: list[Tensor | None] = [None] * self.num_ranks
         of_slices = [(torch.zeros_like(up), torch.zeros_like(down)) for up, down in slices]
-        for hop in range(1, self.num_ranks + 1):  # a slice meets the rank before its owner first, its owner last
+        # a slice meets the rank before its owner first, its owner last
+        for hop in range(1, self.num_ranks + 1):
             for rank in range(self.num_ranks):
                 index = (rank + hop) % self.num_ranks
                 (up, down), (of_up, of_down) = slices[index], of_slices[index]
@@ -129,7 +145,9 @@ class Oracle:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+)
 def test_float32_is_bit_equal_to_one_process_that_adds_in_the_same_order(
     ranks: StartRanks, policy: RotationPolicy, num_ranks: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the experts travel; output and all gradients equal those without rotation."""
+"""Mixtures of experts: experts travel, and outputs and gradients equal those without rotation."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
 from gyre_trainer.rotate import RotationPolicy, rotate_all
 from gyre_trainer.shards.sharded_init import materialize
@@ -22,7 +22,10 @@ DIM, HIDDEN = 6, 10
 
 
 class OneLayer(nn.Module):
-    """Somebody's experts: one matrix and one bias each, indexed, and the choice by keyword; a shared gain no rule knows."""
+    """A user's experts: one matrix and one bias each, indexed, with the choice passed by keyword.
+
+    The shared gain is a parameter that no rule cuts.
+    """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -32,16 +35,21 @@ class OneLayer(nn.Module):
     def forward(self, x: Tensor, *, expert: Tensor) -> Tensor:
         output = torch.zeros_like(x)
         for number in range(self.matrices.shape[0]):
-            output += F.linear(x * self.gain, self.matrices[number]) * (expert == number).unsqueeze(-1)
+            output += F.linear(x * self.gain, self.matrices[number]) * (expert == number).unsqueeze(
+                -1
+            )
         return output
 
 
 def moe(num_experts: int, num_chosen: int) -> Case:
-    return Case(MoE(DIM, HIDDEN, num_experts=num_experts, num_chosen=num_chosen), (torch.randn(BATCH, 5, DIM),))
+    return Case(
+        MoE(DIM, HIDDEN, num_experts=num_experts, num_chosen=num_chosen),
+        (torch.randn(BATCH, 5, DIM),),
+    )
 
 
 def nobody_chooses_most() -> Case:
-    """All tokens choose experts of one slice; of the choices of some tokens, one leads nowhere."""
+    """Tokens that all choose experts of one slice; some of their choices name no expert at all."""
     chosen = torch.randint(0, 2, (BATCH, 3, 2))
     chosen[::2, :, 1] = -1
     inputs = torch.randn(BATCH, 3, DIM), chosen, torch.rand(BATCH, 3, 2)
@@ -50,7 +58,9 @@ def nobody_chooses_most() -> Case:
 
 def foreign_experts() -> Case:
     rule = ExpertsRule(weights=("matrices",), chosen="expert")
-    return Case(OneLayer(5), (torch.randn(BATCH, DIM),), {"expert": torch.randint(0, 5, (BATCH,))}, rule)
+    return Case(
+        OneLayer(5), (torch.randn(BATCH, DIM),), {"expert": torch.randint(0, 5, (BATCH,))}, rule
+    )
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -65,8 +75,12 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
-def test_output_and_gradients_equal_those_without_rotation(ranks: StartRanks, num_ranks: int, policy: RotationPolicy) -> None:
+@pytest.mark.parametrize(
+    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+)
+def test_output_and_gradients_equal_those_without_rotation(
+    ranks: StartRanks, num_ranks: int, policy: RotationPolicy
+) -> None:
     for found in ranks(num_ranks).run(distances, CASES, policy):
         assert found == pytest.approx(dict.fromkeys(CASES, 0.0), abs=1e-12)
 
@@ -77,7 +91,7 @@ def test_experts_in_bfloat16_are_close(ranks: StartRanks) -> None:
 
 
 def step_of_experts() -> tuple[str, int, int, Tensor]:
-    """The plan, bytes that this rank sent, elements of all experts, and one of their first weights."""
+    """The plan, the bytes that this rank sent, and elements and first values of the experts."""
     mesh = make_mesh("cpu")
     with torch.device("meta"):
         moe = MoE(DIM, HIDDEN, num_experts=7, num_chosen=2)

@@ -1,4 +1,4 @@
-"""A rank that dies, is stopped or stands still: every other rank is told within the timeout which one that is."""
+"""A rank dies, is stopped or stands still: every other rank names it within the timeout."""
 
 import contextlib
 import os
@@ -27,13 +27,19 @@ CULPRIT = 1
 
 
 def told_when_one(fails_by: str, reach: str) -> tuple[str | None, str | None]:
-    """What a rank is told when one does not take part in a step, and when it tries again."""
-    with patch.object(transport, "connect_neighbours", lambda group, timeout: {}) if reach == "group" else nullcontext():
+    """This rank's errors when one rank does not take part in a step, and at a second try."""
+    with (
+        patch.object(transport, "connect_neighbours", lambda group, timeout: {})
+        if reach == "group"
+        else nullcontext()
+    ):
         return _told_when_one(fails_by)
 
 
 def _told_when_one(fails_by: str) -> tuple[str | None, str | None]:
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), "cpu", mesh_dim_names=("rotate",))
+    mesh = DeviceMesh.from_group(
+        dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), "cpu", mesh_dim_names=("rotate",)
+    )
     mlp = rotate(MLP(4, 8), mesh=mesh)
     x = torch.ones(2, 4)
     mlp(x).sum().backward()
@@ -85,7 +91,9 @@ def _told(mlp: torch.nn.Module, x: torch.Tensor) -> str | None:
         ("stands still", 4, "memory", "alive, but it stands still"),
     ],
 )
-def test_every_rank_names_the_one_at_fault(ranks: StartRanks, fails_by: str, num_ranks: int, reach: str, symptom: str) -> None:
+def test_every_rank_names_the_one_at_fault(
+    ranks: StartRanks, fails_by: str, num_ranks: int, reach: str, symptom: str
+) -> None:
     told = ranks(num_ranks).run_to_the_end(told_when_one, fails_by, reach)
     assert told.pop(CULPRIT) is None
     others = [rank for rank in range(num_ranks) if rank != CULPRIT]

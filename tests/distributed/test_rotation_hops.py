@@ -1,4 +1,4 @@
-"""However a buffer reaches the next rank, the bits are the same, and so are the bytes."""
+"""Hops through shared memory and the process group move the same bits and as many bytes."""
 
 import gc
 import logging
@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import ROTATE_AXIS
-from gyre_trainer.comm.ring import Direction, ring_of
+from gyre_trainer.comm.ring import Direction
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.comm.shared_memory import transport
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.layers.mlp import MLP
@@ -32,13 +33,18 @@ from tests.distributed.training import Outcome, Variant, train_rotated
 NUM_STEPS = 3
 VARIANTS = [
     Variant(),
-    Variant(UNEVEN, RotationPolicy(compute_dtype=torch.bfloat16, recompute=True), dtype=torch.float32, num_parts=2),
+    Variant(
+        UNEVEN,
+        RotationPolicy(compute_dtype=torch.bfloat16, recompute=True),
+        dtype=torch.float32,
+        num_parts=2,
+    ),
 ]
 _connect_neighbours = transport.connect_neighbours
 
 
 class Said(logging.Handler):
-    """What the transport logs."""
+    """Collects the lines that the transport logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,9 +55,10 @@ class Said(logging.Handler):
 
 
 def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket]:
-    """Neighbours as if only some were on one host: "all", ranks 0 and 1 one way round, or "none".
+    """Connect neighbours as if only some of them were on one host.
 
-    Where it is "refused", rank 1 gets no memory that could be shared.
+    ``reach`` is "all"; "some": ranks 0 and 1, in one direction; "none"; or "refused": rank 1 gets
+    no memory that can be shared.
     """
     if reach == "refused" and dist.get_rank() == 1:
         with patch.object(os, "memfd_create", side_effect=PermissionError("memfd_create")):
@@ -64,13 +71,15 @@ def reached(reach: str, group: dist.ProcessGroup, timeout: timedelta) -> dict[in
 
 
 def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
-    """A rank's program."""
+    """The outcome of a short training on this rank, and the lines that its transport logged."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
     said, log = Said(), logging.getLogger(transport.__name__)
     log.setLevel(logging.INFO)
     log.addHandler(said)
     with (
-        patch.object(transport, "connect_neighbours", lambda group, timeout: reached(reach, group, timeout)),
+        patch.object(
+            transport, "connect_neighbours", lambda group, timeout: reached(reach, group, timeout)
+        ),
         patch.object(training, "make_mesh", lambda device_type: mesh),
     ):
         outcome = train_rotated(variant, NUM_STEPS)
@@ -83,28 +92,40 @@ def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
 def test_hops_through_memory_and_through_the_group_give_the_same_bits(
     ranks: StartRanks, num_ranks: int, variant: Variant
 ) -> None:
-    told = {reach: ranks(num_ranks).run(trained, variant, reach) for reach in ("none", "all", "some", "refused")}
+    told = {
+        reach: ranks(num_ranks).run(trained, variant, reach)
+        for reach in ("none", "all", "some", "refused")
+    }
     for (plain, _), *others in zip(*told.values(), strict=True):
         for outcome, _ in others:
             assert outcome.losses == plain.losses
             assert outcome.bytes_sent == plain.bytes_sent
-            assert all(torch.equal(outcome.parameters[name], plain.parameters[name]) for name in plain.parameters)
+            assert all(
+                torch.equal(outcome.parameters[name], plain.parameters[name])
+                for name in plain.parameters
+            )
     for rank in range(num_ranks):
         hops = f"rank {rank}: hops go "
         assert told["all"][rank][1] == [hops + "through memory that is shared with both neighbours"]
-        assert told["none"][rank][1] == [hops + "through the process group: memory can be shared with no neighbour"]
+        assert told["none"][rank][1] == [
+            hops + "through the process group: memory can be shared with no neighbour"
+        ]
     assert told["refused"][1][1] == told["none"][1][1]
     assert (told["refused"][0][1] == told["none"][0][1]) == (num_ranks == 2)
-    assert told["some"][0][1] == [
-        "rank 0: hops go through memory that is shared with the next rank, and through the process group with the one before"
-    ]
+    memory, group = (
+        "memory that is shared with the next rank",
+        "the process group with the one before",
+    )
+    assert told["some"][0][1] == [f"rank 0: hops go through {memory}, and through {group}"]
 
 
 def carried(stream: Stream, direction: Direction) -> bool:
-    """Whether a rank's hop came to its end while that rank computed and looked at nothing: the others say when they have it."""
+    """Whether a hop of this rank completes while the rank computes and does not wait for it."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
     ring, store = ring_of(mesh), dist.distributed_c10d._get_default_store()
-    outgoing, incoming = (ring.pool.take(2**20, torch.float32, torch.device("cpu")) for _ in range(2))
+    outgoing, incoming = (
+        ring.pool.take(2**20, torch.float32, torch.device("cpu")) for _ in range(2)
+    )
     outgoing.fill_(ring.rank)
     hop = ring.shift(outgoing, incoming, direction, stream)
     if ring.rank == 0:
@@ -121,12 +142,15 @@ def carried(stream: Stream, direction: Direction) -> bool:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_hop_comes_to_its_end_while_the_slice_computes(ranks: StartRanks, num_ranks: int) -> None:
-    for stream, direction in ((Stream.WEIGHTS, Direction.CLOCKWISE), (Stream.GRADIENTS, Direction.COUNTER_CLOCKWISE)):
+    for stream, direction in (
+        (Stream.WEIGHTS, Direction.CLOCKWISE),
+        (Stream.GRADIENTS, Direction.COUNTER_CLOCKWISE),
+    ):
         assert all(ranks(num_ranks).run(carried, stream, direction))
 
 
 def kept(*, by: str) -> list[list[int]]:
-    """What a rank has before there is a ring, while there is one, and after it, and its group or its model, are gone."""
+    """The counts of `of_hops` before a ring exists, while it does, and after its owner is gone."""
     gc.collect()
     counts = [of_hops()]
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(ROTATE_AXIS,))
@@ -148,9 +172,11 @@ def kept(*, by: str) -> list[list[int]]:
 
 
 def of_hops() -> list[int]:
-    """How many threads carry, how many memory files are mapped, and how many descriptors are of either."""
+    """Numbers of copying threads, of mapped memory files, and of open descriptors of both."""
     kinds = "memfd:gyre", "eventpoll"
-    targets = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    targets = [
+        str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()
+    ]
     return [
         sum(thread.name == "gyre hops" for thread in threading.enumerate()),
         Path("/proc/self/maps").read_text().count("/memfd:gyre"),
@@ -166,17 +192,23 @@ def test_nothing_is_left_of_a_ring_that_is_gone(ranks: StartRanks, by: str) -> N
 
 
 def names_of_sockets(inodes: set[str]) -> set[str]:
-    """Those of this host's Unix sockets that have a name, and one of the numbers."""
+    """The names of this host's Unix sockets that have one of these inodes."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return {row[7] for row in rows if len(row) > 7 and row[6] in inodes}
 
 
 def left_open() -> tuple[int, set[str]]:
-    """How many memory files a rank has mapped in the middle of training, and the names of its sockets."""
+    """The number of mapped memory files after a step, and the names of this rank's sockets."""
     gc.collect()
     train_rotated(Variant(), 1)
-    files = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:gyre" in line}
-    targets = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    files = {
+        line.split()[4]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "/memfd:gyre" in line
+    }
+    targets = [
+        str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()
+    ]
     inodes = {target.removeprefix("socket:[").removesuffix("]") for target in targets}
     return len(files), {name for name in names_of_sockets(inodes) if "gyre-" in name}
 

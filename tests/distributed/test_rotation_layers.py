@@ -1,4 +1,4 @@
-"""Every kind of layer that is known, with its options: outputs and all gradients equal those without rotation."""
+"""Every known kind of layer, with its options, computes what it does without rotation."""
 
 from functools import partial
 from typing import Any
@@ -16,19 +16,24 @@ from tests.distributed.conftest import StartRanks
 NUM_TOKENS = 5
 
 
-def attention(num_heads: int, num_kv_heads: int, *, bias: bool, causal: bool, rope: bool, padded: bool) -> Case:
+def attention(
+    num_heads: int, num_kv_heads: int, *, bias: bool, causal: bool, rope: bool, padded: bool
+) -> Case:
     module = Attention(num_heads * 4, Heads(num_heads, num_kv_heads), bias=bias, causal=causal)
     table = rope_table(NUM_TOKENS, 4, 100.0, torch.device("cpu")) if rope else None
-    return Case(module, (torch.randn(BATCH, NUM_TOKENS, num_heads * 4), table, padding() if padded else None))
+    return Case(
+        module,
+        (torch.randn(BATCH, NUM_TOKENS, num_heads * 4), table, padding() if padded else None),
+    )
 
 
 def padding() -> Tensor:
-    """True before the text, which begins at another place in each row."""
+    """A mask that is true before the text, which begins at another place in each row."""
     return torch.arange(NUM_TOKENS) < torch.arange(BATCH)[:, None] % 3
 
 
 def multihead(case: str) -> Case:
-    """`nn.MultiheadAttention` as its users have it."""
+    """An `nn.MultiheadAttention` case with common options."""
     x, memory = torch.randn(BATCH, NUM_TOKENS, 24), torch.randn(BATCH, 7, 24)
     match case:
         case "self-attention":
@@ -42,13 +47,17 @@ def multihead(case: str) -> Case:
             return Case(module, (x, x, x, padding().flip(1)), {"attn_mask": future})
         case "mask per head, weights per head":
             scores = torch.randn(BATCH, 3, NUM_TOKENS, 7)
-            return Case(PerHead(nn.MultiheadAttention(24, 3, batch_first=True)), (x, memory, memory, scores))
+            return Case(
+                PerHead(nn.MultiheadAttention(24, 3, batch_first=True)), (x, memory, memory, scores)
+            )
         case "batch in the middle":
             inputs = x.transpose(0, 1), memory.transpose(0, 1), memory.transpose(0, 1)
             return Case(Output(nn.MultiheadAttention(24, 4)), inputs, batch_dim=1, num_examined=3)
         case _:
             module = nn.MultiheadAttention(24, 4, kdim=10, vdim=14, batch_first=True)
-            return Case(module, (x, torch.randn(BATCH, 7, 10), torch.randn(BATCH, 7, 14)), num_examined=3)
+            return Case(
+                module, (x, torch.randn(BATCH, 7, 10), torch.randn(BATCH, 7, 14)), num_examined=3
+            )
 
 
 class PerHead(nn.Module):
@@ -59,12 +68,14 @@ class PerHead(nn.Module):
         self.inner = inner
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        output: tuple[Tensor, Tensor] = self.inner(q, k, v, attn_mask=mask.flatten(0, 1), average_attn_weights=False)
+        output: tuple[Tensor, Tensor] = self.inner(
+            q, k, v, attn_mask=mask.flatten(0, 1), average_attn_weights=False
+        )
         return output
 
 
 class Output(nn.Module):
-    """Attention without its weights, which have the batch in front whatever the inputs."""
+    """Attention without its weights, which have the batch in front in every case."""
 
     def __init__(self, inner: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -78,12 +89,26 @@ class Output(nn.Module):
 def encoder(*, norm_first: bool, batch_first: bool, num_layers: int = 0) -> Case:
     activation = "gelu" if norm_first else "relu"
     layer = nn.TransformerEncoderLayer(
-        24, 6, 50, dropout=0.0, activation=activation, norm_first=norm_first, batch_first=batch_first
+        24,
+        6,
+        50,
+        dropout=0.0,
+        activation=activation,
+        norm_first=norm_first,
+        batch_first=batch_first,
     )
     x = torch.randn(BATCH, NUM_TOKENS, 24)
-    module = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False) if num_layers else layer
+    module = (
+        nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        if num_layers
+        else layer
+    )
     kwargs = {"src_key_padding_mask": padding().flip(1)}
-    return Case(module, (x,), kwargs) if batch_first else Case(module, (x.transpose(0, 1),), kwargs, batch_dim=1)
+    return (
+        Case(module, (x,), kwargs)
+        if batch_first
+        else Case(module, (x.transpose(0, 1),), kwargs, batch_dim=1)
+    )
 
 
 def decoder() -> Case:
@@ -100,11 +125,13 @@ def conv(cls: type[nn.Module], out_channels: int, *shape: int, **options: Any) -
 def embedding() -> Case:
     tokens = torch.randint(0, 11, (BATCH, NUM_TOKENS))
     tokens[:, 0] = 7
-    return Case(nn.Sequential(nn.Embedding(11, 6, padding_idx=7), nn.Linear(6, 5, bias=False)), (tokens,))
+    return Case(
+        nn.Sequential(nn.Embedding(11, 6, padding_idx=7), nn.Linear(6, 5, bias=False)), (tokens,)
+    )
 
 
 class Classifier(nn.Module):
-    """An embedding and a head, the loss of which is fused."""
+    """An embedding, and a head that is fused with its loss."""
 
     def __init__(self, vocab_size: int, *, bias: bool, tied: bool, **options: float) -> None:
         super().__init__()
@@ -116,7 +143,9 @@ class Classifier(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        losses = linear_cross_entropy(self.head, x.sin(), targets, ignore_index=-1, reduction="none", **self.options)
+        losses = linear_cross_entropy(
+            self.head, x.sin(), targets, ignore_index=-1, reduction="none", **self.options
+        )
         total: Tensor = losses + self.head(x).mean(-1)  # the logits too, of the same head
         return total
 
@@ -128,7 +157,7 @@ def fused_head(vocab_size: int, *, bias: bool, tied: bool, **options: float) -> 
 
 
 class Mixture(nn.Module):
-    """Several inputs and outputs, a scalar of its own, a norm, and a layer that no rule knows."""
+    """Several inputs and outputs, a scalar parameter, a norm, and a layer without a rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,35 +186,57 @@ MULTIHEAD = [
 CASES = {
     "MHA, RoPE": partial(attention, 12, 12, bias=True, causal=True, rope=True, padded=False),
     "MHA, padded": partial(attention, 12, 12, bias=False, causal=True, rope=True, padded=True),
-    "GQA, both ways, padded": partial(attention, 24, 12, bias=True, causal=False, rope=False, padded=True),
-    "GQA, 2 kv heads for 12": partial(attention, 12, 2, bias=True, causal=True, rope=True, padded=False),
-    "GQA, 6 kv heads for 12": partial(attention, 12, 6, bias=False, causal=True, rope=True, padded=True),
+    "GQA, both ways, padded": partial(
+        attention, 24, 12, bias=True, causal=False, rope=False, padded=True
+    ),
+    "GQA, 2 kv heads for 12": partial(
+        attention, 12, 2, bias=True, causal=True, rope=True, padded=False
+    ),
+    "GQA, 6 kv heads for 12": partial(
+        attention, 12, 6, bias=False, causal=True, rope=True, padded=True
+    ),
     "MQA": partial(attention, 12, 1, bias=True, causal=True, rope=True, padded=False),
-    "heads that no number divides": partial(attention, 5, 5, bias=True, causal=True, rope=True, padded=True),
+    "heads that no number divides": partial(
+        attention, 5, 5, bias=True, causal=True, rope=True, padded=True
+    ),
     **{f"nn.MultiheadAttention, {case}": partial(multihead, case) for case in MULTIHEAD},
     "encoder layer, post-norm": partial(encoder, norm_first=False, batch_first=True),
-    "encoder layer, pre-norm, batch in the middle": partial(encoder, norm_first=True, batch_first=False),
+    "encoder layer, pre-norm, batch in the middle": partial(
+        encoder, norm_first=True, batch_first=False
+    ),
     "encoder": partial(encoder, norm_first=True, batch_first=True, num_layers=2),
     "decoder layer": decoder,
     "Conv1d": partial(conv, nn.Conv1d, 7, 9, padding=1, bias=False),
     "Conv2d": partial(conv, nn.Conv2d, 10, 7, 6, stride=2, padding="valid"),
-    "Conv2d, fewer channels than ranks": partial(conv, nn.Conv2d, 2, 5, 5, padding="same", dilation=2),
-    "Conv2d, circular, in 3 groups": partial(conv, nn.Conv2d, 12, 5, 5, groups=3, padding=1, padding_mode="circular"),
+    "Conv2d, fewer channels than ranks": partial(
+        conv, nn.Conv2d, 2, 5, 5, padding="same", dilation=2
+    ),
+    "Conv2d, circular, in 3 groups": partial(
+        conv, nn.Conv2d, 12, 5, 5, groups=3, padding=1, padding_mode="circular"
+    ),
     "Conv1d, groups that no cut respects": partial(conv, nn.Conv1d, 10, 8, groups=2, padding=1),
     "Conv1d, by depth": partial(conv, nn.Conv1d, 18, 8, groups=6, bias=False),
     "Conv3d": partial(conv, nn.Conv3d, 5, 4, 3, 3),
     "embedding with padding": embedding,
     "fused head": partial(fused_head, 13, bias=True, tied=False),
     "fused head, tied": partial(fused_head, 11, bias=False, tied=True),
-    "fused head, smoothed, z-loss": partial(fused_head, 10, bias=True, tied=False, label_smoothing=0.1, z_loss=0.01),
-    "fused head, fewer classes than ranks": partial(fused_head, 3, bias=True, tied=False, label_smoothing=0.1),
+    "fused head, smoothed, z-loss": partial(
+        fused_head, 10, bias=True, tied=False, label_smoothing=0.1, z_loss=0.01
+    ),
+    "fused head, fewer classes than ranks": partial(
+        fused_head, 3, bias=True, tied=False, label_smoothing=0.1
+    ),
     "several inputs and outputs": mixture,
 }
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
-def test_one_call_equals_one_process(ranks: StartRanks, policy: RotationPolicy, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+)
+def test_one_call_equals_one_process(
+    ranks: StartRanks, policy: RotationPolicy, num_ranks: int
+) -> None:
     for found in ranks(num_ranks).run(distances, CASES, policy):
         assert found.keys() == CASES.keys()
         assert {name: value for name, value in found.items() if not value <= 1e-12} == {}

@@ -1,4 +1,4 @@
-"""Modules of somebody else's making and odd sizes: output and all gradients of one call equal those without rotation."""
+"""Users' modules and odd sizes: outputs and gradients of one call equal those without rotation."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.distributed.conftest import StartRanks
 
 
 class FeedForward(nn.Module):
-    """An MLP with other names, another activation, and a learned gain that no rule knows."""
+    """An MLP with other names, another activation, and a learned gain that no rule cuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,11 @@ class CrossAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value = nn.Linear(24, 24), nn.Linear(24, 12, bias=False), nn.Linear(24, 12)
+        self.query, self.key, self.value = (
+            nn.Linear(24, 24),
+            nn.Linear(24, 12, bias=False),
+            nn.Linear(24, 12),
+        )
         self.query_norm = nn.LayerNorm(2)
         self.project = nn.Linear(24, 24)
 
@@ -44,20 +48,31 @@ class CrossAttention(nn.Module):
             layer(source).unflatten(-1, (-1, 2)).transpose(1, 2)
             for layer, source in ((self.query, x), (self.key, memory), (self.value, memory))
         )
-        y = F.scaled_dot_product_attention(self.query_norm(q), k, v, attn_mask=mask, enable_gqa=True)
+        y = F.scaled_dot_product_attention(
+            self.query_norm(q), k, v, attn_mask=mask, enable_gqa=True
+        )
         output: Tensor = self.project(y.transpose(1, 2).flatten(2))
         return output
 
 
 class TwoReadings(nn.Module):
-    """Two inputs, of which one may be missing, a buffer, and a tuple and a dict of outputs, one of them no tensor."""
+    """A module with an optional input, a buffer, and outputs in a tuple and a dict.
+
+    One of the outputs is not a tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate, self.down = nn.Linear(6, 10), nn.Linear(4, 10, bias=False), nn.Linear(10, 3)
+        self.up, self.gate, self.down = (
+            nn.Linear(6, 10),
+            nn.Linear(4, 10, bias=False),
+            nn.Linear(10, 3),
+        )
         self.register_buffer("offset", torch.tensor(0.3))
 
-    def forward(self, x: Tensor, y: Tensor, *, z: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+    def forward(
+        self, x: Tensor, y: Tensor, *, z: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
         inner = (self.up(x) + self.offset).sin() * self.gate(y).tanh()
         return self.down(inner), {"twice": 2 * self.down(inner.cos()), "z": z}
 
@@ -78,7 +93,9 @@ def foreign_attention() -> Case:
 
 
 def slices_without_a_row() -> Case:
-    layers = nn.Sequential(nn.Embedding(2, 6), nn.Linear(6, 4), MLP(4, 2, bias=True), nn.Linear(4, 1, bias=False))
+    layers = nn.Sequential(
+        nn.Embedding(2, 6), nn.Linear(6, 4), MLP(4, 2, bias=True), nn.Linear(4, 1, bias=False)
+    )
     return Case(layers, (torch.randint(0, 2, (BATCH, 5)),))
 
 
@@ -91,15 +108,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
-def test_one_call_equals_one_process(ranks: StartRanks, policy: RotationPolicy, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+)
+def test_one_call_equals_one_process(
+    ranks: StartRanks, policy: RotationPolicy, num_ranks: int
+) -> None:
     for found in ranks(num_ranks).run(distances, CASES, policy):
         assert found.keys() == CASES.keys()
         assert {name: value for name, value in found.items() if not value <= 1e-12} == {}
 
 
 def placements() -> dict[str, tuple[Placement, tuple[int, ...]]]:
-    """Where each parameter of a model lies, and the shape of this rank's part."""
+    """The placement of each parameter of a model, and the shape of this rank's part."""
     mesh = make_mesh("cpu")
     model = Model(FeedForward())
     rotate(model.inner, mesh=mesh, rule=MLPRule(ups=("fc1",), down="fc2"))

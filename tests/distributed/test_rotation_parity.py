@@ -1,4 +1,4 @@
-"""Rotated training equals one process's, at every number of ranks; and it sends no byte too many."""
+"""Rotated training equals one process's at every number of ranks, and sends the fewest bytes."""
 
 from dataclasses import replace
 from math import prod
@@ -9,7 +9,16 @@ from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.training.gpt import GPTConfig
 
 from tests.distributed.conftest import StartRanks
-from tests.distributed.training import EVEN, NUM_STEPS, Outcome, Variant, build, distance, train_alone, train_rotated
+from tests.distributed.training import (
+    EVEN,
+    NUM_STEPS,
+    Outcome,
+    Variant,
+    build,
+    distance,
+    train_alone,
+    train_rotated,
+)
 
 GATED_GROUPED = replace(EVEN, dim=48, num_heads=24, num_kv_heads=12, gated_mlp=True)
 UNEVEN = replace(EVEN, vocab_size=37, hidden_dim=50, bias=True, norm="layer")
@@ -30,7 +39,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_losses_and_parameters_equal_one_process(ranks: StartRanks, name: str, num_ranks: int) -> None:
+def test_losses_and_parameters_equal_one_process(
+    ranks: StartRanks, name: str, num_ranks: int
+) -> None:
     alone = train_alone(VARIANTS[name])
     for outcome in ranks(num_ranks).run(train_rotated, VARIANTS[name]):
         assert outcome.losses == pytest.approx(alone.losses, rel=1e-12, abs=0)
@@ -39,9 +50,16 @@ def test_losses_and_parameters_equal_one_process(ranks: StartRanks, name: str, n
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"])
-def test_bytes_sent_are_the_minimum(ranks: StartRanks, num_ranks: int, policy: RotationPolicy) -> None:
-    """3 (N-1)/N of the rotated parameters; the embedding's backward needs no weights, so it sends 2 (N-1)/N of itself."""
+@pytest.mark.parametrize(
+    "policy", [RotationPolicy(), RotationPolicy(recompute=True)], ids=["kept", "recomputed"]
+)
+def test_bytes_sent_are_the_minimum(
+    ranks: StartRanks, num_ranks: int, policy: RotationPolicy
+) -> None:
+    """A rank sends 3 (N-1)/N of the rotated parameters, and 2 (N-1)/N of the embedding.
+
+    The embedding's backward needs no weights.
+    """
     rotated = sum(p.numel() for name, p in build(EVEN).named_parameters() if "norm" not in name)
     embedding = EVEN.vocab_size * EVEN.dim
     expected = 8 * (3 * rotated - embedding) * (num_ranks - 1) // num_ranks
@@ -51,19 +69,24 @@ def test_bytes_sent_are_the_minimum(ranks: StartRanks, num_ranks: int, policy: R
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_bytes_sent_of_uneven_slices(ranks: StartRanks, num_ranks: int) -> None:
-    """Rank r sends all slices but r+1's in forward, all but r-1's in backward, and all gradients but its own."""
+    """Rank r sends all slices but r+1's forward, and all but r-1's backward.
+
+    It sends all gradients but that of its own slice.
+    """
     outcomes: list[Outcome] = ranks(num_ranks).run(train_rotated, Variant(UNEVEN), 2)
     sizes = [_slice_numels(UNEVEN, index, num_ranks) for index in range(num_ranks)]
     for rank, outcome in enumerate(outcomes):
         after, before = sizes[(rank + 1) % num_ranks], sizes[rank - 1]
         forward = sum(sum(each.values()) for each in sizes) - sum(after.values())
-        backward = sum(sum(each.values()) - each["embedding"] for each in sizes) - (sum(before.values()) - before["embedding"])
+        backward = sum(sum(each.values()) - each["embedding"] for each in sizes) - (
+            sum(before.values()) - before["embedding"]
+        )
         gradients = sum(sum(each.values()) for each in sizes) - sum(sizes[rank].values())
         assert outcome.bytes_sent == [8 * (forward + backward + gradients)] * 2
 
 
 def _slice_numels(config: GPTConfig, index: int, num_ranks: int) -> dict[str, int]:
-    """Elements of one slice of the embedding and of all else that rotates."""
+    """Elements of one slice of the embedding, and of one slice of all other rotated modules."""
     numels = {"embedding": 0, "rest": 0}
     for name, parameter in build(config).named_parameters():
         if "norm" in name:

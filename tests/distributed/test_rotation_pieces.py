@@ -1,4 +1,4 @@
-"""A slice that is larger than what cannot be divided travels in pieces: nothing else changes but the size of the buffers."""
+"""A slice larger than the largest indivisible one travels in pieces, in smaller buffers."""
 
 import gc
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotation import rotation
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rotation import RotationPolicy
@@ -34,14 +34,19 @@ NUM_STEPS = 4
 
 VARIANTS = {
     "kept": Variant(LARGE),
-    "tied, recomputed, accumulated": Variant(replace(LARGE, tie_embeddings=True), RotationPolicy(recompute=True), num_parts=2),
+    "tied, recomputed, accumulated": Variant(
+        replace(LARGE, tie_embeddings=True), RotationPolicy(recompute=True), num_parts=2
+    ),
     "frozen embedding": Variant(LARGE, frozen=("embedding",)),
 }
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank saw: the training's outcome, rounds of embedding and head, the largest buffer, and logits before it."""
+    """What a rank observed: the outcome, rounds of embedding and head, and the largest buffer.
+
+    The logits are those from before the training.
+    """
 
     outcome: Outcome
     num_rounds: list[int]
@@ -57,14 +62,22 @@ def trained_in_pieces(variant: Variant) -> Seen:
         with torch.no_grad():
             logits = model(tokens)
         outcome = train_rotated(variant, NUM_STEPS)
-        modules = [module for module in (model.embedding, model.head) if isinstance(module, RotatedModule)]
+        modules = [
+            module for module in (model.embedding, model.head) if isinstance(module, RotatedModule)
+        ]
         pool = ring_of(make_mesh("cpu")).pool
-        largest = max((buffer.numel() for free in pool._free.values() for buffer in free), default=0)
-        return Seen(outcome, [module.rotation.pieces.num_rounds for module in modules], largest, logits)
+        largest = max(
+            (buffer.numel() for free in pool._free.values() for buffer in free), default=0
+        )
+        return Seen(
+            outcome, [module.rotation.pieces.num_rounds for module in modules], largest, logits
+        )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_pieces_change_nothing_but_the_size_of_the_buffers(ranks: StartRanks, num_ranks: int) -> None:
+def test_pieces_change_nothing_but_the_size_of_the_buffers(
+    ranks: StartRanks, num_ranks: int
+) -> None:
     for variant in VARIANTS.values():
         alone = train_alone(variant, NUM_STEPS)
         for seen in ranks(num_ranks).run(trained_in_pieces, variant):
@@ -76,7 +89,7 @@ def test_pieces_change_nothing_but_the_size_of_the_buffers(ranks: StartRanks, nu
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_pieces_send_not_one_byte_more(ranks: StartRanks, num_ranks: int) -> None:
+def test_pieces_send_no_more_bytes(ranks: StartRanks, num_ranks: int) -> None:
     config = replace(LARGE, vocab_size=312)  # divides by ranks
     rotated = sum(p.numel() for name, p in build(config).named_parameters() if "norm" not in name)
     expected = 8 * (3 * rotated - config.vocab_size * config.dim) * (num_ranks - 1) // num_ranks
@@ -86,7 +99,7 @@ def test_pieces_send_not_one_byte_more(ranks: StartRanks, num_ranks: int) -> Non
 
 
 def test_pieces_in_bfloat16_stay_close(ranks: StartRanks) -> None:
-    """The head's weight gradient is added up in float32, chunk by chunk, where that is what travels."""
+    """The head's weight gradient is summed in float32, chunk by chunk, if float32 travels."""
     exact = Variant(LARGE, dtype=torch.float32)
     rounded = replace(exact, policy=RotationPolicy(compute_dtype=torch.bfloat16))
     for seen in ranks(2).run(trained_in_pieces, rounded):

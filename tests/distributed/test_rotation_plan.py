@@ -1,4 +1,4 @@
-"""`rotate_all`: what it does with each module, and what it says of it."""
+"""`rotate_all`: how it treats each module, and the plan that it returns."""
 
 from dataclasses import asdict
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.inspection.rotation_plan import plan_of
 from gyre_trainer.layers.mlp import MLP, MLPRule
 from gyre_trainer.rotate import rotate, rotate_all
@@ -31,14 +31,14 @@ class Named(nn.Module):
 
 
 class LogProbabilities(nn.Linear):
-    """A linear layer no longer: its outputs depend on each other."""
+    """A subclass of a linear layer that is none: its outputs depend on each other."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).log_softmax(-1)
 
 
 class Model(nn.Module):
-    """One of each fate."""
+    """A model with one module for each way of treating modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ RULES: dict[Any, Any] = {"blocks.?": MLPRule(ups=("fc1",), down="fc2"), "whole":
 
 
 def plan_and_gradients() -> tuple[list[dict[str, Any]], str, bool, dict[str, Tensor]]:
-    """The plan, as it is printed too, whether it is found again, and the gradients of one step."""
+    """The plan, its table, whether `plan_of` finds it again, and the gradients of one step."""
     torch.manual_seed(0)
     model = Model()
     plan = rotate_all(model, mesh=make_mesh("cpu"), rules=RULES)
@@ -78,21 +78,35 @@ def plan_and_gradients() -> tuple[list[dict[str, Any]], str, bool, dict[str, Ten
     return [asdict(entry) for entry in plan.entries], str(plan), plan_of(model) == plan, gradients
 
 
-def test_the_plan_says_what_became_of_every_parameter(ranks: StartRanks) -> None:
+def test_the_plan_lists_how_every_parameter_is_treated(ranks: StartRanks) -> None:
     for rank, (entries, text, again, _) in enumerate(ranks(3).run(plan_and_gradients)):
         assert again
         found = {(each["path"], each["how"]): each for each in entries}
-        fates = {key: (each["module_class"], each["rule"], each["names"]) for key, each in found.items()}
+        fates = {
+            key: (each["module_class"], each["rule"], each["names"]) for key, each in found.items()
+        }
         mlp = ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
         assert fates == {
             ("", "replicated"): ("Model", "", ("scale",)),
             ("embedding", "rotated"): ("Embedding", "EmbeddingRule", ("weight",)),
             ("blocks.0", "rotated"): ("Named", "MLPRule", mlp),
             ("blocks.1", "rotated"): ("Named", "MLPRule", mlp),
-            ("frozen", "rotated"): ("MLP", "MLPRule", ("up.weight", "down.weight", "up.bias", "down.bias")),
+            ("frozen", "rotated"): (
+                "MLP",
+                "MLPRule",
+                ("up.weight", "down.weight", "up.bias", "down.bias"),
+            ),
             ("norm", "replicated"): ("BatchNorm1d", "", ("weight", "bias")),
-            ("norm", "local"): ("BatchNorm1d", "", ("running_mean", "running_var", "num_batches_tracked")),
-            ("normed.parametrizations.weight", "replicated"): ("ParametrizationList", "", ("original0", "original1")),
+            ("norm", "local"): (
+                "BatchNorm1d",
+                "",
+                ("running_mean", "running_var", "num_batches_tracked"),
+            ),
+            ("normed.parametrizations.weight", "replicated"): (
+                "ParametrizationList",
+                "",
+                ("original0", "original1"),
+            ),
             ("whole", "replicated"): ("Linear", "", ("weight", "bias")),
             ("probabilities", "replicated"): ("LogProbabilities", "", ("weight", "bias")),
         }
@@ -113,11 +127,13 @@ def test_every_trainable_parameter_has_the_same_gradient_everywhere(ranks: Start
     for _, _, _, gradients in outcomes:
         assert gradients.keys() == names
         assert all(torch.equal(gradients[name], outcomes[0][3][name]) for name in names)
-        assert all(gradient.abs().sum() > 0 for name, gradient in gradients.items() if name != "norm.bias")
+        assert all(
+            gradient.abs().sum() > 0 for name, gradient in gradients.items() if name != "norm.bias"
+        )
 
 
 def running_means() -> Tensor:
-    """Of a norm whose input differs among ranks."""
+    """The running means of a batch norm whose input differs among ranks."""
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(2, 4), norm)
     rotate_all(model, mesh=make_mesh("cpu"))
@@ -133,7 +149,7 @@ def test_statistics_are_those_of_the_ranks_own_part(ranks: StartRanks) -> None:
 
 
 def bytes_of_frozen_modules() -> list[int]:
-    """Sent by a forward and a backward through an MLP that trains, one half of which does, and one that does not."""
+    """Bytes that one forward and backward send, for a trainable, a half frozen and a frozen MLP."""
     ring = ring_of(make_mesh("cpu"))
     sent = []
     for frozen in ((), ("up",), ("up", "down")):
@@ -149,22 +165,25 @@ def bytes_of_frozen_modules() -> list[int]:
 
 def test_gradients_of_frozen_parameters_do_not_travel(ranks: StartRanks) -> None:
     slice_bytes = 4 * 2 * 4 * 8 // 2
-    assert ranks(2).run(bytes_of_frozen_modules) == [[3 * slice_bytes, 5 * slice_bytes // 2, 2 * slice_bytes]] * 2
+    assert (
+        ranks(2).run(bytes_of_frozen_modules)
+        == [[3 * slice_bytes, 5 * slice_bytes // 2, 2 * slice_bytes]] * 2
+    )
 
 
 def what_was_rotated_before() -> list[str]:
-    """Rules of a model, one block of which was rotated by hand."""
+    """The rules of a model in which one block was rotated before `rotate_all`."""
     model = nn.Sequential(Named(), Named())
     rotate(model[0], mesh=make_mesh("cpu"), rule=MLPRule(ups=("fc1",), down="fc2"))
     return [entry.rule for entry in rotate_all(model, mesh=make_mesh("cpu")).entries]
 
 
-def test_what_was_rotated_before_is_left_as_it_is(ranks: StartRanks) -> None:
+def test_modules_that_were_rotated_before_are_left_as_they_are(ranks: StartRanks) -> None:
     assert ranks(2).run(what_was_rotated_before) == [["MLPRule", "LinearRule", "LinearRule"]] * 2
 
 
 def attention_that_is_kept_whole() -> bool:
-    """Whether outputs, in training and in evaluation, are those without rotation."""
+    """Whether outputs in training and evaluation equal those without rotation."""
     x = torch.arange(48.0).view(2, 3, 8).sin()
     model = nn.ModuleList([nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)])
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What recomputation keeps between forward and backward, and that it changes no gradient."""
+"""The tensors that recomputation keeps between forward and backward; gradients stay the same."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from gyre_trainer.accounting.live_bytes import LiveBytes
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import RotationPolicy, no_sync, rotate_all
 from gyre_trainer.training.gpt import Block, GPTConfig
@@ -36,21 +36,21 @@ class OwnNorm(nn.Module):
 
 
 class Noisy(OwnNorm):
-    """Never the same twice."""
+    """A module whose output differs from call to call."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0.1 * torch.rand_like(x)
 
 
 class Bypass(OwnNorm):
-    """Its output is its input."""
+    """A module whose output is its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 class Residual(nn.Module):
-    """x + mlp(norm(x)); tokens in one dim inside if that is asked for."""
+    """x + mlp(norm(x)), with all tokens in one dim inside if ``flat`` asks for it."""
 
     def __init__(self, norm: nn.Module, *, flat: bool = False) -> None:
         super().__init__()
@@ -63,11 +63,15 @@ class Residual(nn.Module):
 
 
 class TwoOnOneNorm(nn.Module):
-    """Of which one takes its input by keyword."""
+    """Two modules that read one norm's output; one of them takes it by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.one, self.other = nn.LayerNorm(DIM, elementwise_affine=False), MLP(DIM, 36), MLP(DIM, 12)
+        self.norm, self.one, self.other = (
+            nn.LayerNorm(DIM, elementwise_affine=False),
+            MLP(DIM, 36),
+            MLP(DIM, 12),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -95,7 +99,11 @@ class InOneBlock(nn.Module):
         self.block, self.checkpointed = Block(CONFIG), checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint(self.block, x, None, use_reentrant=False) if self.checkpointed else self.block(x, None)
+        output: Tensor = (
+            checkpoint(self.block, x, None, use_reentrant=False)
+            if self.checkpointed
+            else self.block(x, None)
+        )
         return output
 
 
@@ -117,12 +125,13 @@ def encoder_layer() -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """Two of these, one after the other.
+    """Two modules of one kind, one after the other.
 
     Attributes:
-        num_streams: tensors of the size of the residual stream that are alive before backward, the output among them.
-        exact: whether gradients have the very bits that they have without recomputation. Where a norm reads its input more
-            than once, the parts of that one's gradient add up in another order.
+        num_streams: tensors of the size of the residual stream that are alive before backward, the
+            output among them.
+        exact: whether gradients have the same bits as without recomputation. Where a norm reads its
+            input more than once, the parts of that input's gradient add up in another order.
     """
 
     build: Callable[[], nn.Module]
@@ -141,12 +150,13 @@ CASES = {
     "own norm": Case(lambda: Residual(OwnNorm()), 3, exact=False),
     "noisy norm": Case(lambda: Residual(Noisy()), 7),  # as many as without recomputation
     "bypass": Case(lambda: Residual(Bypass()), 3),
-    "encoder layer": Case(encoder_layer, 23),  # one projection of all heads, their outputs, masks of dropout
+    # one projection of all heads, their outputs, masks of dropout
+    "encoder layer": Case(encoder_layer, 23),
 }
 
 
 def trained(case: Case, policy: RotationPolicy) -> tuple[dict[str, Tensor], int, int]:
-    """Gradients of everything after two backwards that add up; what is alive before the second; bytes that it sends."""
+    """All gradients after two backwards, tensors alive before the second one, and bytes sent."""
     mesh = make_mesh("cpu")
     torch.manual_seed(1)
     model = nn.Sequential(case.build(), case.build())
@@ -163,13 +173,20 @@ def trained(case: Case, policy: RotationPolicy) -> tuple[dict[str, Tensor], int,
         loss = model(x).square().mean()
         num_streams = sum(storage.nbytes == STREAM_BYTES for storage in live._known.values())
         loss.backward()
-    found = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     assert x.grad is not None
     return found | {"x": x.grad}, num_streams, ring_of(mesh).bytes_sent - before
 
 
 def compared() -> dict[str, tuple[float, bool, int, int, int]]:
-    """Of each case: how far gradients are from those without recomputation, whether bits are; streams alive; bytes sent."""
+    """For each case, the distance of gradients from those without recomputation.
+
+    Then whether bits agree, the streams that are alive, and the bytes sent.
+    """
     found = {}
     for name, case in CASES.items():
         expected, _, num_bytes = trained(case, RotationPolicy())
@@ -182,7 +199,7 @@ def compared() -> dict[str, tuple[float, bool, int, int, int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_of_each_norm_and_what_rotates_after_it_one_tensor_is_kept(ranks: StartRanks, num_ranks: int) -> None:
+def test_a_norm_and_the_module_after_it_keep_one_tensor(ranks: StartRanks, num_ranks: int) -> None:
     for found in ranks(num_ranks).run(compared):
         for name, (far, same, num_streams, num_bytes, num_bytes_again) in found.items():
             assert far <= 1e-6, name
@@ -195,21 +212,36 @@ def under_autocast(policy: RotationPolicy) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = InOneBlock()
     rotate_all(model, mesh=make_mesh("cpu"), policy=policy)
-    x = torch.randn(BATCH, TIME, DIM, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
+    x = torch.randn(
+        BATCH,
+        TIME,
+        DIM,
+        generator=torch.Generator().manual_seed(dist.get_rank()),
+        requires_grad=True,
+    )
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(x).float().square().mean()
     loss.backward()
-    return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def test_slices_are_computed_again_under_the_autocast_of_forward(ranks: StartRanks) -> None:
-    kept, again = (ranks(2).run(under_autocast, RotationPolicy(recompute=recompute)) for recompute in (False, True))
+    kept, again = (
+        ranks(2).run(under_autocast, RotationPolicy(recompute=recompute))
+        for recompute in (False, True)
+    )
     for expected, found in zip(kept, again, strict=True):
-        assert {name: torch.equal(found[name], expected[name]) for name in expected} == dict.fromkeys(expected, True)
+        assert {
+            name: torch.equal(found[name], expected[name]) for name in expected
+        } == dict.fromkeys(expected, True)
 
 
 def errors_of_inputs_that_changed() -> list[str]:
-    """Of the backward through a module whose input, or whose norm's input, was written to after its forward."""
+    """The errors of backwards through modules whose input, or norm's input, was written to."""
     found = []
     for norm in (nn.LayerNorm(DIM), nn.Identity()):
         model = Residual(norm)

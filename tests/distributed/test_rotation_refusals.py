@@ -1,4 +1,4 @@
-"""What cannot be rotated: an error that names module, parameter or rank, on every rank."""
+"""Refused modules: every rank raises an error that names module, parameter or rank."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.distributed.training import EVEN, Variant, build, rotated_gpt
 
 
 class Residual(nn.Module):
-    """An MLP with its residual inside: slices' outputs do not add up."""
+    """An MLP with its residual inside, so the slices' outputs do not add up."""
 
     def __init__(self, ends_in: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,10 @@ class BestFeature(nn.Linear):
 
 
 def two_axes() -> None:
-    rotate(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "rotate")))
+    rotate(
+        nn.Linear(4, 4),
+        mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "rotate")),
+    )
 
 
 def heads_that_do_not_divide() -> None:
@@ -189,20 +192,29 @@ def other_shapes_on_other_ranks() -> None:
 
 
 def other_dtypes_on_other_ranks() -> None:
-    rotate_all(nn.Sequential(nn.Linear(4, 4).to(torch.float64 if dist.get_rank() else torch.float32)), mesh=make_mesh("cpu"))
+    rotate_all(
+        nn.Sequential(nn.Linear(4, 4).to(torch.float64 if dist.get_rank() else torch.float32)),
+        mesh=make_mesh("cpu"),
+    )
 
 
 def frozen_on_one_rank() -> None:
-    rotate_all(nn.Sequential(nn.LayerNorm(4).requires_grad_(dist.get_rank() == 0)), mesh=make_mesh("cpu"))
+    rotate_all(
+        nn.Sequential(nn.LayerNorm(4).requires_grad_(dist.get_rank() == 0)), mesh=make_mesh("cpu")
+    )
 
 
 def fewer_modules_on_one_rank() -> None:
-    rotate_all(nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 - dist.get_rank())]), mesh=make_mesh("cpu"))
+    rotate_all(
+        nn.Sequential(*[nn.Linear(4, 4) for _ in range(2 - dist.get_rank())]), mesh=make_mesh("cpu")
+    )
 
 
 def loaded_by_assignment() -> None:
     mlp = rotate(MLP(4, 8), mesh=make_mesh("cpu"))
-    mlp.load_state_dict({name: value.clone() for name, value in mlp.state_dict().items()}, assign=True)
+    mlp.load_state_dict(
+        {name: value.clone() for name, value in mlp.state_dict().items()}, assign=True
+    )
     mlp(torch.randn(2, 4))
 
 
@@ -227,11 +239,17 @@ def mesh_of_the_first_rank() -> None:
 
 def mesh_of_another_device() -> None:
     assert dist.group.WORLD is not None
-    rotate(nn.Linear(4, 4), mesh=DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("rotate",)))
+    rotate(
+        nn.Linear(4, 4),
+        mesh=DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("rotate",)),
+    )
 
 
 def on_meta_on_one_rank() -> None:
-    rotate_all(nn.Sequential(nn.LayerNorm(4, device="meta" if dist.get_rank() else "cpu")), mesh=make_mesh("cpu"))
+    rotate_all(
+        nn.Sequential(nn.LayerNorm(4, device="meta" if dist.get_rank() else "cpu")),
+        mesh=make_mesh("cpu"),
+    )
 
 
 def other_policies_on_other_ranks() -> None:
@@ -261,21 +279,37 @@ def unknown_parameter() -> None:
 
 REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (two_axes, MeshError, ["one axis", "2", "mesh['rotate']"]),
-    (heads_that_do_not_divide, RotationError, ["Attention", "3 key/value heads", "2 ranks", "q, k, v, o"]),
+    (
+        heads_that_do_not_divide,
+        RotationError,
+        ["Attention", "3 key/value heads", "2 ranks", "q, k, v, o"],
+    ),
     (more_ranks_than_kv_heads, RotationError, ["Attention", "1 key/value heads", "2 ranks"]),
     (rotate_twice, RotationError, ["Linear", "rotated already"]),
     (rotate_model_twice, RotationError, ["GPT", "rotated already"]),
     (rotate_inside_and_around, RotationError, ["MLP.up", "rotated already"]),
     (missing_layer, RotationError, ["MLP.gate"]),
     (dropout_inside, RotationError, ["Residual.ends_in", "p=0.1"]),
-    (partial(first_call_of, AddsItsInput(nn.Identity())), RotationError, ["AddsItsInput", "down.weight", "not linear"]),
+    (
+        partial(first_call_of, AddsItsInput(nn.Identity())),
+        RotationError,
+        ["AddsItsInput", "down.weight", "not linear"],
+    ),
     (partial(first_call_of, Residual(nn.LayerNorm(4))), RotationError, ["Residual", "not linear"]),
     (partial(first_call_of, Residual(nn.ReLU())), RotationError, ["Residual", "not linear"]),
     (tied_and_cut_in_another_way, RotationError, ["MLP", "up.weight", "tied"]),
     (tied_and_not_rotated, RotationError, ["head.weight", "tied"]),
     (experts_of_another_name, RotationError, ["Experts", "no parameter bias"]),
-    (experts_of_different_numbers, RotationError, ["Experts", "different numbers", "'up': (3, 8, 4)"]),
-    (experts_that_nobody_chooses, RotationError, ["ExpertsRule(chosen='who')", "without that argument"]),
+    (
+        experts_of_different_numbers,
+        RotationError,
+        ["Experts", "different numbers", "'up': (3, 8, 4)"],
+    ),
+    (
+        experts_that_nobody_chooses,
+        RotationError,
+        ["ExpertsRule(chosen='who')", "without that argument"],
+    ),
     (mixed_dtypes, RotationError, ["MLP.down.weight", "float64", "float32"]),
     (embedding_with_norms, RotationError, ["Embedding", "max_norm"]),
     (attention_with_another_key, RotationError, ["MultiheadAttention", "bias_k"]),
@@ -290,13 +324,37 @@ REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
     (token_outside_of_the_vocabulary, IndexError, ["index out of range"]),
     (output_of_another_width, RotationError, ["(2, 4)", "beside", "weight"]),
     (output_of_integers, RotationError, ["BestFeature", "int64", "floating-point"]),
-    (other_shapes_on_other_ranks, RotationError, ["1.up.weight of Linear", "(8, 4)", "on rank 1", "(9, 4)"]),
-    (other_dtypes_on_other_ranks, RotationError, ["0.weight of Linear", "float32", "on rank 1", "float64"]),
-    (frozen_on_one_rank, RotationError, ["0.weight of LayerNorm", "trains", "on rank 1", "is frozen"]),
-    (fewer_modules_on_one_rank, RotationError, ["1.weight of Linear", "on rank 1 there is no more parameter"]),
+    (
+        other_shapes_on_other_ranks,
+        RotationError,
+        ["1.up.weight of Linear", "(8, 4)", "on rank 1", "(9, 4)"],
+    ),
+    (
+        other_dtypes_on_other_ranks,
+        RotationError,
+        ["0.weight of Linear", "float32", "on rank 1", "float64"],
+    ),
+    (
+        frozen_on_one_rank,
+        RotationError,
+        ["0.weight of LayerNorm", "trains", "on rank 1", "is frozen"],
+    ),
+    (
+        fewer_modules_on_one_rank,
+        RotationError,
+        ["1.weight of Linear", "on rank 1 there is no more parameter"],
+    ),
     (mesh_of_another_device, RotationError, ["Linear.weight is on cpu", "the mesh is of cuda"]),
-    (on_meta_on_one_rank, RotationError, ["0.weight of LayerNorm", "on cpu", "on rank 1", "on meta"]),
-    (other_policies_on_other_ranks, RotationError, ["0 rotates with", "compute_dtype=None", "on rank 1", "torch.bfloat16"]),
+    (
+        on_meta_on_one_rank,
+        RotationError,
+        ["0.weight of LayerNorm", "on cpu", "on rank 1", "on meta"],
+    ),
+    (
+        other_policies_on_other_ranks,
+        RotationError,
+        ["0 rotates with", "compute_dtype=None", "on rank 1", "torch.bfloat16"],
+    ),
     (integers_that_travel, RotationError, ["grad_dtype=torch.int8", "floating-point"]),
     (unknown_dropout, RotationError, ["'none'", "independent, equal"]),
     (loaded_by_assignment, RotationError, ["up.weight", "before it is rotated"]),
@@ -316,7 +374,9 @@ def refusal(program: Callable[[], None]) -> tuple[type[Exception], str] | None:
 
 
 @pytest.mark.parametrize(("program", "error", "words"), REFUSED)
-def test_refused(ranks: StartRanks, program: Callable[[], None], error: type[Exception], words: list[str]) -> None:
+def test_refused(
+    ranks: StartRanks, program: Callable[[], None], error: type[Exception], words: list[str]
+) -> None:
     for found in ranks(2).run(refusal, program):
         assert found is not None, "nothing was refused"
         assert found[0] is error, found

@@ -1,10 +1,13 @@
-"""What went wrong in a public implementation of rotation, once each, so that it cannot come back.
+"""Defects of a public implementation of rotation, one test each, so that they cannot come back.
 
-Compared are gradients, since an optimizer that normalises them may hide that they are wrong. Here are gradients that were wrong
-from the second step on, slices that were overwritten, norms that drifted apart, second forwards, accumulation. Elsewhere:
-attention that lost heads and its last bias (test_rotation_layers), sizes that do not divide, mixed precision, clipping, tied
-weights (test_rotation_parity), groups other than the world (test_rotation_uses), the whole model built first
-(test_rotation_construction), a copy in every hop (test_rotation_schedule), checkpoints for other numbers of ranks
+Gradients are compared, since an optimizer that normalises them may hide that they are wrong. This
+file covers gradients that were wrong from the second step on, slices that were overwritten, norms
+that drifted apart, second forwards, and accumulation.
+
+Other files cover attention that lost heads and its last bias (test_rotation_layers); sizes that do
+not divide, mixed precision, clipping, and tied weights (test_rotation_parity); groups other than
+the world (test_rotation_uses); building the whole model first (test_rotation_construction); a copy
+in every hop (test_rotation_schedule); and checkpoints for other numbers of ranks
 (test_rotation_checkpoint).
 """
 
@@ -14,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule
@@ -55,7 +58,11 @@ def reference(model: GPT) -> GPT:
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
-    return {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def backward(loss: Tensor) -> None:
@@ -63,7 +70,7 @@ def backward(loss: Tensor) -> None:
 
 
 def gradients_of_every_step(num_steps: int) -> list[float]:
-    """How far they are from one process's, step by step."""
+    """The distance of the gradients from one process's, step by step."""
     model = rotated_gpt(VARIANT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     distances = []
@@ -84,9 +91,13 @@ def test_gradients_are_right_at_every_step_not_just_the_first(ranks: StartRanks)
 
 
 def own_slices_before_and_after() -> bool:
-    """Whether any bit of this rank's slices changed while slices rotated."""
+    """Whether any bit of this rank's own slices changed while slices rotated."""
     model = rotated_gpt(VARIANT)
-    own_slices = [module.rotation.sharded.flat for module in model.modules() if isinstance(module, RotatedModule)]
+    own_slices = [
+        module.rotation.sharded.flat
+        for module in model.modules()
+        if isinstance(module, RotatedModule)
+    ]
     before = [own_slice.clone() for own_slice in own_slices]
     backward(model.loss(*mine(batch(0, VARIANT.config.vocab_size))))
     assert len(own_slices) == 2 + 2 * VARIANT.config.num_layers
@@ -98,7 +109,7 @@ def test_own_slices_are_never_overwritten(ranks: StartRanks) -> None:
 
 
 def norms_after_training() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Replicated parameters on this rank, before and after some steps on data of its own."""
+    """This rank's replicated parameters before and after some steps on its own data."""
     model = rotated_gpt(VARIANT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     replicated = {name: p for name, p in model.named_parameters() if "norm" in name}
@@ -119,7 +130,7 @@ def test_replicated_parameters_do_not_drift(ranks: StartRanks) -> None:
 
 
 def gradients_around_other_forwards(case: str) -> float:
-    """How far gradients are from one process's when there were more forwards than one before the backward."""
+    """The distance of gradients from one process's after several forwards before one backward."""
     model = rotated_gpt(VARIANT)
     alone = reference(model)
     data, other = batch(0, VARIANT.config.vocab_size), batch(1, VARIANT.config.vocab_size)
@@ -152,7 +163,7 @@ def gradients_around_other_forwards(case: str) -> float:
     return distance(gradients(model), gradients(alone))
 
 
-class checkpointed:  # noqa: N801  # stands for a function
+class checkpointed:  # stands for a function  # noqa: N801
     """A block whose activations torch computes again in backward."""
 
     def __init__(self, block: torch.nn.Module, *, reentrant: bool) -> None:
@@ -174,12 +185,14 @@ class checkpointed:  # noqa: N801  # stands for a function
         "activation checkpointing, reentrant",
     ],
 )
-def test_forwards_between_a_forward_and_its_backward_change_nothing(ranks: StartRanks, case: str) -> None:
+def test_forwards_between_a_forward_and_its_backward_change_nothing(
+    ranks: StartRanks, case: str
+) -> None:
     assert max(ranks(NUM_RANKS).run(gradients_around_other_forwards, case)) <= 1e-12
 
 
 def gradients_after_backwards_of_another_order() -> list[float]:
-    """How far they are, step by step, when the first backward led from one loss's modules to another's."""
+    """Distances by step if the first backward went from one loss's modules to the other's."""
     model = rotated_gpt(VARIANT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     distances = []
@@ -194,13 +207,16 @@ def gradients_after_backwards_of_another_order() -> list[float]:
     return distances
 
 
-def test_weights_sent_ahead_are_never_those_of_the_step_before(ranks: StartRanks) -> None:
+def test_weights_sent_ahead_are_those_of_the_present_step(ranks: StartRanks) -> None:
     for distances in ranks(NUM_RANKS).run(gradients_after_backwards_of_another_order):
         assert max(distances) <= 1e-12
 
 
 def gradients_after_inference() -> bool:
-    """Whether there are any where the first forward ever, which makes the transient buffers, was in inference mode."""
+    """Whether there are gradients after a first forward in inference mode.
+
+    The first forward makes the transient buffers.
+    """
     mlp = rotate(MLP(64, 256), mesh=make_mesh("cpu"))
     with torch.inference_mode():
         mlp(torch.ones(1, 64))
@@ -213,7 +229,7 @@ def test_inference_mode_leaves_buffers_that_training_can_use(ranks: StartRanks) 
 
 
 def accumulated_gradients() -> float:
-    """How far the gradients of three backwards are from one process's."""
+    """The distance of the gradients of three backwards from one process's."""
     model = rotated_gpt(VARIANT)
     alone = reference(model)
     for step in range(3):
@@ -240,6 +256,8 @@ def evaluation_bytes() -> list[int]:
 
 
 def test_evaluation_sends_each_weight_once(ranks: StartRanks) -> None:
-    rotated = sum(p.numel() for name, p in build(VARIANT.config).named_parameters() if "norm" not in name)
+    rotated = sum(
+        p.numel() for name, p in build(VARIANT.config).named_parameters() if "norm" not in name
+    )
     for sent in ranks(NUM_RANKS).run(evaluation_bytes):
         assert sent == [8 * rotated * (NUM_RANKS - 1) // NUM_RANKS] * 2

@@ -1,4 +1,4 @@
-"""A rotated model in its users' hands: torch's optimizers, generation, two rings in one job."""
+"""Rotated models with torch's optimizers, in generation, and on two rings of one job."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,12 +6,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
-from gyre_trainer.rotate import RotationPolicy
-from gyre_trainer.training.gpt import GPT, rotate_gpt
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.rotate import rotate_all
+from gyre_trainer.training.gpt import GPT
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+)
 
 from tests.distributed.conftest import StartRanks
 from tests.distributed.test_rotation_regressions import VARIANT, backward, mine, reference
@@ -39,12 +51,15 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def parameters_under_every_optimizer() -> dict[str, tuple[float, float]]:
-    """After some steps: how far they are from one process's, and how far those went."""
+    """The distance of trained parameters from one process's, and how far training moved those."""
     found = {}
     for name, optimizer_of in OPTIMIZERS.items():
         model = rotated_gpt(VARIANT)
         alone, start = reference(model), whole_parameters(model)
-        both = [(model, optimizer_of(model.parameters())), (alone, optimizer_of(alone.parameters()))]
+        both = [
+            (model, optimizer_of(model.parameters())),
+            (alone, optimizer_of(alone.parameters())),
+        ]
         for step in range(2):
             data = batch(step, VARIANT.config.vocab_size)
             for each, optimizer in both:
@@ -63,18 +78,22 @@ def test_any_of_torchs_optimizers_takes_the_steps_of_one_process(ranks: StartRan
 
 
 def generate(model: GPT, tokens: Tensor, num_tokens: int) -> Tensor:
-    """The likeliest continuation."""
+    """The most likely continuation of a prompt."""
     for _ in range(num_tokens):
         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
     return tokens
 
 
 def generated() -> list[bool]:
-    """Whether a rank's text is that of one process; ranks have prompts of other numbers and lengths."""
+    """Whether this rank's text equals one process's, with other prompts on each rank."""
     model = rotated_gpt(VARIANT).eval()
     alone = reference(model).eval()
     rank = dist.get_rank()
-    prompt = torch.randint(VARIANT.config.vocab_size, (1 + rank, 2 + rank), generator=torch.Generator().manual_seed(rank))
+    prompt = torch.randint(
+        VARIANT.config.vocab_size,
+        (1 + rank, 2 + rank),
+        generator=torch.Generator().manual_seed(rank),
+    )
     same = []
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -87,10 +106,14 @@ def test_every_rank_generates_text_from_prompts_of_its_own(ranks: StartRanks) ->
 
 
 def gradients_of_two_rings() -> tuple[list[int], float]:
-    """The ranks on this one's ring, and how far gradients are from one process's on that ring's data alone."""
+    """The ranks on this rank's ring, and the distance of its gradients from one process's.
+
+    That process trains on the data of this ring alone.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "rotate"))
     ring_index = mesh.get_local_rank("replicate")
-    model = rotate_gpt(reference(rotated_gpt(VARIANT)), mesh["rotate"], RotationPolicy())
+    model = reference(rotated_gpt(VARIANT))
+    rotate_all(model, mesh=mesh["rotate"])
     ring = ring_of(mesh["rotate"])
     assert ring is not ring_of(make_mesh("cpu"))
     alone = reference(model)
@@ -98,12 +121,20 @@ def gradients_of_two_rings() -> tuple[list[int], float]:
     tokens, targets = (tensor.chunk(ring.size)[ring.rank] for tensor in data)
     backward(model.loss(tokens, targets))
     backward(alone.loss(*data))
-    expected = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
-    found = {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad
+        for name, parameter in alone.named_parameters()
+        if parameter.grad is not None
+    }
+    found = {
+        name: whole(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return dist.get_process_group_ranks(mesh["rotate"].get_group()), distance(found, expected)
 
 
-def test_rings_beside_each_other_do_not_meet(ranks: StartRanks) -> None:
+def test_two_rings_of_one_job_do_not_mix(ranks: StartRanks) -> None:
     outcomes = ranks(4).run(gradients_of_two_rings)
     assert [members for members, _ in outcomes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert max(apart for _, apart in outcomes) <= 1e-12

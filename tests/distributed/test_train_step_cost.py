@@ -1,4 +1,4 @@
-"""What a dry run says of a step is what real ranks measure, to the byte."""
+"""A dry run predicts the bytes that real ranks measure, exactly."""
 
 from typing import Any
 
@@ -11,16 +11,30 @@ from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.sharded_init import materialize
 from gyre_trainer.training.collate import Examples
-from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.gpt import GPT
-from gyre_trainer.training.schema import build
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
 
 CPU = torch.device("cpu")
-PLAIN = {"vocab_size": 512, "num_layers": 2, "dim": 64, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 192, "max_seq_len": 32}
-UNEVEN = PLAIN | {"vocab_size": 500, "dim": 48, "num_heads": 6, "num_kv_heads": 3, "hidden_dim": 100, "bias": True}
+PLAIN = {
+    "vocab_size": 512,
+    "num_layers": 2,
+    "dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "hidden_dim": 192,
+    "max_seq_len": 32,
+}
+UNEVEN = PLAIN | {
+    "vocab_size": 500,
+    "dim": 48,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "hidden_dim": 100,
+    "bias": True,
+}
 CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
     (2, "plain"): {"model": PLAIN},
     (2, "wide vocabulary, recomputation, no clipping"): {
@@ -37,17 +51,22 @@ CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
 
 
 def config(sections: dict[str, Any]) -> TrainConfig:
-    required = {"run": {"out": "nowhere", "steps": 9}, "data": {"dataset": "none", "batch_size": 12, "sequence_length": 32}}
+    required = {
+        "run": {"out": "nowhere", "steps": 9},
+        "data": {"dataset": "none", "batch_size": 12, "sequence_length": 32},
+    }
     return build(TrainConfig, required | sections, "")
 
 
 def rows(settings: TrainConfig) -> Tensor:
     shape = settings.data.batch_size // dist.get_world_size(), settings.data.sequence_length
-    return torch.randint(settings.model.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return torch.randint(
+        settings.model.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank())
+    )
 
 
 def measured(settings: TrainConfig) -> dict[Strategy, StepCost]:
-    """A rank's program: each strategy's account, with real tensors and real messages."""
+    """The cost of a step under each strategy, with real tensors and messages. Runs on each rank."""
     step_costs = {}
     for strategy in Strategy:
         model = distribute(settings, strategy, make_mesh("cpu"), CPU)
@@ -59,7 +78,9 @@ def measured(settings: TrainConfig) -> dict[Strategy, StepCost]:
 
 
 @pytest.mark.parametrize(("num_ranks", "variant"), CONFIGS)
-def test_a_dry_run_takes_what_a_real_step_takes(num_ranks: int, variant: str, ranks: StartRanks) -> None:
+def test_a_dry_run_counts_the_bytes_of_a_real_step(
+    num_ranks: int, variant: str, ranks: StartRanks
+) -> None:
     settings = config(CONFIGS[num_ranks, variant])
     real = ranks(num_ranks).run(measured, settings)[0]
     for strategy in Strategy:
@@ -70,7 +91,7 @@ def test_a_dry_run_takes_what_a_real_step_takes(num_ranks: int, variant: str, ra
 
 
 class Loss(nn.Module):
-    """A GPT's loss as a forward, for that is what DDP wraps."""
+    """A GPT's loss as a forward, since DDP wraps the forward."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -81,20 +102,26 @@ class Loss(nn.Module):
 
 
 def under_ddp(settings: TrainConfig) -> tuple[list[StepCost], list[dict[str, Tensor]]]:
-    """A rank's program: account and weights afterwards of our stand-in, then of torch's DDP."""
+    """Cost and final weights under our imitation of DDP, then under torch's. Runs on each rank."""
     step_costs, weights = [], []
     for stands_in in (True, False):
         torch.manual_seed(3)
-        model = distribute(settings, Strategy.DDP, make_mesh("cpu"), CPU) if stands_in else GPT(settings.model)
+        model = (
+            distribute(settings, Strategy.DDP, make_mesh("cpu"), CPU)
+            if stands_in
+            else GPT(settings.model)
+        )
         if not stands_in:
-            model.__dict__["loss"] = nn.parallel.DistributedDataParallel(Loss(model), gradient_as_bucket_view=True)
+            model.__dict__["loss"] = nn.parallel.DistributedDataParallel(
+                Loss(model), gradient_as_bucket_view=True
+            )
         here = rows(settings)
         step_costs.append(measure_step(model, settings, Examples(here, here, None)))
         weights.append({name: parameter.detach() for name, parameter in model.named_parameters()})
     return step_costs, weights
 
 
-def test_ddp_is_what_stands_in_for_it(ranks: StartRanks) -> None:
+def test_the_imitation_of_ddp_costs_and_learns_as_ddp_does(ranks: StartRanks) -> None:
     settings = config(CONFIGS[2, "plain"])
     for step_costs, (ours, torchs) in ranks(2).run(under_ddp, settings):
         assert ours.keys() == torchs.keys()

@@ -1,4 +1,4 @@
-"""A small GPT's training, on rotated ranks or in one process, in float64: what distributed tests compare."""
+"""Trains a small GPT in float64, on rotated ranks or in one process, for tests to compare."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,11 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.shards.sharded_init import materialize
-from gyre_trainer.training.gpt import GPT, GPTConfig, rotate_gpt
+from gyre_trainer.training.gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +21,14 @@ NUM_TOKENS = 8
 NUM_STEPS = 20
 
 EVEN = GPTConfig(
-    vocab_size=36, num_layers=2, dim=24, num_heads=12, num_kv_heads=12, hidden_dim=48, max_seq_len=NUM_TOKENS, gated_mlp=False
+    vocab_size=36,
+    num_layers=2,
+    dim=24,
+    num_heads=12,
+    num_kv_heads=12,
+    hidden_dim=48,
+    max_seq_len=NUM_TOKENS,
+    gated_mlp=False,
 )
 
 
@@ -38,7 +46,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training left: the loss of every step, and every parameter, whole."""
+    """The loss of every step, and every parameter after the last, whole."""
 
     losses: list[float]
     parameters: dict[str, Tensor]
@@ -87,19 +95,21 @@ def rotated_gpt(variant: Variant) -> GPT:
         model = build(variant.config)
     if variant.frozen:
         freeze(model, variant.frozen)
-    rotate_gpt(model, make_mesh("cpu"), variant.policy)
+    rotate_all(model, mesh=make_mesh("cpu"), policy=variant.policy)
     materialize(model, seed=7)
     return model
 
 
 def train_rotated(variant: Variant, num_steps: int = NUM_STEPS) -> Outcome:
-    """A rank's program."""
+    """Train a variant's model on this rank."""
     model = rotated_gpt(variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ring = ring_of(make_mesh("cpu"))
     losses, bytes_sent = [], []
     for step in range(num_steps):
-        tokens, targets = (part.chunk(ring.size)[ring.rank] for part in batch(step, variant.config.vocab_size))
+        tokens, targets = (
+            part.chunk(ring.size)[ring.rank] for part in batch(step, variant.config.vocab_size)
+        )
         before = ring.bytes_sent
         loss = train_step(model, optimizer, tokens, targets, variant)
         bytes_sent.append(ring.bytes_sent - before)
@@ -118,15 +128,20 @@ def train_alone(variant: Variant, num_steps: int = NUM_STEPS) -> Outcome:
         freeze(model, variant.frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = [
-        train_step(model, optimizer, *batch(step, variant.config.vocab_size), variant).item() for step in range(num_steps)
+        train_step(model, optimizer, *batch(step, variant.config.vocab_size), variant).item()
+        for step in range(num_steps)
     ]
     return Outcome(losses, whole_parameters(model), [])
 
 
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, variant: Variant) -> Tensor:
-    """One optimizer step; gives the mean loss before it, over this process's tokens."""
+def train_step(
+    model: GPT, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, variant: Variant
+) -> Tensor:
+    """Take one optimizer step; return the mean loss before it, over this process's tokens."""
     mean = torch.zeros((), dtype=torch.float64)
-    for tokens_part, targets_part in zip(tokens.chunk(variant.num_parts), targets.chunk(variant.num_parts), strict=True):
+    for tokens_part, targets_part in zip(
+        tokens.chunk(variant.num_parts), targets.chunk(variant.num_parts), strict=True
+    ):
         loss = model.loss(tokens_part, targets_part) / variant.num_parts
         loss.backward()  # type: ignore[no-untyped-call]
         mean += loss.detach()

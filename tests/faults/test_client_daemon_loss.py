@@ -1,4 +1,7 @@
-"""A loader whose daemon goes away: nothing lost, nothing doubled, or a clear error within the limit."""
+"""A loader whose daemon goes away.
+
+Nothing lost, nothing doubled, or a clear error within the limit.
+"""
 
 import logging
 import os
@@ -15,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
 from gyre_client.errors import DaemonUnavailable
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 
 from tests.conftest import StartDaemon
 
@@ -32,7 +35,14 @@ def daemon(gyred: Any, tmp_path: Path) -> Any:
     return gyred(
         {
             "lease_s": 1.0,
-            "datasets": {"numbers": {"uri": str(path), "format": "tokens", "dtype": "int16", "sequence_length": LENGTH}},
+            "datasets": {
+                "numbers": {
+                    "uri": str(path),
+                    "format": "tokens",
+                    "dtype": "int16",
+                    "sequence_length": LENGTH,
+                }
+            },
         }
     )
 
@@ -56,10 +66,13 @@ def stop(daemon: Any) -> None:
 
 
 @pytest.mark.parametrize("end", [kill, stop])
-def test_a_daemon_that_comes_back_is_read_on_from(
+def test_reading_continues_when_the_daemon_comes_back(
     daemon: Any, uninterrupted: list[list[int]], end: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed or stopped at two points, with different amounts prefetched; while it is away the loader waits."""
+    """Killed or stopped at two points, with different amounts prefetched.
+
+    While it is away the loader waits.
+    """
     with (
         Loader("numbers", batch_size=8, address=daemon.address, prefetch_batches=64) as loader,
         caplog.at_level(logging.WARNING),
@@ -83,13 +96,16 @@ def test_a_daemon_that_comes_back_is_read_on_from(
 
 
 def test_a_daemon_that_stays_away_is_an_error_within_the_limit(daemon: Any) -> None:
-    with Loader("numbers", batch_size=8, address=daemon.address, prefetch_batches=2, reattach_timeout_s=0.7) as loader:
+    with Loader(
+        "numbers", batch_size=8, address=daemon.address, prefetch_batches=2, reattach_timeout_s=0.7
+    ) as loader:
         steps(loader, 1)
         state = loader.state_dict()
         daemon.kill()
         began = time.monotonic()
         with pytest.raises(
-            DaemonUnavailable, match=r"no daemon answers at unix:.*gyre\.sock.*gave up after \d\.\d s"
+            DaemonUnavailable,
+            match=r"no daemon answers at unix:.*gyre\.sock.*gave up after \d\.\d s",
         ) as caught:
             steps(loader, 300)
         assert 0.5 < time.monotonic() - began < 45  # the limit is its own, not the usual minute
@@ -116,7 +132,10 @@ def test_a_daemon_that_starts_late_is_waited_for(daemon: Any) -> None:
 def test_a_daemon_on_a_busy_node_is_given_time_to_answer_a_new_connection(daemon: Any) -> None:
     os.kill(daemon.process.pid, signal.SIGSTOP)
     try:
-        with ThreadPoolExecutor(1) as threads, Connection(parse_address(daemon.address)) as connection:
+        with (
+            ThreadPoolExecutor(1) as threads,
+            Connection(parse_address(daemon.address)) as connection,
+        ):
             answer = threads.submit(connection.list_datasets)
             wait([answer], timeout=1.5)  # what was refused before comes within a second
             os.kill(daemon.process.pid, signal.SIGCONT)
@@ -176,15 +195,21 @@ with Loader("numbers", batch_size=8, address=sys.argv[1], prefetch_batches=2) as
 """
 
 
-def test_a_client_frozen_past_its_lease_reads_on(daemon: Any, uninterrupted: list[list[int]]) -> None:
+def test_a_client_frozen_past_its_lease_reads_on(
+    daemon: Any, uninterrupted: list[list[int]]
+) -> None:
     command = [sys.executable, "-c", FROZEN_CLIENT, daemon.address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as client:
         assert client.stdin is not None
         assert client.stdout is not None
         lines = [client.stdout.readline() for _ in range(20)]
         client.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 120
-        while not any("the client was silent" in event.get("reason", "") for event in daemon.events()):
+        while not any(
+            "the client was silent" in event.get("reason", "") for event in daemon.events()
+        ):
             if time.monotonic() > deadline:
                 client.kill()
                 pytest.fail("the session of a frozen client must end with its lease")
@@ -194,7 +219,9 @@ def test_a_client_frozen_past_its_lease_reads_on(daemon: Any, uninterrupted: lis
         client.stdin.flush()
         lines += client.stdout.readlines()
         assert client.wait(120) == 0
-    assert [[int(number) for number in line.strip("[]\n").split(",")] for line in lines] == uninterrupted[:60]
+    assert [
+        [int(number) for number in line.strip("[]\n").split(",")] for line in lines
+    ] == uninterrupted[:60]
 
 
 def test_a_daemon_that_is_slow_to_answer_a_connection_is_waited_for(gyred: StartDaemon) -> None:

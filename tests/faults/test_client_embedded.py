@@ -1,4 +1,7 @@
-"""The private daemon's life: started on demand, shared, and gone with its parent however that ends."""
+"""The private daemon's life.
+
+Started on demand, shared, and gone with its parent however that ends.
+"""
 
 import contextlib
 import fcntl
@@ -16,8 +19,14 @@ import numpy as np
 import psutil
 import pytest
 from gyre_client import Loader
-from gyre_client.errors import ConfigError, DaemonUnavailable, NotInstalled, ShardMissing, UnknownDataset
-from gyre_client.private_folder import PrivateFolder
+from gyre_client.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    NotInstalled,
+    ShardMissing,
+    UnknownDataset,
+)
+from gyre_client.targets.private_folder import PrivateFolder
 
 OPTIONS = {"dtype": "uint16", "sequence_length": 8}
 
@@ -36,7 +45,9 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def private(path: Path, prefetch_batches: int = 0) -> Loader:
-    return Loader(path, batch_size=10, format="tokens", options=OPTIONS, prefetch_batches=prefetch_batches)
+    return Loader(
+        path, batch_size=10, format="tokens", options=OPTIONS, prefetch_batches=prefetch_batches
+    )
 
 
 def daemons() -> list[psutil.Process]:
@@ -80,18 +91,21 @@ def test_loaders_share_one_private_daemon_and_the_last_stops_it(tokens: Path) ->
     assert daemons() == []
 
 
-def test_it_is_gone_when_its_parent_is_killed(tokens: Path) -> None:
+def test_a_private_daemon_ends_when_its_parent_is_killed(tokens: Path) -> None:
     program = "\n".join(
         [
             "import sys, time",
             "from gyre_client import Loader",
-            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'dtype': 'uint16', 'sequence_length': 8})",
+            "options = {'dtype': 'uint16', 'sequence_length': 8}",
+            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options=options)",
             "next(loader)",
             "print('reading', flush=True)",
             "time.sleep(60)",
         ]
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tokens)], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tokens)], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "reading\n"
         (daemon,) = psutil.Process(parent.pid).children()
@@ -101,18 +115,24 @@ def test_it_is_gone_when_its_parent_is_killed(tokens: Path) -> None:
     wait_until_gone(daemon, directory)
 
 
-def test_it_is_gone_when_its_parent_ends_without_closing(tokens: Path) -> None:
+def test_a_private_daemon_ends_when_its_parent_exits_without_closing(tokens: Path) -> None:
     program = "\n".join(
         [
             "import sys",
-            "from gyre_client import Loader, embedded",
-            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'dtype': 'uint16', 'sequence_length': 8})",
+            "from gyre_client import Loader",
+            "from gyre_client.targets import private_daemon",
+            "options = {'dtype': 'uint16', 'sequence_length': 8}",
+            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options=options)",
             "next(loader)",
-            "print(embedded.acquire().address.text)",
+            "print(private_daemon.acquire().address.text)",
         ]
     )
     result = subprocess.run(
-        [sys.executable, "-c", program, str(tokens)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program, str(tokens)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     directory = Path(result.stdout.strip().removeprefix("unix:")).parent
     assert result.stderr == ""
@@ -129,7 +149,8 @@ def test_a_private_daemon_that_dies_is_replaced_and_nothing_is_lost(tokens: Path
         seen = [next(loader)["sample_id"].tolist()]
         (daemon,) = daemons()
         os.kill(daemon.pid, signal.SIGKILL)
-        seen += [batch["sample_id"].tolist() for batch in islice(loader.stream(), 200)]  # more than can be in the queue
+        # more than can be in the queue
+        seen += [batch["sample_id"].tolist() for batch in islice(loader.stream(), 200)]
         assert seen == expected
         (another,) = daemons()
         assert another != daemon
@@ -146,20 +167,28 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_next_clears_away_what_a_killed_owner_and_daemon_left(tokens: Path, temporary: Path) -> None:
+def test_the_folder_of_a_killed_owner_and_daemon_is_removed_by_the_next(
+    tokens: Path, temporary: Path
+) -> None:
     program = "\n".join(
         [
             "import os, signal, sys",
-            "from gyre_client import Loader, embedded",
-            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options={'dtype': 'uint16', 'sequence_length': 8})",
-            "os.kill(embedded.acquire().pid, signal.SIGKILL)",
+            "from gyre_client import Loader",
+            "from gyre_client.targets import private_daemon",
+            "options = {'dtype': 'uint16', 'sequence_length': 8}",
+            "loader = Loader(sys.argv[1], batch_size=10, format='tokens', options=options)",
+            "os.kill(private_daemon.acquire().pid, signal.SIGKILL)",
             "os.kill(os.getpid(), signal.SIGKILL)",
         ]
     )
     result = subprocess.run([sys.executable, "-c", program, str(tokens)], timeout=60, check=False)
     assert result.returncode == -signal.SIGKILL
     (left,) = temporary.iterdir()
-    assert {file.name for file in left.iterdir()} == {"gyre.sock", "gyre.sock.lock", "gyre.sock.side"}
+    assert {file.name for file in left.iterdir()} == {
+        "gyre.sock",
+        "gyre.sock.lock",
+        "gyre.sock.side",
+    }
     foreign = temporary / "gyred-of-a-user"
     foreign.mkdir()
     (foreign / "gyre.sock").touch()
@@ -168,7 +197,7 @@ def test_the_next_clears_away_what_a_killed_owner_and_daemon_left(tokens: Path, 
     (temporary / "gyred-a-link").symlink_to(foreign)
     kept = {"gyred-of-a-user", "gyred-a-file", "gyred-a-link"}
     with (left / "gyre.sock.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the killed daemon's copiers have ended too
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the killed daemon's copy workers have ended too
     with private(tokens) as loader:
         assert not left.exists()
         (daemon,) = daemons()
@@ -185,7 +214,11 @@ def test_folders_of_living_owners_and_daemons_stay(temporary: Path) -> None:
     with (of_daemon / "gyre.sock.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         another = PrivateFolder()
-        assert {path.name for path in temporary.iterdir()} == {of_owner.path.name, of_daemon.name, another.path.name}
+        assert {path.name for path in temporary.iterdir()} == {
+            of_owner.path.name,
+            of_daemon.name,
+            another.path.name,
+        }
     another.path.rmdir()  # as a daemon does at its end
     another.ensure()
     for folder in (of_owner, another, PrivateFolder()):
@@ -195,7 +228,11 @@ def test_folders_of_living_owners_and_daemons_stay(temporary: Path) -> None:
 
 @pytest.mark.parametrize("num_deaths", [1, 2])
 def test_a_daemon_that_dies_while_it_starts_is_started_once_more(
-    tokens: Path, temporary: Path, num_deaths: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tokens: Path,
+    temporary: Path,
+    num_deaths: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     started: list[int] = []
     start = subprocess.Popen
@@ -212,7 +249,9 @@ def test_a_daemon_that_dies_while_it_starts_is_started_once_more(
         with private(tokens) as loader:
             assert next(loader)["tokens"].shape == (10, 8)
     else:
-        with pytest.raises(DaemonUnavailable, match="the private daemon ended with status -9: it said nothing"):
+        with pytest.raises(
+            DaemonUnavailable, match="the private daemon ended with status -9: it said nothing"
+        ):
             private(tokens)
     assert len(started) == 2
     assert "starting it once more" in caplog.text
@@ -220,7 +259,7 @@ def test_a_daemon_that_dies_while_it_starts_is_started_once_more(
     assert list(temporary.iterdir()) == []
 
 
-def test_what_the_private_daemon_says_against_a_definition(tmp_path: Path, tokens: Path) -> None:
+def test_a_private_daemon_refuses_a_wrong_definition(tmp_path: Path, tokens: Path) -> None:
     with pytest.raises((UnknownDataset, ShardMissing), match="missing"):
         private(tmp_path / "missing.bin")
     with pytest.raises(ConfigError, match="tokenz"):
@@ -230,14 +269,18 @@ def test_what_the_private_daemon_says_against_a_definition(tmp_path: Path, token
     assert daemons() == []
 
 
-def test_a_daemon_that_cannot_start_is_an_error_with_its_last_words(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_cannot_start_is_an_error_that_quotes_its_log(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GYRE_PREFETCH_BATCHES", "many")
     with pytest.raises(DaemonUnavailable, match=r"ended with status 2: gyred: .*many"):
         private(tokens)
     assert daemons() == []
 
 
-def test_a_daemon_that_is_not_installed_is_one_sentence(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_is_not_installed_is_one_sentence(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "gyre_daemon", None)
     with pytest.raises(NotInstalled, match=r'pip install "gyre-ml\[daemon\]"'):
         private(tokens)

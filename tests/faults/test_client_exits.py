@@ -1,4 +1,4 @@
-"""The interpreter's exit with loaders open: quiet, whatever the daemon is sending just then."""
+"""The interpreter exits quietly with open loaders, whatever the daemon is sending."""
 
 import subprocess
 import sys
@@ -17,7 +17,9 @@ loaders = [Loader("numbers", batch_size=64, seed=seed, address=sys.argv[1]) for 
 class Mark:
     pass
 
-def read_on():  # between what is newer, the streams, and what is older, the loaders: memory comes by the side channel
+# Finalizers run from the youngest to the oldest: this one runs after those of the streams, which
+# are younger, and before those of the loaders.
+def read_on():
     for loader in loaders:
         for _ in range(200):
             next(loader)
@@ -39,9 +41,16 @@ print("read", flush=True)
 
 
 @pytest.mark.parametrize("program", [READS_AT_EXIT, KEEPS_BATCHES], ids=["reading", "keeping"])
-def test_open_loaders_say_nothing_at_the_interpreter_s_exit(gyred: Any, tmp_path: Path, program: str) -> None:
+def test_open_loaders_print_nothing_when_the_interpreter_exits(
+    gyred: Any, tmp_path: Path, program: str
+) -> None:
     np.zeros(500 * 8192, np.uint16).tofile(tmp_path / "tokens.bin")
-    numbers = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "sequence_length": 8192, "dtype": "uint16"}
+    numbers = {
+        "uri": str(tmp_path / "tokens.bin"),
+        "format": "tokens",
+        "sequence_length": 8192,
+        "dtype": "uint16",
+    }
     address = gyred({"datasets": {"numbers": numbers}}).address
     command = [sys.executable, "-X", "dev", "-c", program, address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,7 @@
-"""Clients that are killed or frozen: what they had comes back, their successors go on, and nothing of them is left."""
+"""Clients that are killed or frozen.
+
+What they had comes back, their successors go on, and nothing of them is left.
+"""
 
 import contextlib
 import itertools
@@ -16,8 +19,8 @@ import grpc
 import psutil
 import pytest
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
@@ -26,23 +29,27 @@ from tests.conftest import Daemon, StartDaemon
 LEASE_S = 2.0
 SAMPLE_BYTES = 8 << 20
 
-# The daemon, which tells on SIGUSR1 what it has to do.
+# A daemon that logs the names of its tasks on SIGUSR1.
 COUNTED = """
 import asyncio, signal, sys
 from pathlib import Path
 from gyre_daemon.config import load
-from gyre_daemon.copiers import Copiers
+from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.runtime.events import log_event, start_log
 from gyre_daemon.server import serve
 
-async def main(copiers: Copiers) -> None:
-    tell = lambda: log_event("tasks", {"names": sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks())})
+async def main(copy_workers: CopyWorkers) -> None:
+    def tell():
+        names = sorted(task.get_coro().__qualname__ for task in asyncio.all_tasks())
+        log_event("tasks", {"names": names})
+
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
-    await serve(load(Path(sys.argv[1]), {}, {}).config, Path(sys.argv[1]).parent, None, None, copiers)
+    path = Path(sys.argv[1])
+    await serve(load(path, {}, {}).config, path.parent, None, None, copy_workers)
 
 start_log("info")
-with Copiers(2) as copiers:
-    asyncio.run(main(copiers))
+with CopyWorkers(2) as copy_workers:
+    asyncio.run(main(copy_workers))
 """
 
 # A client that holds a batch, and reads on when it is told to.
@@ -51,7 +58,15 @@ import sys
 import threading
 from gyre_client import Loader
 from gyre_client.errors import GyreError
-loader = Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, reattach_timeout_s=5, job="train", address=sys.argv[1])
+loader = Loader(
+    "tokens",
+    batch_size=20,
+    seed=3,
+    prefetch_batches=2,
+    reattach_timeout_s=5,
+    job="train",
+    address=sys.argv[1],
+)
 batch = next(loader)
 print("reading", flush=True)
 sys.stdin.readline()
@@ -90,7 +105,9 @@ def read(daemon: Daemon, num_batches: int) -> list[list[int]]:
 @contextlib.contextmanager
 def reader(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-c", READER, daemon.address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout
         assert process.stdout.readline() == "reading\n"
         try:
@@ -121,7 +138,8 @@ def holdings(daemon: Daemon) -> dict[str, Any]:
 def test_nothing_is_left_of_clients_that_were_killed_or_frozen(daemon: Daemon) -> None:
     for _ in range(3):
         read(daemon, 50)  # all threads of the pool have begun
-    until(lambda: "_schedule_rpc_coro" not in holdings(daemon)["tasks"])  # the calls of those that have read
+    # the calls of those that have read
+    until(lambda: "_schedule_rpc_coro" not in holdings(daemon)["tasks"])
     before = holdings(daemon)
     assert before["arenas"] == 0
     for _ in range(2):
@@ -148,12 +166,22 @@ def silence(until_set: threading.Event) -> Iterator[pb.StreamRequest]:
     yield from ()
 
 
-def test_a_client_that_stops_in_the_middle_of_a_payload_keeps_no_memory(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_a_client_that_stops_in_the_middle_of_a_payload_keeps_no_memory(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
     """Over TCP; its call waits for as long as the client is there."""
     (tmp_path / "zeros.bin").touch()
     os.truncate(tmp_path / "zeros.bin", 4 * SAMPLE_BYTES)
-    zeros = {"uri": str(tmp_path / "zeros.bin"), "format": "tokens", "dtype": "int16", "sequence_length": SAMPLE_BYTES // 2}
-    daemon = gyred({"listen": ["tcp:127.0.0.1:0"], "lease_s": LEASE_S, "datasets": {"zeros": zeros}}, command=("-c", COUNTED))
+    zeros = {
+        "uri": str(tmp_path / "zeros.bin"),
+        "format": "tokens",
+        "dtype": "int16",
+        "sequence_length": SAMPLE_BYTES // 2,
+    }
+    daemon = gyred(
+        {"listen": ["tcp:127.0.0.1:0"], "lease_s": LEASE_S, "datasets": {"zeros": zeros}},
+        command=("-c", COUNTED),
+    )
     (address,) = next(event["listen"] for event in daemon.events() if event["event"] == "ready")
     with grpc.insecure_channel(address.removeprefix("tcp:")) as channel:
         stub = pb_grpc.LoaderStub(channel)
@@ -172,7 +200,7 @@ def test_a_client_that_stops_in_the_middle_of_a_payload_keeps_no_memory(gyred: S
         )
         still = threading.Event()
         stream = stub.Stream(itertools.chain(said, silence(still)))
-        assert next(iter(stream)).batches.strips
+        assert next(iter(stream)).batches.groups
         payload = stub.ReadPayload(pb.ReadPayloadRequest(session_id=opened.session_id))
         assert next(iter(payload)).data
         assert holdings(daemon)["arenas"] > 0
@@ -186,13 +214,20 @@ def test_a_frozen_client_wakes_to_intact_bytes_and_learns_that_it_is_fenced(daem
         assert frozen.stdout
         frozen.send_signal(signal.SIGSTOP)
         until(lambda: num_sessions(daemon) == 0)
-        with Loader("tokens", batch_size=20, seed=3, job="train", address=daemon.address) as successor:
+        with Loader(
+            "tokens", batch_size=20, seed=3, job="train", address=daemon.address
+        ) as successor:
             batches = [next(successor) for _ in range(300)]  # many times the slots there are
             frozen.send_signal(signal.SIGCONT)
             print("go on", file=frozen.stdin, flush=True)
-            ids, sums = batches[0]["sample_id"].tolist(), batches[0]["tokens"].long().sum(dim=1).tolist()
+            ids, sums = (
+                batches[0]["sample_id"].tolist(),
+                batches[0]["tokens"].long().sum(dim=1).tolist(),
+            )
             assert frozen.stdout.readline().strip() == f"{ids} {sums}"
             line = frozen.stdout.readline()
             assert line.startswith("Fenced generation ")
             assert "of rank 0 of job 'train' is older than generation" in line
-            assert len([next(successor) for _ in range(20)]) == 20, "the successor was not disturbed"
+            assert len([next(successor) for _ in range(20)]) == 20, (
+                "the successor was not disturbed"
+            )

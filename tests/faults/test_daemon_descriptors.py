@@ -17,7 +17,13 @@ from tests.object_server.script import Script
 LIMIT = 256
 LENGTH, NUM_SAMPLES, NUM_SHARDS = 16, 20_000, 200
 FEW = f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {LIMIT}))"
-SERVE = ("-c", f"import resource, sys; from gyre_daemon.cli import main; {FEW}; main(['serve', '--config', sys.argv[1]])")
+PROGRAM = f"""
+import resource, sys
+from gyre_daemon.cli import main
+{FEW}
+main(['serve', '--config', sys.argv[1]])
+"""
+SERVE = ("-c", PROGRAM)
 ABOUT = {"format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
 
 
@@ -35,7 +41,9 @@ def server() -> Iterator[ObjectServerProcess]:
 def daemon(gyred: StartDaemon, server: ObjectServerProcess, tmp_path: Path) -> Daemon:
     folder = tmp_path / "shards"
     folder.mkdir()
-    for number, shard in enumerate(np.split(np.arange(NUM_SAMPLES * LENGTH, dtype=np.int32), NUM_SHARDS)):
+    for number, shard in enumerate(
+        np.split(np.arange(NUM_SAMPLES * LENGTH, dtype=np.int32), NUM_SHARDS)
+    ):
         shard.tofile(folder / f"{number:03}.bin")
     remote = {**ABOUT, "cache": False, "storage": server.storage_settings}
     datasets = {
@@ -44,12 +52,16 @@ def daemon(gyred: StartDaemon, server: ObjectServerProcess, tmp_path: Path) -> D
         "local": {"uri": str(folder), **ABOUT},
         "local-again": {"uri": f"{folder}/*.bin", **ABOUT},
     }
-    return gyred({"memory_budget": "64MiB", "session_memory": "8MiB", "datasets": datasets}, command=SERVE)
+    return gyred(
+        {"memory_budget": "64MiB", "session_memory": "8MiB", "datasets": datasets}, command=SERVE
+    )
 
 
 def check_batch(loader: Loader) -> None:
     batch = next(loader)
-    assert batch["tokens"][:, 0].tolist() == [LENGTH * sample_id for sample_id in batch["sample_id"].tolist()]
+    assert batch["tokens"][:, 0].tolist() == [
+        LENGTH * sample_id for sample_id in batch["sample_id"].tolist()
+    ]
 
 
 def test_new_clients_connect_and_read_while_others_load_it(daemon: Daemon) -> None:
@@ -71,7 +83,15 @@ def test_new_clients_connect_and_read_while_others_load_it(daemon: Daemon) -> No
         for name in names:
             with contextlib.ExitStack() as stack:
                 newcomers = [
-                    stack.enter_context(Loader(name, batch_size=64, seed=seed, address=daemon.address, reattach_timeout_s=20))
+                    stack.enter_context(
+                        Loader(
+                            name,
+                            batch_size=64,
+                            seed=seed,
+                            address=daemon.address,
+                            reattach_timeout_s=20,
+                        )
+                    )
                     for seed in range(2)
                 ]
                 for newcomer in newcomers * 3:
@@ -86,5 +106,9 @@ def test_new_clients_connect_and_read_while_others_load_it(daemon: Daemon) -> No
     assert 0 < most_connections <= LIMIT // 4 + 8, "to read, and a few to list"
     assert most_descriptors < LIMIT - 20
     (told,) = [event for event in daemon.events() if event["event"] == "limited by descriptors"]
-    assert (told["descriptors"], told["max_requests"], told["configured"]) == (LIMIT, LIMIT // 4, 1024)
+    assert (told["descriptors"], told["max_requests"], told["configured"]) == (
+        LIMIT,
+        LIMIT // 4,
+        1024,
+    )
     assert not [event for event in daemon.events() if event["event"] == "side channel refused"]

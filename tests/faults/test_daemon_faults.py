@@ -1,4 +1,4 @@
-"""What goes wrong around a daemon: the promised error reaches the client, and the daemon goes on serving everybody else."""
+"""Faults around a daemon: the right error reaches the client, and all other clients are served."""
 
 import multiprocessing
 import os
@@ -44,14 +44,18 @@ def tokens(gyred: StartDaemon, token_files: Path) -> Daemon:
 
 @pytest.fixture
 def stub(tokens: Daemon) -> Iterator[pb_grpc.LoaderStub]:
-    """The bare contract of that daemon."""
+    """A stub of that daemon's service."""
     with grpc.insecure_channel(tokens.address) as channel:
         yield pb_grpc.LoaderStub(channel)
 
 
 def read_some(daemon: Daemon, num_batches: int = 3) -> list[int]:
     with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
-        return [sample_id for _ in range(num_batches) for sample_id in next(iter(loader))["sample_id"].tolist()]
+        return [
+            sample_id
+            for _ in range(num_batches)
+            for sample_id in next(iter(loader))["sample_id"].tolist()
+        ]
 
 
 def open_request(job: str, generation: int = 0, batch_size: int = 20) -> pb.OpenSessionRequest:
@@ -79,8 +83,10 @@ def reason_of(error: grpc.RpcError) -> str:
     return str(info.reason)
 
 
-def test_unknown_dataset_lists_what_there_is(tokens: Daemon) -> None:
-    with pytest.raises(UnknownDataset, match="no dataset is named 'tokns'; this daemon serves: tokens"):
+def test_an_unknown_dataset_is_answered_with_the_known_ones(tokens: Daemon) -> None:
+    with pytest.raises(
+        UnknownDataset, match="no dataset is named 'tokns'; this daemon serves: tokens"
+    ):
         Loader("tokns", batch_size=4, address=tokens.address)
     assert read_some(tokens)
 
@@ -92,14 +98,19 @@ def test_ranks_that_do_not_divide_the_batch(tokens: Daemon) -> None:
 
 
 def test_missing_shard_names_it(gyred: StartDaemon, token_files: Path) -> None:
-    datasets = {"tokens": {"uri": str(token_files), **TOKENS}, "gone": {"uri": str(token_files / "x-{0..2}.bin"), **TOKENS}}
+    datasets = {
+        "tokens": {"uri": str(token_files), **TOKENS},
+        "gone": {"uri": str(token_files / "x-{0..2}.bin"), **TOKENS},
+    }
     daemon = gyred({"datasets": datasets})
     with pytest.raises(ShardMissing, match=r"x-0\.bin"):
         Loader("gone", batch_size=4, address=daemon.address)
     assert read_some(daemon)
 
 
-def test_shard_that_vanishes_or_is_replaced_is_an_error_that_names_it(gyred: StartDaemon, token_files: Path) -> None:
+def test_a_shard_that_is_removed_or_replaced_is_named(
+    gyred: StartDaemon, token_files: Path
+) -> None:
     daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
     shard, aside = token_files / "a.bin", token_files / "aside"
     wanted = read_some(daemon, 20)
@@ -120,8 +131,10 @@ def test_shard_that_vanishes_or_is_replaced_is_an_error_that_names_it(gyred: Sta
         assert loader.num_samples == 200  # a folder without the shard is another dataset
 
 
-def test_truncated_shard_is_an_error_that_names_it(gyred: StartDaemon, token_files: Path) -> None:
-    daemon = gyred({"prefetch_batches": 1, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
+def test_a_truncated_shard_is_named(gyred: StartDaemon, token_files: Path) -> None:
+    daemon = gyred(
+        {"prefetch_batches": 1, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}}
+    )
     with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
         next(iter(loader))
         os.truncate(token_files / "a.bin", 100)
@@ -131,7 +144,8 @@ def test_truncated_shard_is_an_error_that_names_it(gyred: StartDaemon, token_fil
     assert caught.value.facts["shard"] == "a.bin"
     with pytest.raises(CorruptSample, match=r"a\.bin"):
         read_some(daemon, 15)
-    with grpc.insecure_channel(daemon.address) as channel:  # indexed again, it is another dataset, and sound
+    # indexed again it is another dataset, and valid
+    with grpc.insecure_channel(daemon.address) as channel:
         request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="tokens"))
         indexed = list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120))
     assert {each.shard: each.change for each in indexed} == {
@@ -141,7 +155,7 @@ def test_truncated_shard_is_an_error_that_names_it(gyred: StartDaemon, token_fil
     assert read_some(daemon, 15)
 
 
-def test_corrupt_sample_comes_in_its_turn_and_is_named(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_a_corrupt_sample_fails_its_step_and_is_named(gyred: StartDaemon, tmp_path: Path) -> None:
     with webdataset.TarWriter(str(tmp_path / "x.tar")) as writer:
         for index in range(64):
             writer.write({"__key__": f"{index:03}", "json": b"{]" if index == 40 else b"{}"})
@@ -149,7 +163,8 @@ def test_corrupt_sample_comes_in_its_turn_and_is_named(gyred: StartDaemon, tmp_p
     sound = []
     with Loader("x", batch_size=4, seed=3, address=daemon.address) as loader:
         with pytest.raises(
-            CorruptSample, match=r"sample 40 of dataset `x` \(shard x\.tar, byte \d+\) is corrupt: field json"
+            CorruptSample,
+            match=r"sample 40 of dataset `x` \(shard x\.tar, byte \d+\) is corrupt: field json",
         ) as caught:
             for batch in loader:
                 sound += batch["sample_id"].tolist()
@@ -172,7 +187,10 @@ def test_cursor_of_another_order_says_what_differs(tokens: Daemon) -> None:
         ({"batch_size": 10, "seed": 1}, "the global batch size is 20 there and 10 here"),
         ({"batch_size": 20, "seed": 1, "tail": "drop"}, "the tail is wrap there and drop here"),
     ):
-        with Loader("tokens", address=tokens.address, **arguments) as other, pytest.raises(CursorRejected, match=difference):
+        with (
+            Loader("tokens", address=tokens.address, **arguments) as other,
+            pytest.raises(CursorRejected, match=difference),
+        ):
             other.load_state_dict(state)
     assert read_some(tokens)
 
@@ -187,7 +205,10 @@ def test_cursor_of_changed_data_is_refused(gyred: StartDaemon, token_files: Path
     content[len(content) // 2] ^= 1  # same name, same size
     (token_files / "b.bin").write_bytes(content)
     daemon.restart()
-    with Loader("tokens", batch_size=20, address=daemon.address) as loader, pytest.raises(CursorRejected, match="other data"):
+    with (
+        Loader("tokens", batch_size=20, address=daemon.address) as loader,
+        pytest.raises(CursorRejected, match="other data"),
+    ):
         loader.load_state_dict(state)
 
 
@@ -199,20 +220,37 @@ def test_full_disk_for_the_index(gyred: StartDaemon, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)],
+        capture_output=True,
+        check=False,
     ).returncode:
         pytest.skip("this machine does not let root mount a tmpfs")
     try:
-        daemon = gyred({"index_dir": str(small), "datasets": {"x": {"uri": str(tmp_path / "x.tar"), "format": "webdataset"}}})
-        with Loader("x", batch_size=10, address=daemon.address) as loader:  # it serves from an index in memory
+        daemon = gyred(
+            {
+                "index_dir": str(small),
+                "datasets": {"x": {"uri": str(tmp_path / "x.tar"), "format": "webdataset"}},
+            }
+        )
+        # the daemon serves from an index in memory
+        with Loader("x", batch_size=10, address=daemon.address) as loader:
             seen = torch.cat([batch["sample_id"] for batch in loader])
         assert sorted(seen.tolist()) == list(range(2000))
-        assert [event["shard"] for event in daemon.events() if event["event"] == "index not stored"] == ["x.tar"]
-        with grpc.insecure_channel(daemon.address) as channel, pytest.raises(grpc.RpcError) as caught:
-            list(pb_grpc.LoaderStub(channel).IndexDataset(pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="x")), timeout=120))
+        assert [
+            event["shard"] for event in daemon.events() if event["event"] == "index not stored"
+        ] == ["x.tar"]
+        with (
+            grpc.insecure_channel(daemon.address) as channel,
+            pytest.raises(grpc.RpcError) as caught,
+        ):
+            list(
+                pb_grpc.LoaderStub(channel).IndexDataset(
+                    pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="x")), timeout=120
+                )
+            )
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "No space left on device" in str(caught.value.details())
-        assert list(small.iterdir()) == []  # nothing half-written stays
+        assert list(small.iterdir()) == []  # no partial file stays
         daemon.stop()
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -224,7 +262,7 @@ def read_for_ever(address: str, started: "multiprocessing.Queue[int]") -> None:
             started.put(len(batch))
 
 
-def test_killed_client_is_noticed_and_its_memory_comes_back(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+def test_the_memory_of_a_killed_client_is_freed(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
     assert tokens.process
     read_some(tokens)
     daemon = psutil.Process(tokens.process.pid)
@@ -235,32 +273,44 @@ def test_killed_client_is_noticed_and_its_memory_comes_back(tokens: Daemon, stub
         client = context.Process(target=read_for_ever, args=(tokens.address, started))
         client.start()
         started.get(timeout=120)
-        assert [session.reader.job for session in stub.GetStatus(pb.GetStatusRequest()).sessions] == ["victim"]
+        assert [
+            session.reader.job for session in stub.GetStatus(pb.GetStatusRequest()).sessions
+        ] == ["victim"]
         assert client.pid
         os.kill(client.pid, signal.SIGKILL)
         client.join()
-        assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 20.0)  # well before its lease ends
+        # well before its lease ends
+        assert eventually(lambda: not stub.GetStatus(pb.GetStatusRequest()).sessions, 20.0)
         assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
-        assert eventually(lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 120)
-        if round_ == 0:  # the threads of the pool begin when a client reads as fast as it can
+        assert eventually(
+            lambda: "gyre-arena" not in Path(f"/proc/{daemon.pid}/maps").read_text(), 120
+        )
+        if round_ == 0:  # the pool starts its threads when a client reads at full speed
             threads = daemon.num_threads()
-    assert eventually(lambda: daemon.num_fds() <= descriptors + 1, 120)  # one for this test's own connection
+    # one descriptor is this test's own connection
+    assert eventually(lambda: daemon.num_fds() <= descriptors + 1, 120)
     assert daemon.num_threads() <= threads + 2
     assert read_some(tokens)
 
 
-def test_terminated_daemon_delivers_what_is_under_way_and_ends_well(gyred: StartDaemon, token_files: Path) -> None:
+def test_a_terminated_daemon_delivers_batches_in_flight_and_exits_cleanly(
+    gyred: StartDaemon, token_files: Path
+) -> None:
     daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
     wanted = read_some(daemon, 90)
     with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
-        seen = [sample_id for _ in range(30) for sample_id in next(iter(loader))["sample_id"].tolist()]
+        seen = [
+            sample_id for _ in range(30) for sample_id in next(iter(loader))["sample_id"].tolist()
+        ]
         assert daemon.stop() == 0
         daemon.restart()
-        seen += [sample_id for _ in range(60) for sample_id in next(iter(loader))["sample_id"].tolist()]
+        seen += [
+            sample_id for _ in range(60) for sample_id in next(iter(loader))["sample_id"].tolist()
+        ]
     assert seen == wanted
 
 
-def test_silent_client_loses_its_lease(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+def test_a_silent_client_loses_its_lease(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
     session = stub.OpenSession(open_request("silent"), timeout=120)
     messages: queue.SimpleQueue[pb.StreamRequest | None] = queue.SimpleQueue()
     messages.put(pb.StreamRequest(attach=pb.Attach(session_id=session.session_id)))
@@ -272,13 +322,15 @@ def test_silent_client_loses_its_lease(tokens: Daemon, stub: pb_grpc.LoaderStub)
     messages.put(None)
     assert caught.value.code() == grpc.StatusCode.ABORTED
     assert reason_of(caught.value) == "LeaseExpired"
-    assert time.monotonic() - began > 1.9  # not before its time
+    assert time.monotonic() - began > 1.9  # not before the lease ends
     assert stub.GetStatus(pb.GetStatusRequest()).memory_reserved_bytes == 0
     assert read_some(tokens)
 
 
-def test_newer_session_of_a_rank_fences_the_older(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
-    with Loader("tokens", batch_size=20, job="twice", prefetch_batches=1, address=tokens.address) as older:
+def test_a_newer_session_fences_the_older(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+    with Loader(
+        "tokens", batch_size=20, job="twice", prefetch_batches=1, address=tokens.address
+    ) as older:
         next(iter(older))
         with pytest.raises(grpc.RpcError) as caught:
             stub.OpenSession(open_request("twice", generation=0), timeout=120)
@@ -291,21 +343,33 @@ def test_newer_session_of_a_rank_fences_the_older(tokens: Daemon, stub: pb_grpc.
                 next(iter(older))
 
 
-def test_budget_refuses_the_next_session_and_harms_no_other(gyred: StartDaemon, token_files: Path) -> None:
+def test_a_full_budget_refuses_the_next_session_and_no_other(
+    gyred: StartDaemon, token_files: Path
+) -> None:
     daemon = gyred(
-        {"memory_budget": "1MiB", "prefetch_batches": 2, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}}
+        {
+            "memory_budget": "1MiB",
+            "prefetch_batches": 2,
+            "datasets": {"tokens": {"uri": str(token_files), **TOKENS}},
+        }
     )
     with Loader("tokens", batch_size=300, address=daemon.address) as first:
         next(iter(first))
-        refused = Loader("tokens", batch_size=60_000, address=daemon.address, reattach_timeout_s=0.5)
+        refused = Loader(
+            "tokens", batch_size=60_000, address=daemon.address, reattach_timeout_s=0.5
+        )
         with pytest.raises(Overloaded, match=r"memory_budget of 1048576 bytes") as caught, refused:
             next(iter(refused))
-        assert int(caught.value.facts["needed_bytes"]) > int(caught.value.facts["limit_bytes"]) == 1048576
+        assert (
+            int(caught.value.facts["needed_bytes"])
+            > int(caught.value.facts["limit_bytes"])
+            == 1048576
+        )
         for _ in range(5):
             next(iter(first))
 
 
-SENSELESS = [
+INVALID_REQUESTS = [
     (pb.OpenSessionRequest(order=pb.OrderSpec(global_batch_size=1 << 60)), "global batch size"),
     (pb.OpenSessionRequest(order=pb.OrderSpec(tail=17)), "tail 17"),  # type: ignore[arg-type]
     (pb.OpenSessionRequest(order=pb.OrderSpec(mode=9)), "order mode 9"),  # type: ignore[arg-type]
@@ -316,7 +380,12 @@ SENSELESS = [
     (pb.OpenSessionRequest(prefetch_batches=1 << 31), "prefetched batches"),
     (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="")), "no dataset is named ''"),
     (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="\x00\n\x1b[31m")), "no dataset is named"),
-    (pb.OpenSessionRequest(dataset=pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/etc"))), "private daemon"),
+    (
+        pb.OpenSessionRequest(
+            dataset=pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/etc", format="tokens"))
+        ),
+        "private daemon",
+    ),
     (pb.OpenSessionRequest(cursor=b"GYRE" + bytes(5000)), "cursor is damaged"),
 ]
 REFUSALS = {
@@ -327,8 +396,10 @@ REFUSALS = {
 }
 
 
-def test_senseless_requests_are_refused_and_nothing_is_left(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
-    for change, complaint in SENSELESS:
+def test_invalid_requests_are_refused_and_leave_nothing(
+    tokens: Daemon, stub: pb_grpc.LoaderStub
+) -> None:
+    for change, complaint in INVALID_REQUESTS:
         request = open_request("bad")
         request.MergeFrom(change)
         with pytest.raises(grpc.RpcError) as caught:
@@ -339,19 +410,25 @@ def test_senseless_requests_are_refused_and_nothing_is_left(tokens: Daemon, stub
         assert read_some(tokens)
 
 
-def test_batch_of_no_samples_is_refused(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+def test_a_batch_without_samples_is_refused(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
     with pytest.raises(grpc.RpcError, match="global batch size must be 1 to 2"):
         stub.OpenSession(open_request("bad", batch_size=0), timeout=120)
 
 
-def test_protocol_nonsense_ends_its_own_stream_only(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
+def test_an_invalid_message_ends_only_its_own_stream(
+    tokens: Daemon, stub: pb_grpc.LoaderStub
+) -> None:
     with Loader("tokens", batch_size=20, address=tokens.address) as bystander:
         next(iter(bystander))
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Stream(iter([pb.StreamRequest(heartbeat=pb.Heartbeat())]), timeout=120))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.RpcError) as caught:
-            list(stub.Stream(iter([pb.StreamRequest(attach=pb.Attach(session_id="none"))]), timeout=120))
+            list(
+                stub.Stream(
+                    iter([pb.StreamRequest(attach=pb.Attach(session_id="none"))]), timeout=120
+                )
+            )
         assert reason_of(caught.value) == "LeaseExpired"
         session = stub.OpenSession(open_request("odd"), timeout=120)
         attach = pb.StreamRequest(attach=pb.Attach(session_id=session.session_id))
@@ -363,17 +440,20 @@ def test_protocol_nonsense_ends_its_own_stream_only(tokens: Daemon, stub: pb_grp
             next(iter(bystander))
 
 
-def test_embedded_daemon_ends_with_its_owner(tmp_path: Path) -> None:
+def test_a_private_daemon_ends_with_its_owner(tmp_path: Path) -> None:
     folder = tmp_path / "private"
     folder.mkdir(mode=0o700)
     program = (
         "import subprocess, sys, os, time\n"
-        f"command = [sys.executable, '-m', 'gyre_daemon', 'serve', '--embedded', '--socket-dir', {str(folder)!r}]\n"
-        "child = subprocess.Popen([*command, '--parent-pid', str(os.getpid())], stderr=subprocess.DEVNULL)\n"
+        "command = [sys.executable, '-m', 'gyre_daemon', 'serve', '--embedded']\n"
+        f"command += ['--socket-dir', {str(folder)!r}, '--parent-pid', str(os.getpid())]\n"
+        "child = subprocess.Popen(command, stderr=subprocess.DEVNULL)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout
         child = psutil.Process(int(owner.stdout.readline()))
         assert eventually((folder / "gyre.sock").exists, 120)
@@ -382,7 +462,9 @@ def test_embedded_daemon_ends_with_its_owner(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_long_errors_and_odd_options_arrive_as_what_they_are(gyred: StartDaemon, token_files: Path) -> None:
+def test_long_errors_and_invalid_options_reach_the_client(
+    gyred: StartDaemon, token_files: Path
+) -> None:
     daemon = gyred({"datasets": {"ä" * 1500: {"uri": str(token_files), **TOKENS}}})
     with pytest.raises(UnknownDataset, match="no dataset is named"):
         Loader("ö" * 300, batch_size=4, address=daemon.address)

@@ -1,4 +1,4 @@
-"""Somebody removes a living daemon's sockets or its lock file: it notices, and no second daemon gets in."""
+"""A running daemon restores sockets and lock files that are removed, and no second one starts."""
 
 import shutil
 import subprocess
@@ -26,16 +26,22 @@ def path_of(daemon: Daemon) -> Path:
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "gyre_daemon", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 def has_event(daemon: Daemon, name: str) -> bool:
-    return eventually(lambda: any(event["event"] == name for event in daemon.events()), LOOK_DEADLINE_S)
+    return eventually(
+        lambda: any(event["event"] == name for event in daemon.events()), LOOK_DEADLINE_S
+    )
 
 
 @pytest.mark.parametrize("what", ["socket", "side channel", "folder"])
-def test_a_socket_that_is_removed_is_made_again(daemon: Daemon, what: str) -> None:
+def test_a_removed_socket_is_made_again(daemon: Daemon, what: str) -> None:
     path = path_of(daemon)
     with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as loader:
         first = next(loader)
@@ -50,20 +56,26 @@ def test_a_socket_that_is_removed_is_made_again(daemon: Daemon, what: str) -> No
         with Loader("tokens", batch_size=20, seed=1, address=daemon.address) as newcomer:
             assert next(newcomer)["sample_id"].tolist() == first["sample_id"].tolist()
         for _ in range(50):
-            next(loader)  # who is connected reads on
+            next(loader)  # a connected client continues to read
     assert sum(event["event"] == "arena shared" for event in daemon.events()) == 2
     assert command("health", "--address", daemon.address).returncode == 0
-    assert {file.name for file in path.parent.iterdir()} == {"gyre.sock", "gyre.sock.lock", "gyre.sock.side"}
+    assert {file.name for file in path.parent.iterdir()} == {
+        "gyre.sock",
+        "gyre.sock.lock",
+        "gyre.sock.side",
+    }
     assert daemon.stop() == 0
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_second_daemon_does_not_get_in_where_the_lock_file_was_removed(daemon: Daemon) -> None:
+def test_a_second_daemon_is_refused_even_without_the_lock_file(daemon: Daemon) -> None:
     path = path_of(daemon)
     path.with_name("gyre.sock.lock").unlink()
     second = command("serve", "--config", str(daemon.config_path))
     assert second.returncode == 2
-    assert "another process listens on" in second.stderr or "another daemon (process" in second.stderr
+    assert (
+        "another process listens on" in second.stderr or "another daemon (process" in second.stderr
+    )
     assert read_some(daemon)
     assert eventually(lambda: path.with_name("gyre.sock.lock").exists(), LOOK_DEADLINE_S)
     shutil.rmtree(path.parent)
@@ -75,7 +87,7 @@ def test_a_second_daemon_does_not_get_in_where_the_lock_file_was_removed(daemon:
     assert read_some(daemon)
 
 
-def test_a_daemon_whose_socket_cannot_be_made_again_says_so(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_a_socket_that_cannot_be_made_again_is_reported(gyred: StartDaemon, tmp_path: Path) -> None:
     daemon = gyred({"listen": [f"unix:{tmp_path}/run/gyre.sock", "tcp:127.0.0.1:0"]})
     (_, address) = next(event for event in daemon.events() if event["event"] == "ready")["listen"]
     assert command("health", "--address", address).returncode == 0
@@ -85,7 +97,11 @@ def test_a_daemon_whose_socket_cannot_be_made_again_says_so(gyred: StartDaemon, 
     assert has_event(daemon, "socket lost")
     lost = next(event for event in daemon.events() if event["event"] == "socket lost")
     assert "gyre.sock" in lost["reason"]
-    assert eventually(lambda: command("health", "--address", address).returncode == 1, LOOK_DEADLINE_S)
+    assert eventually(
+        lambda: command("health", "--address", address).returncode == 1, LOOK_DEADLINE_S
+    )
     folder.unlink()
     assert has_event(daemon, "socket made again")
-    assert eventually(lambda: command("health", "--address", address).returncode == 0, LOOK_DEADLINE_S)
+    assert eventually(
+        lambda: command("health", "--address", address).returncode == 0, LOOK_DEADLINE_S
+    )

@@ -1,4 +1,7 @@
-"""Local shards that somebody overwrites, damages and puts back while a daemon serves them: never a wrong byte."""
+"""Local shards that are overwritten, damaged and put back while a daemon serves them.
+
+Never a wrong byte.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import webdataset
 from gyre_client import Loader
-from gyre_client.cli import main
+from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample
 
 from tests.conftest import Daemon, StartDaemon
@@ -40,9 +43,20 @@ def write(folder: Path, shards: Any, version: int = 0) -> None:
 
 
 @pytest.fixture(params=["small", "large"])
-def daemon(gyred: StartDaemon, folder: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Daemon:
-    """It has all checksums: of a small dataset at once, of a larger one when it was told to take them."""
-    daemon = gyred({"datasets": {"set": {"uri": str(folder), "format": "webdataset"}}}, command=COMMANDS[request.param])
+def daemon(
+    gyred: StartDaemon,
+    folder: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> Daemon:
+    """It has all checksums.
+
+    Of a small dataset at once, of a larger one when it was told to take them.
+    """
+    daemon = gyred(
+        {"datasets": {"set": {"uri": str(folder), "format": "webdataset"}}},
+        command=COMMANDS[request.param],
+    )
     if request.param == "large":
         assert main(["index", "set", "--checksums", "--address", daemon.address]) == 0
         capsys.readouterr()
@@ -51,8 +65,9 @@ def daemon(gyred: StartDaemon, folder: Path, request: pytest.FixtureRequest, cap
 
 # The second takes no dataset for a small one, and nothing in the background.
 LARGE = (
-    "import sys; from gyre_daemon import cli; from gyre_daemon.datasets import checksum_taker as checksums; "
-    "checksums._AT_ONCE_BYTES = -1; checksums.ChecksumTaker._take_quietly = lambda *_: None; "
+    "import sys; from gyre_daemon import cli; "
+    "from gyre_daemon.datasets import checksum_taker as checksums; "
+    "checksums._AT_ONCE_BYTES = -1; checksums.ChecksumTaker._try_to_take = lambda *_: None; "
     "cli.main(['serve', '--config', sys.argv[1]])"
 )
 COMMANDS = {"small": ("-m", "gyre_daemon", "serve", "--config"), "large": ("-c", LARGE)}
@@ -65,7 +80,9 @@ def read(daemon: Daemon, num_epochs: int = 1) -> int:
         for batch in loader:
             offsets = batch["bin.offsets"].tolist()
             for place, sample in enumerate(batch["sample_id"].tolist()):
-                assert batch["bin"][offsets[place] : offsets[place + 1]].numpy().tobytes() == content(sample)
+                assert batch["bin"][
+                    offsets[place] : offsets[place + 1]
+                ].numpy().tobytes() == content(sample)
                 seen += 1
     return seen
 
@@ -84,7 +101,9 @@ def set_back(path: Path, times: os.stat_result) -> None:
 ALL = NUM_SHARDS * NUM_SAMPLES
 
 
-def test_a_shard_overwritten_in_place_with_its_time_set_back_is_never_served(daemon: Daemon, folder: Path) -> None:
+def test_a_shard_overwritten_in_place_with_its_time_set_back_is_never_served(
+    daemon: Daemon, folder: Path
+) -> None:
     assert read(daemon) == ALL
     before = (folder / "1.tar").stat()
     write(folder, [1], version=1)
@@ -92,11 +111,13 @@ def test_a_shard_overwritten_in_place_with_its_time_set_back_is_never_served(dae
     assert (folder / "1.tar").stat().st_mtime_ns == before.st_mtime_ns
     assert (folder / "1.tar").stat().st_size == before.st_size
     for _ in range(3):
-        with pytest.raises(CorruptSample, match=r"shard 1\.tar has changed since the dataset was opened"):
+        with pytest.raises(
+            CorruptSample, match=r"shard 1\.tar has changed since the dataset was opened"
+        ):
             read(daemon, num_epochs=3)
 
 
-def test_a_running_job_hears_of_it_too(daemon: Daemon, folder: Path) -> None:
+def test_a_running_job_gets_the_error_too(daemon: Daemon, folder: Path) -> None:
     with Loader("set", batch_size=8, seed=1, address=daemon.address) as loader:
         next(iter(loader))
         before = (folder / "1.tar").stat()
@@ -108,7 +129,9 @@ def test_a_running_job_hears_of_it_too(daemon: Daemon, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_shard_that_is_put_back_serves_again_without_an_operator(daemon: Daemon, folder: Path, in_place: bool) -> None:
+def test_a_shard_that_is_put_back_serves_again_without_an_operator(
+    daemon: Daemon, folder: Path, in_place: bool
+) -> None:
     assert read(daemon) == ALL
     shard = folder / "1.tar"
     for _ in range(2):
@@ -121,7 +144,7 @@ def test_a_shard_that_is_put_back_serves_again_without_an_operator(daemon: Daemo
         assert read(daemon, num_epochs=2) == 2 * ALL
 
 
-def test_shards_that_are_only_touched_serve_on(daemon: Daemon, folder: Path) -> None:
+def test_shards_that_are_only_touched_stay_served(daemon: Daemon, folder: Path) -> None:
     assert read(daemon) == ALL
     for shard in folder.glob("*.tar"):
         shard.chmod(0o600)
@@ -129,7 +152,9 @@ def test_shards_that_are_only_touched_serve_on(daemon: Daemon, folder: Path) -> 
     assert read(daemon, num_epochs=2) == 2 * ALL
 
 
-def test_indexing_says_what_became_of_each_shard(daemon: Daemon, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_indexing_reports_how_each_shard_changed(
+    daemon: Daemon, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = index(daemon, capsys, "--checksums")
     assert set(first["shards"].values()) <= {"indexed", "kept"}
     again = index(daemon, capsys)
@@ -143,7 +168,9 @@ def test_indexing_says_what_became_of_each_shard(daemon: Daemon, folder: Path, c
     changed = index(daemon, capsys)
     assert changed["shards"] == {"0.tar": "restored", "1.tar": "changed", "2.tar": "kept"}
     assert changed["fingerprint_before"] == first["fingerprint"]
-    assert changed["fingerprint"] != first["fingerprint"], "the middle of each shard is in the fingerprint"
+    assert changed["fingerprint"] != first["fingerprint"], (
+        "the middle of each shard is in the fingerprint"
+    )
     write(folder, [2], version=0)
     assert main(["index", "set", "--address", daemon.address]) == 0
     text = capsys.readouterr().out
@@ -152,7 +179,9 @@ def test_indexing_says_what_became_of_each_shard(daemon: Daemon, folder: Path, c
     assert "all fit as before" in text
 
 
-def test_what_changed_while_no_daemon_ran_is_told(daemon: Daemon, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_while_no_daemon_ran_are_reported(
+    daemon: Daemon, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = index(daemon, capsys, "--checksums")
     daemon.stop()
     shutil.copy2(folder.parent / "backup" / "0.tar", folder / "0.tar")
@@ -168,11 +197,18 @@ def test_what_changed_while_no_daemon_ran_is_told(daemon: Daemon, folder: Path, 
     assert changed["fingerprint_before"] == first["fingerprint"] != changed["fingerprint"]
 
 
-def test_a_touched_shard_without_checksums_is_refused_with_the_reason(gyred: StartDaemon, folder: Path) -> None:
-    daemon = gyred({"datasets": {"set": {"uri": str(folder), "format": "webdataset"}}}, command=COMMANDS["large"])
+def test_a_touched_shard_without_checksums_is_refused_with_the_reason(
+    gyred: StartDaemon, folder: Path
+) -> None:
+    daemon = gyred(
+        {"datasets": {"set": {"uri": str(folder), "format": "webdataset"}}},
+        command=COMMANDS["large"],
+    )
     assert read(daemon) == ALL
     (folder / "1.tar").chmod(0o600)
-    with pytest.raises(CorruptSample, match=r"shard 1\.tar has changed .*, or was only touched: .* no checksums"):
+    with pytest.raises(
+        CorruptSample, match=r"shard 1\.tar has changed .*, or was only touched: .* no checksums"
+    ):
         read(daemon)
     assert main(["index", "set", "--address", daemon.address]) == 0
     assert read(daemon) == ALL

@@ -1,4 +1,4 @@
-"""Without an address, a job's ranks share one private daemon; a service may start the same command line again and again."""
+"""Without an address, a job's ranks share one private daemon, however often a service restarts."""
 
 import contextlib
 import json
@@ -46,13 +46,24 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     (np.arange(4000) % 64).astype(np.uint16).tofile(tmp_path / "tokens.bin")
-    (tmp_path / "train.toml").write_text(CONFIG.format(out=tmp_path / "run", tokens=tmp_path / "tokens.bin"))
+    (tmp_path / "train.toml").write_text(
+        CONFIG.format(out=tmp_path / "run", tokens=tmp_path / "tokens.bin")
+    )
     environment = {name: value for name, value in os.environ.items() if name != "GYRE_ADDRESS"}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     started: list[subprocess.Popen[bytes]] = []
 
     def run(*flags: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "gyre_trainer", "run", str(tmp_path / "train.toml"), "--nproc", "2", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "gyre_trainer",
+            "run",
+            str(tmp_path / "train.toml"),
+            "--nproc",
+            "2",
+            *flags,
+        ]
         started.append(subprocess.Popen(command, env=environment))
         return started[-1]
 
@@ -63,20 +74,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def daemons(launcher: int) -> list[psutil.Process]:
-    """Among the descendants of a process; what a daemon forks is part of it."""
+    """The daemons among the descendants of a process, without the processes that they forked."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "gyre_daemon" in child.cmdline() and "gyre_daemon" not in psutil.Process(child.ppid()).cmdline():
+                if (
+                    "gyre_daemon" in child.cmdline()
+                    and "gyre_daemon" not in psutil.Process(child.ppid()).cmdline()
+                ):
                     found.append(child)
     return found
 
 
 def directories_while(process: "subprocess.Popen[bytes]") -> set[str]:
-    """The directories of all daemons that lived below a process until it ended: each daemon has one of its own.
+    """The directories of all daemons that lived below a process until it ended.
 
-    Pids would not do: what a daemon forked outlives it for a moment, and is then nobody's child.
+    Each daemon has a directory of its own. Pids would not do: a process that a daemon forked
+    outlives it for a moment, as an orphan.
     """
     directories: set[str] = set()
     deadline = time.monotonic() + DEADLINE_S
@@ -90,18 +105,25 @@ def directories_while(process: "subprocess.Popen[bytes]") -> set[str]:
     return directories
 
 
-def test_a_service_may_begin_again_what_ended_before_its_first_checkpoint(start: Start, tmp_path: Path) -> None:
-    interrupted = start("--resume-if-any", "--set", "checkpoint.every=0")  # as if it had ended before its first checkpoint
+def test_a_service_may_restart_a_run_that_has_no_checkpoint_yet(
+    start: Start, tmp_path: Path
+) -> None:
+    # as if it had ended before its first checkpoint
+    interrupted = start("--resume-if-any", "--set", "checkpoint.every=0")
     assert len(directories_while(interrupted)) == 1
     assert interrupted.returncode == 0
     assert start("--resume-if-any").wait(DEADLINE_S) == 0
-    assert [record.step for record in committed(tmp_path / "run" / "history.jsonl")] == list(range(6))
+    assert [record.step for record in committed(tmp_path / "run" / "history.jsonl")] == list(
+        range(6)
+    )
     assert resumes(tmp_path / "run" / "history.jsonl") == [0]
     assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 6
     assert not list(tmp_path.glob("gyred-*"))
 
 
-def test_the_shared_daemon_is_gone_after_the_launcher_was_killed(start: Start, tmp_path: Path) -> None:
+def test_the_shared_daemon_is_gone_after_the_launcher_was_killed(
+    start: Start, tmp_path: Path
+) -> None:
     launcher = start("--set", "run.steps=1000000", "--set", "eval.every=0")
     history = tmp_path / "run" / "history.jsonl"
     deadline = time.monotonic() + DEADLINE_S

@@ -1,4 +1,7 @@
-"""What accelerate's `prepare` makes of a DataLoader over a Loader, in a process of its own: it changes accelerate for good."""
+"""What accelerate's `prepare` makes of a DataLoader over a Loader, in a process of its own.
+
+It changes accelerate for good.
+"""
 
 import os
 import subprocess
@@ -29,7 +32,8 @@ with loader() as early:
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
-    refused(accelerator.prepare(DataLoader(early, batch_size=None)), "import accelerate before you make the Loader")
+    prepared = accelerator.prepare(DataLoader(early, batch_size=None))
+    refused(prepared, "import accelerate before you make the Loader")
 
 with loader() as reading, loader() as plain:
     expected = [batch["sample_id"].tolist() for batch, _ in zip(plain.stream(), range(20))]
@@ -57,7 +61,8 @@ with loader() as reading, loader() as plain:
     reading.reset()
     inside = iter(batches)
     next(inside)
-    assert [batch["sample_id"].tolist() for batch in reading] == expected[1:10], "the bare loader may be read beside"
+    # the bare loader may be read beside
+    assert [batch["sample_id"].tolist() for batch in reading] == expected[1:10]
 
 with loader() as reading:
     batches = accelerator.prepare(DataLoader(reading, batch_size=None))
@@ -71,7 +76,11 @@ with loader() as reading, loader(order="sequential") as plain:
         accelerator.prepare(DataLoader(reading, batch_size=4))
     except InvalidRequest as error:
         assert "of 10 samples on each rank, but a batch size of 4" in str(error), error
-    samples = DataLoader(plain, batch_size=10, collate_fn=lambda samples: [sample["tokens"][0].item() for sample in samples])
+
+    def first_tokens(samples):
+        return [sample["tokens"][0].item() for sample in samples]
+
+    samples = DataLoader(plain, batch_size=10, collate_fn=first_tokens)
     assert next(iter(accelerator.prepare(samples))) == [0, 8, 16, 24, 32, 40, 48, 56, 64, 72]
 
 others = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6)), batch_size=2))
@@ -86,5 +95,7 @@ def test_a_prepared_loader_is_read_as_a_bare_one(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     environment.pop("GYRE_ADDRESS", None)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "tokens.bin")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env=environment, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -1,4 +1,4 @@
-"""Batches without a copy: what a trainer may do with them, and what nobody can do to them."""
+"""Batches in shared memory: what a trainer may do with them, and what no client can do."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,10 @@ TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
 def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
     """A daemon on a Unix socket and on TCP, with a short lease."""
     config = {"lease_s": 2.0, "datasets": {"tokens": {"uri": str(token_files), **TOKENS}}}
-    return gyred(config | {"listen": [f"unix:{token_files.parent}/daemon-0/run/gyre.sock", "tcp:127.0.0.1:0"]})
+    return gyred(
+        config
+        | {"listen": [f"unix:{token_files.parent}/daemon-0/run/gyre.sock", "tcp:127.0.0.1:0"]}
+    )
 
 
 def tcp_address(daemon: Daemon) -> str:
@@ -37,11 +40,16 @@ def tcp_address(daemon: Daemon) -> str:
 
 def read(address: str, num_batches: int) -> list[dict[str, torch.Tensor]]:
     with Loader("tokens", batch_size=20, seed=3, address=address) as loader:
-        return [{name: tensor.clone() for name, tensor in next(iter(loader)).items()} for _ in range(num_batches)]
+        return [
+            {name: tensor.clone() for name, tensor in next(iter(loader)).items()}
+            for _ in range(num_batches)
+        ]
 
 
 def same(batch: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return list(batch) == list(other) and all(torch.equal(batch[name], other[name]) for name in batch)
+    return list(batch) == list(other) and all(
+        torch.equal(batch[name], other[name]) for name in batch
+    )
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
@@ -49,22 +57,33 @@ def status(daemon: Daemon) -> pb.DaemonStatus:
         return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
-def test_transport_is_chosen_by_itself_and_changes_nothing(daemon: Daemon) -> None:
+def test_batches_are_the_same_over_either_transport(daemon: Daemon) -> None:
     transports = []
     batches = []
     for address in (daemon.address, tcp_address(daemon)):
         with Loader("tokens", batch_size=20, seed=3, address=address) as loader:
-            batches.append([{name: tensor.clone() for name, tensor in next(iter(loader)).items()} for _ in range(40)])
+            batches.append(
+                [
+                    {name: tensor.clone() for name, tensor in next(iter(loader)).items()}
+                    for _ in range(40)
+                ]
+            )
             transports += [session.transport for session in status(daemon).sessions]
     assert transports == [pb.TRANSPORT_ARENA, pb.TRANSPORT_INLINE]
     assert all(same(first, second) for first, second in zip(*batches, strict=True))
 
 
-@pytest.mark.parametrize(("prefetch_batches", "num_slots"), [(4, 20), (60, 160)], ids=["batches", "strips"])
-def test_kept_tensors_stay_as_they_are_however_many(daemon: Daemon, prefetch_batches: int, num_slots: int) -> None:
+@pytest.mark.parametrize(
+    ("prefetch_batches", "num_slots"), [(4, 20), (60, 160)], ids=["batches", "groups"]
+)
+def test_tensors_that_are_kept_do_not_change_however_many(
+    daemon: Daemon, prefetch_batches: int, num_slots: int
+) -> None:
     wanted = read(daemon.address, 600)
-    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address) as loader:
-        kept = [next(iter(loader)) for _ in range(600)]  # many times the slots there are
+    with Loader(
+        "tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address
+    ) as loader:
+        kept = [next(iter(loader)) for _ in range(600)]  # many times the number of slots
         held = status(daemon).sessions[0].num_held
     assert held <= num_slots
     assert all(same(batch, other) for batch, other in zip(kept, wanted, strict=True))
@@ -72,26 +91,39 @@ def test_kept_tensors_stay_as_they_are_however_many(daemon: Daemon, prefetch_bat
     assert all(same(batch, other) for batch, other in zip(kept, wanted, strict=True))
 
 
-@pytest.mark.parametrize("prefetch_batches", [4, 60], ids=["batches", "strips"])
+@pytest.mark.parametrize("prefetch_batches", [4, 60], ids=["batches", "groups"])
 def test_one_view_of_one_tensor_keeps_its_batch(daemon: Daemon, prefetch_batches: int) -> None:
     wanted = read(daemon.address, 300)
-    with Loader("tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address) as loader:
+    with Loader(
+        "tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address
+    ) as loader:
         rows = [next(iter(loader))["tokens"][7, 2:5] for _ in range(300)]
-    assert all(torch.equal(row, batch["tokens"][7, 2:5]) for row, batch in zip(rows, wanted, strict=True))
+    assert all(
+        torch.equal(row, batch["tokens"][7, 2:5]) for row, batch in zip(rows, wanted, strict=True)
+    )
 
 
-@pytest.mark.parametrize("prefetch_batches", [2, 60], ids=["batches", "strips"])
-def test_writing_into_a_batch_harms_neither_it_nor_a_later_one(daemon: Daemon, prefetch_batches: int) -> None:
+@pytest.mark.parametrize("prefetch_batches", [2, 60], ids=["batches", "groups"])
+def test_writing_into_a_batch_changes_no_later_one(daemon: Daemon, prefetch_batches: int) -> None:
     wanted = read(daemon.address, 400)
     writer, bystander = (
-        Loader("tokens", batch_size=20, seed=3, prefetch_batches=prefetch_batches, address=daemon.address) for _ in range(2)
+        Loader(
+            "tokens",
+            batch_size=20,
+            seed=3,
+            prefetch_batches=prefetch_batches,
+            address=daemon.address,
+        )
+        for _ in range(2)
     )
     with writer, bystander:
         before = None
         for expected in wanted:
             batch, other = next(iter(writer)), next(iter(bystander))
             assert same(batch, expected)
-            assert before is None or all((tensor == 99).all() for tensor in before.values()), "nor an earlier one"
+            assert before is None or all((tensor == 99).all() for tensor in before.values()), (
+                "nor an earlier one"
+            )
             before = batch
             for tensor in batch.values():
                 tensor.fill_(99)
@@ -100,7 +132,7 @@ def test_writing_into_a_batch_harms_neither_it_nor_a_later_one(daemon: Daemon, p
 
 
 def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Channel]:
-    """Descriptor and size of a session's arena, by the bare contract."""
+    """Descriptor and size of a session's arena, by the protocol alone, without the client."""
     channel = grpc.insecure_channel(daemon.address)
     stub = pb_grpc.LoaderStub(channel)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side:
@@ -119,7 +151,7 @@ def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Ch
     return descriptor, opened.arena_bytes, stub, channel
 
 
-def test_arena_can_be_neither_written_nor_resized(daemon: Daemon) -> None:
+def test_a_client_can_neither_write_to_an_arena_nor_resize_it(daemon: Daemon) -> None:
     descriptor, size, _, channel = receive_arena(daemon)
     with channel:
         for attempt in (
@@ -143,7 +175,10 @@ def test_arena_can_be_neither_written_nor_resized(daemon: Daemon) -> None:
 def test_nonsense_on_the_side_channel_ends_that_connection_only(daemon: Daemon) -> None:
     before = read(daemon.address, 3)
     path = daemon.address.removeprefix("unix:") + ".side"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side, Path(os.devnull).open() as null:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
+        Path(os.devnull).open() as null,
+    ):
         side.settimeout(120)
         side.connect(path)
         assert len(side.recv(100)) == 32
@@ -153,7 +188,9 @@ def test_nonsense_on_the_side_channel_ends_that_connection_only(daemon: Daemon) 
     silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(50)]
     for connection in silent:
         connection.connect(path)
-    assert all(same(batch, other) for batch, other in zip(read(daemon.address, 3), before, strict=True))
+    assert all(
+        same(batch, other) for batch, other in zip(read(daemon.address, 3), before, strict=True)
+    )
     for connection in silent:
         connection.close()
 
@@ -161,7 +198,8 @@ def test_nonsense_on_the_side_channel_ends_that_connection_only(daemon: Daemon) 
 FROZEN = """
 import sys
 from gyre_client import Loader
-loader = Loader("tokens", batch_size=20, seed=3, prefetch_batches=2, reattach_timeout_s=5, job="frozen", address=sys.argv[1])
+options = {"batch_size": 20, "seed": 3, "prefetch_batches": 2, "reattach_timeout_s": 5}
+loader = Loader("tokens", job="frozen", address=sys.argv[1], **options)
 batch = next(iter(loader))
 print(batch["sample_id"].tolist(), flush=True)
 sys.stdin.readline()
@@ -174,13 +212,17 @@ print([next(iter(loader))["sample_id"].tolist() for _ in range(10)][-1], flush=T
 def frozen(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
     """A client that has one batch and waits for a line before it goes on."""
     command = [sys.executable, "-c", FROZEN, daemon.address]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         if process.poll() is None:
             process.kill()
 
 
-def test_frozen_client_loses_its_lease_and_wakes_to_intact_bytes(daemon: Daemon, frozen: "subprocess.Popen[str]") -> None:
+def test_frozen_client_loses_its_lease_and_wakes_to_intact_bytes(
+    daemon: Daemon, frozen: "subprocess.Popen[str]"
+) -> None:
     assert frozen.stdin
     assert frozen.stdout
     first = frozen.stdout.readline()
@@ -191,14 +233,18 @@ def test_frozen_client_loses_its_lease_and_wakes_to_intact_bytes(daemon: Daemon,
         assert time.monotonic() < deadline, "the session of a frozen client must end with its lease"
         time.sleep(0.05)
     assert status(daemon).memory_reserved_bytes == 0
-    read(daemon.address, 200)  # others use memory; the frozen one's is not among it
+    read(daemon.address, 200)  # others use memory, but not the frozen client's
     frozen.send_signal(signal.SIGCONT)
     frozen.stdin.write("go on\n")
     frozen.stdin.flush()
-    ids, sums = expected[0]["sample_id"].tolist(), expected[0]["tokens"].to(torch.int64).sum(dim=1).tolist()
+    ids, sums = (
+        expected[0]["sample_id"].tolist(),
+        expected[0]["tokens"].to(torch.int64).sum(dim=1).tolist(),
+    )
     assert first.strip() == str(ids)
     assert frozen.stdout.readline().strip() == f"{ids} {sums}"
-    assert frozen.stdout.readline().strip() == str(expected[10]["sample_id"].tolist())  # it attached again at its cursor
+    # it attached again at its cursor
+    assert frozen.stdout.readline().strip() == str(expected[10]["sample_id"].tolist())
     assert frozen.wait(120) == 0
 
 
@@ -211,7 +257,11 @@ def test_memory_of_a_session_is_its_share(daemon: Daemon) -> None:
     with Loader("tokens", batch_size=20, prefetch_batches=4, address=daemon.address) as loader:
         next(iter(loader))
         (session,) = status(daemon).sessions
-        assert session.memory_bytes <= session.memory_limit_bytes == status(daemon).memory_reserved_bytes
+        assert (
+            session.memory_bytes
+            <= session.memory_limit_bytes
+            == status(daemon).memory_reserved_bytes
+        )
         assert num_arenas() == before + 1
     del loader
     assert num_arenas() == before
@@ -219,11 +269,16 @@ def test_memory_of_a_session_is_its_share(daemon: Daemon) -> None:
 
 def test_no_memory_outlives_its_session(gyred: StartDaemon, tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(bytes(32 << 20))
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int16", "sequence_length": 1 << 15}
+    tokens = {
+        "uri": str(tmp_path / "tokens.bin"),
+        "format": "tokens",
+        "dtype": "int16",
+        "sequence_length": 1 << 15,
+    }
     daemon = gyred({"datasets": {"tokens": tokens}})
     assert daemon.process
     maps = Path(f"/proc/{daemon.process.pid}/maps")
-    for seed in range(12):  # each ends while some batches are just being read
+    for seed in range(12):  # each session ends while batches are being read
         with Loader("tokens", batch_size=64, seed=seed, address=daemon.address) as loader:
             for _ in range(5 + seed):
                 next(iter(loader))

@@ -1,4 +1,4 @@
-"""The benchmarks of rotation at toy size on a CPU: they run, every row has its figures, and these can be."""
+"""The benchmarks of rotation at toy size on a CPU: every row has plausible figures."""
 
 import pytest
 import torch
@@ -44,7 +44,9 @@ def test_the_rotated_head_stands_beside_chunks_and_all_logits() -> None:
 
 
 @pytest.mark.parametrize("how", [How.ALONE, How.FSDP2_SUB_BLOCK, How.GYRE])
-@pytest.mark.parametrize("workload", [TOY, SMALL.with_layers(2).with_tokens(32)], ids=["AdamW", "SGD, no vocabulary"])
+@pytest.mark.parametrize(
+    "workload", [TOY, SMALL.with_layers(2).with_tokens(32)], ids=["AdamW", "SGD, no vocabulary"]
+)
 def test_no_counted_peak_is_below_its_computed_floor(how: How, workload: Workload) -> None:
     for recompute, per_block in ((False, False), (True, False), (True, True)):
         contender = Contender(how, recompute, per_block=per_block)
@@ -54,23 +56,43 @@ def test_no_counted_peak_is_below_its_computed_floor(how: How, workload: Workloa
 def test_resident_memory_counts_a_buffer_of_two_processes_half_in_each() -> None:
     wide = SMALL.with_layers(1).with_tokens(8)
     ranks = run_on_ranks(2, resident_peak_of_step, Contender(How.GYRE), wide, 1)
-    buffers = 2 * 9 * 2**20  # half an MLP, of weights and of gradients; the neighbour maps them too, once for each of its links
+    buffers = (
+        2 * 9 * 2**20
+        # half an MLP, of weights and of gradients; the neighbour maps them too, once for each of
+        # its links
+    )
     for resident in ranks:
-        assert resident.proportional > 3 * 9 * 2**20  # the home is twice as large as a buffer, and there are gradients
+        # the home is twice as large as a buffer, and there are gradients
+        assert resident.proportional > 3 * 9 * 2**20
         assert buffers < resident.all_pages - resident.proportional < 3 * buffers
 
 
-def test_a_step_s_time_stands_beside_what_the_processor_works() -> None:
+def test_elapsed_time_stands_beside_cpu_time() -> None:
     found = measure(NARROW, 2, 2, recompute=False)
     hops = ["", ", hops while it waits", ", hops in the process group", ", its hops left out"]
-    assert list(found) == ["DDP", "FSDP2 per layer", "FSDP2 per sub-block", *(f"Gyre{how}" for how in hops)]
+    assert list(found) == [
+        "DDP",
+        "FSDP2 per layer",
+        "FSDP2 per sub-block",
+        *(f"Gyre{how}" for how in hops),
+    ]
     for rounds in found.values():
         assert [len(ranks) for ranks in rounds] == [2, 2]
         assert all(min(took) > 0 for ranks in rounds for took in ranks)
 
 
-def test_ratios_of_steps_are_of_the_slowest_rank_and_of_all_ranks_work() -> None:
+def test_ratios_compare_the_slowest_rank_and_the_cpu_time_of_all() -> None:
     ddp, fsdp2 = (Took(0.5, 0.25, 0.125), Took(1, 0.75, 0.375)), (Took(2, 1, 1), Took(2, 1, 1))
     gyre = (Took(1.5, 1, 0.75), Took(1, 0.5, 0.25))
     rows = table({"DDP": [ddp] * 2, "FSDP2": [fsdp2] * 2, "Gyre": [gyre] * 2}).splitlines()
-    assert cells(rows[-1]) == ["Gyre", "1500", "1500-1500", "1.50", "0.75", "750", "1.50", "500", "500"]
+    assert cells(rows[-1]) == [
+        "Gyre",
+        "1500",
+        "1500-1500",
+        "1.50",
+        "0.75",
+        "750",
+        "1.50",
+        "500",
+        "500",
+    ]

@@ -1,4 +1,7 @@
-"""The benchmarks that train: both commands run, and what they compare is comparable. At toy size; nothing is timed."""
+"""The benchmarks that train: both commands run, and what they compare is comparable. At toy size.
+
+Nothing is timed.
+"""
 
 import json
 import subprocess
@@ -20,7 +23,13 @@ from tests.conftest import StartDaemon
 from tests.object_server.process import object_server
 
 ROOT = Path(__file__).resolve().parents[2]
-SCALE = Scale(text_bytes=30_000, text_object_bytes=9_000, glyphs_per_class=4, glyphs_per_object=62, held_out_per_class=1)
+SCALE = Scale(
+    text_bytes=30_000,
+    text_object_bytes=9_000,
+    glyphs_per_class=4,
+    glyphs_per_object=62,
+    held_out_per_class=1,
+)
 NUM_STEPS = 3
 SEED = 5
 Batch = dict[str, Tensor]
@@ -40,7 +49,9 @@ def by_sample_id(batch: Batch) -> Batch:
 
 
 def assert_same(name: str, got: list[Batch], expected: list[Batch]) -> None:
-    for step, (mine, its) in enumerate(zip(map(by_sample_id, got), map(by_sample_id, expected), strict=True)):
+    for step, (mine, its) in enumerate(
+        zip(map(by_sample_id, got), map(by_sample_id, expected), strict=True)
+    ):
         assert mine.keys() == its.keys(), name
         for field, tensor in mine.items():
             assert tensor.dtype == its[field].dtype, (name, field)
@@ -48,7 +59,9 @@ def assert_same(name: str, got: list[Batch], expected: list[Batch]) -> None:
 
 
 @pytest.mark.parametrize("name", ["text", "glyphs"])
-def test_all_loaders_bring_the_same_samples_in_the_same_batches(data: Path, gyred: StartDaemon, name: Name) -> None:
+def test_all_loaders_bring_the_same_samples_in_the_same_batches(
+    data: Path, gyred: StartDaemon, name: Name
+) -> None:
     stored = Stored(name, data / name)
     files = Files(stored.folder)
     expected = list(islice(data_loader(Samples(stored, files), SEED, num_workers=0), NUM_STEPS))
@@ -56,8 +69,12 @@ def test_all_loaders_bring_the_same_samples_in_the_same_batches(data: Path, gyre
         url = f"{server.url}/{name}"
         web = Web(url)
         ordered, rinas = Samples(stored, web), Rinas(Samples(stored, web))  # type: ignore[arg-type]
-        assert_same("ordered", list(islice(data_loader(ordered, SEED, num_workers=0), NUM_STEPS)), expected)
-        assert_same("rinas", list(islice(data_loader(rinas, SEED, num_workers=0), NUM_STEPS)), expected)
+        assert_same(
+            "ordered", list(islice(data_loader(ordered, SEED, num_workers=0), NUM_STEPS)), expected
+        )
+        assert_same(
+            "rinas", list(islice(data_loader(rinas, SEED, num_workers=0), NUM_STEPS)), expected
+        )
         daemon = gyred({"datasets": {"data": stored.config(url)}})
         with gyre("full", daemon.address, SEED, Window(1, 1, 1)) as loader:
             assert_same("full", list(islice(loader.stream(), NUM_STEPS)), expected)
@@ -65,7 +82,11 @@ def test_all_loaders_bring_the_same_samples_in_the_same_batches(data: Path, gyre
         with gyre("block", daemon.address, SEED, Window(4, 8, 64)) as loader:
             for batch in islice(loader.stream(), NUM_STEPS):
                 alone = [every[index] for index in batch["sample_id"].tolist()]
-                assert_same("block", [batch], [{field: torch.stack([one[field] for one in alone]) for field in batch}])
+                assert_same(
+                    "block",
+                    [batch],
+                    [{field: torch.stack([one[field] for one in alone]) for field in batch}],
+                )
         web.close()
     files.close()
 
@@ -89,7 +110,10 @@ def test_a_buffer_brings_each_sample_once_an_epoch(data: Path, *, shuffle_shards
     stored = Stored("text", data / "text")
     num_batches = len(stored.places) // BATCH_SIZE
     buffer = Buffer(stored, 32, SEED, shuffle_shards=shuffle_shards)
-    epochs = [torch.cat([batch["sample_id"] for batch in islice(buffer.batches, num_batches)]) for _ in range(2)]
+    epochs = [
+        torch.cat([batch["sample_id"] for batch in islice(buffer.batches, num_batches)])
+        for _ in range(2)
+    ]
     assert [len(set(ids.tolist())) for ids in epochs] == [num_batches * BATCH_SIZE] * 2
     assert not torch.equal(*epochs)
     assert buffer.quality()["mixing"] < 0.9
@@ -131,12 +155,24 @@ def test_both_commands_run(tmp_path: Path) -> None:
         _, errors = process.communicate()
         assert process.returncode == 0, f"{name}:\n{errors}"
         assert (tmp_path / f"{name}-report.png").read_bytes()[1:4] == b"PNG"
-    of_loaders = [json.loads(line)[1] for line in (tmp_path / "throughput" / "throughput.jsonl").read_text().splitlines()]
-    assert [result["losses"][0] for result in of_loaders] == pytest.approx([of_loaders[0]["losses"][0]] * 3, abs=1e-5)
+    of_loaders = [
+        json.loads(line)[1]
+        for line in (tmp_path / "throughput" / "throughput.jsonl").read_text().splitlines()
+    ]
+    assert [result["losses"][0] for result in of_loaders] == pytest.approx(
+        [of_loaders[0]["losses"][0]] * 3, abs=1e-5
+    )
     assert all(0 <= result["wait_s"] <= result["elapsed_s"] for result in of_loaders)
     pages = [(tmp_path / f"{name}-report.md").read_text() for name in commands]
     assert all(
         f"| {label} |" in pages[0]
-        for label in ("ordered DataLoader, 8 workers", "paper-style RINAS, 8 workers", "Gyre, `full`")
+        for label in (
+            "ordered DataLoader, 8 workers",
+            "paper-style RINAS, 8 workers",
+            "Gyre, `full`",
+        )
     )
-    assert all(f"| {order} |" in pages[1] for order in ("full", "block", "shuffled shards and a buffer", "a buffer"))
+    assert all(
+        f"| {order} |" in pages[1]
+        for order in ("full", "block", "shuffled shards and a buffer", "a buffer")
+    )

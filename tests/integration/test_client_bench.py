@@ -1,4 +1,4 @@
-"""`gyre bench` against a real daemon, and the readers of a user's own files that it compares with."""
+"""`gyre bench` against a real daemon, and the DataLoaders that it compares with."""
 
 import io
 import json
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_client.cli import main
+from gyre_client.bench.dataset_files import find_files, token_stride
+from gyre_client.bench.stopwatch import differing
+from gyre_client.command.cli import main
 from gyre_client.errors import InvalidRequest
-from gyre_client.own_files import find_files, token_stride
-from gyre_client.stopwatch import differing
 from gyre_protos.v1 import loader_pb2 as pb
 from webdataset import TarWriter
 
@@ -32,12 +32,22 @@ def daemon(gyred: Any, token_files: Path, tmp_path: Path) -> Any:
             for n in range(15):
                 array = io.BytesIO()
                 np.save(array, np.arange(6, dtype=np.float32).reshape(2, 3) + n)
-                content = {"txt": f"{shard} {n}" * n, "cls": str(n), "npy": array.getvalue(), "jpg": bytes([n]) * (n % 4)}
+                content = {
+                    "txt": f"{shard} {n}" * n,
+                    "cls": str(n),
+                    "npy": array.getvalue(),
+                    "jpg": bytes([n]) * (n % 4),
+                }
                 writer.write({"__key__": f"{shard}{n:03}", **content})
     return gyred(
         {
             "datasets": {
-                "tokens": {"uri": f"{token_files}/*.bin", "format": "tokens", "dtype": "uint16", "sequence_length": 16},
+                "tokens": {
+                    "uri": f"{token_files}/*.bin",
+                    "format": "tokens",
+                    "dtype": "uint16",
+                    "sequence_length": 16,
+                },
                 "overlapping": {
                     "uri": str(token_files),
                     "format": "tokens",
@@ -52,7 +62,16 @@ def daemon(gyred: Any, token_files: Path, tmp_path: Path) -> Any:
 
 
 def test_the_table_of_a_named_dataset(daemon: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "mixed", "--batch-size", "8", "--seconds", "0.05", "--address", daemon.address]
+    arguments = [
+        "bench",
+        "mixed",
+        "--batch-size",
+        "8",
+        "--seconds",
+        "0.05",
+        "--address",
+        daemon.address,
+    ]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     head, _, rest = text.partition("LOADER")
@@ -79,23 +98,48 @@ def test_an_ad_hoc_dataset_as_json(token_files: Path, capsys: pytest.CaptureFixt
         "0.05",
         "--json",
     ]
-    assert main([*arguments, "--option", "dtype=uint16", "--option", "sequence_length=16", "--option", "stride=5"]) == 0
+    assert (
+        main(
+            [
+                *arguments,
+                "--option",
+                "dtype=uint16",
+                "--option",
+                "sequence_length=16",
+                "--option",
+                "stride=5",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["batch_size"] == 8
     assert [loader["label"] for loader in found["loaders"]] == LABELS
-    assert all(loader["samples_per_s"] > 0 and loader["first_batch_s"] > 0 for loader in found["loaders"])
+    assert all(
+        loader["samples_per_s"] > 0 and loader["first_batch_s"] > 0 for loader in found["loaders"]
+    )
 
 
-def test_files_with_a_header_are_read_behind_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_with_a_header_are_read_behind_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Batches of both sides are compared first."""
     ids = np.arange(4000, dtype=np.uint16)
     np.save(tmp_path / "ids.npy", ids)
-    (tmp_path / "llm_c.bin").write_bytes(np.array([20240520, 1, 4000, *[0] * 253], np.int32).tobytes() + ids.tobytes())
+    (tmp_path / "llm_c.bin").write_bytes(
+        np.array([20240520, 1, 4000, *[0] * 253], np.int32).tobytes() + ids.tobytes()
+    )
     (tmp_path / "own.bin").write_bytes(bytes(10) + ids.tobytes())
-    for name, options in (("ids.npy", []), ("llm_c.bin", []), ("own.bin", ["dtype=uint16", "header_bytes=10"])):
+    for name, options in (
+        ("ids.npy", []),
+        ("llm_c.bin", []),
+        ("own.bin", ["dtype=uint16", "header_bytes=10"]),
+    ):
         arguments = ["bench", str(tmp_path / name), "--format", "tokens", "--batch-size", "8"]
         arguments += ["--seconds", "0.02", "--option", "sequence_length=16"]
-        assert main([*arguments, *(part for option in options for part in ("--option", option))]) == 0
+        assert (
+            main([*arguments, *(part for option in options for part in ("--option", option))]) == 0
+        )
         assert "250 samples" in capsys.readouterr().out
 
 
@@ -108,7 +152,9 @@ def test_files_with_a_header_are_read_behind_it(tmp_path: Path, capsys: pytest.C
         (["absent"], "absent"),
     ],
 )
-def test_refusals(daemon: Any, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    daemon: Any, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
         main(
             [
@@ -126,11 +172,12 @@ def test_refusals(daemon: Any, arguments: list[str], complaint: str, capsys: pyt
     assert complaint in captured.err
 
 
-def test_files_that_hold_something_else_are_told_apart(daemon: Any, token_files: Path) -> None:
+def test_files_with_other_contents_are_refused(daemon: Any, token_files: Path) -> None:
     """As large as the daemon's, but not them: a user's stale copy."""
     task = {
-        "dataset": "tokens", "batch_size": 8, "seed": 1, "address": daemon.address, "format": None, "options": None,
-        "files": [str(token_files / f"{name}.bin") for name in "abcd"], "stride": 16, "header_bytes": None,
+        "dataset": "tokens", "batch_size": 8, "seed": 1, "address": daemon.address,
+        "format": None, "options": None, "stride": 16, "header_bytes": None,
+        "files": [str(token_files / f"{name}.bin") for name in "abcd"],
         "fields": [("tokens", "uint16", [16], False)],
     }  # fmt: skip
     assert differing(task, 20) == ""
@@ -143,19 +190,35 @@ def test_files_that_hold_something_else_are_told_apart(daemon: Any, token_files:
 def description(token_files: Path) -> pb.DatasetDescription:
     field = pb.Field(name="tokens", dtype="uint16", shape=[16])
     return pb.DatasetDescription(
-        format="tokens", uri=str(token_files), num_samples=186, num_shards=4, num_bytes=6006, fields=[field]
+        format="tokens",
+        uri=str(token_files),
+        num_samples=186,
+        num_shards=4,
+        num_bytes=6006,
+        fields=[field],
     )
 
 
-def test_files_are_found_as_the_daemon_finds_them(description: pb.DatasetDescription, token_files: Path) -> None:
+def test_files_are_found_as_the_daemon_finds_them(
+    description: pb.DatasetDescription, token_files: Path
+) -> None:
     expected = [token_files / f"{name}.bin" for name in "abcd"]
-    for uri in (token_files, f"file://{token_files}", f"{token_files}/?.bin", f"{token_files}/{{a,b,c,d}}.bin"):
+    for uri in (
+        token_files,
+        f"file://{token_files}",
+        f"{token_files}/?.bin",
+        f"{token_files}/{{a,b,c,d}}.bin",
+    ):
         description.uri = str(uri)
         assert find_files(description) == expected
     assert token_stride(description, expected, 0) == 16
     (token_files / "10.bin").write_bytes(b"")
     (token_files / "09.bin").write_bytes(b"")
-    description.uri, description.num_shards, description.num_bytes = f"{token_files}/{{09..10}}.bin", 2, 0
+    description.uri, description.num_shards, description.num_bytes = (
+        f"{token_files}/{{09..10}}.bin",
+        2,
+        0,
+    )
     assert find_files(description) == [token_files / "09.bin", token_files / "10.bin"]
 
 
@@ -171,7 +234,9 @@ def test_files_are_found_as_the_daemon_finds_them(description: pb.DatasetDescrip
         ({"num_samples": 10**9}, "would fill the memory"),
     ],
 )
-def test_files_that_cannot_be_compared(description: pb.DatasetDescription, change: dict[str, Any], complaint: str) -> None:
+def test_files_that_cannot_be_compared(
+    description: pb.DatasetDescription, change: dict[str, Any], complaint: str
+) -> None:
     for name, value in change.items():
         setattr(description, name, value)
     with pytest.raises(InvalidRequest, match=complaint):

@@ -1,4 +1,4 @@
-"""Batches on a device. The device is a thread that copies in order, as a CUDA stream does; CUDA itself where there is one."""
+"""Batches on a device: a thread that transfers in order stands in for CUDA where there is none."""
 
 import contextlib
 import threading
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
-from gyre_client.device import NUM_AHEAD, DeviceStream, Memory, parse_device
-from gyre_client.endpoint import Listening
+from gyre_client.batches.device import NUM_AHEAD, DeviceStream, Memory, parse_device
+from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import CorruptSample, GyreError, InvalidRequest
-from gyre_client.stream import BatchStream
+from gyre_client.targets.target import Target
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from torch import Tensor
 from webdataset import TarWriter
@@ -29,24 +29,11 @@ DEADLINE_S = 150.0
 Batch = dict[str, Tensor]
 
 
-class ThreadCopy:
-    """A copy on another thread."""
-
-    def __init__(self, payload: "Future[Tensor]") -> None:
-        self._payload = payload
-
-    def wait_until_read(self) -> None:
-        self._payload.result()
-
-    def result(self) -> Tensor:
-        return self._payload.result()
-
-
-class ThreadCopier:
-    """A device whose one stream is a thread. It copies while its gate is open.
+class ThreadDevice:
+    """A device whose one stream is a thread. It transfers payloads while its gate is open.
 
     Attributes:
-        num_begun: copies that were asked for.
+        num_begun: How many transfers were begun.
     """
 
     def __init__(self) -> None:
@@ -55,17 +42,18 @@ class ThreadCopier:
         self.num_begun = 0
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="test-device")
 
-    def begin(self, memory: Memory) -> ThreadCopy:
+    def begin(self, memory: Memory) -> "Future[Tensor]":
         self.num_begun += 1
-        return ThreadCopy(self._stream.submit(self._copy, memory))
+        pinned = torch.from_numpy(memory).clone()
+        return self._stream.submit(self._transfer, pinned)
 
     def close(self) -> None:
         self.gate.set()
         self._stream.shutdown()
 
-    def _copy(self, memory: Memory) -> Tensor:
+    def _transfer(self, pinned: Tensor) -> Tensor:
         assert self.gate.wait(DEADLINE_S)
-        return torch.from_numpy(memory).clone()
+        return pinned
 
 
 @pytest.fixture
@@ -79,15 +67,20 @@ def daemon(gyred: StartDaemon, token_files: Path, tmp_path: Path) -> Daemon:
 
 
 @pytest.fixture
-def copier() -> Iterator[ThreadCopier]:
-    copier = ThreadCopier()
-    yield copier
-    copier.close()
+def device() -> Iterator[ThreadDevice]:
+    device = ThreadDevice()
+    yield device
+    device.close()
 
 
 @contextlib.contextmanager
 def device_stream(
-    daemon: Daemon, copier: ThreadCopier, dataset: str = "tokens", *, num_epochs: int = 0, prefetch_batches: int = 4
+    daemon: Daemon,
+    device: ThreadDevice,
+    dataset: str = "tokens",
+    *,
+    num_epochs: int = 0,
+    prefetch_batches: int = 4,
 ) -> Iterator[DeviceStream]:
     request = pb.OpenSessionRequest(
         dataset=pb.DatasetRef(name=dataset),
@@ -96,7 +89,7 @@ def device_stream(
         num_epochs=num_epochs,
         prefetch_batches=prefetch_batches,
     )
-    stream = DeviceStream(BatchStream(Listening(parse_address(daemon.address)), request, 5.0), copier)
+    stream = DeviceStream(BatchStream(Target(parse_address(daemon.address)), request, 5.0), device)
     try:
         yield stream
     finally:
@@ -111,12 +104,16 @@ def take(stream: DeviceStream) -> Batch:
 
 def expected(daemon: Daemon, num_batches: int) -> list[Batch]:
     with Loader("tokens", batch_size=8, seed=3, address=daemon.address) as loader:
-        return [{name: tensor.clone() for name, tensor in batch.items()} for batch in islice(loader.stream(), num_batches)]
+        return [
+            {name: tensor.clone() for name, tensor in batch.items()}
+            for batch in islice(loader.stream(), num_batches)
+        ]
 
 
 def same(batch: Batch, other: Batch) -> bool:
     return list(batch) == list(other) and all(
-        batch[name].dtype == other[name].dtype and torch.equal(batch[name].cpu(), other[name]) for name in batch
+        batch[name].dtype == other[name].dtype and torch.equal(batch[name].cpu(), other[name])
+        for name in batch
     )
 
 
@@ -132,9 +129,11 @@ def num_held(daemon: Daemon) -> int:
         return sum(session.num_held for session in connection.status().sessions)
 
 
-def test_batches_are_the_same_and_may_be_held_and_written_to(daemon: Daemon, copier: ThreadCopier) -> None:
+def test_batches_are_the_same_and_may_be_held_and_written_to(
+    daemon: Daemon, device: ThreadDevice
+) -> None:
     wanted = expected(daemon, 200)
-    with device_stream(daemon, copier) as stream:
+    with device_stream(daemon, device) as stream:
         held = []
         for batch in wanted:
             taken = take(stream)
@@ -143,53 +142,58 @@ def test_batches_are_the_same_and_may_be_held_and_written_to(daemon: Daemon, cop
             for tensor in taken.values():
                 tensor.fill_(9)
     assert all(same(batch, other) for batch, other in zip(held, wanted, strict=True))
-    with device_stream(daemon, copier) as stream:
+    with device_stream(daemon, device) as stream:
         held = [take(stream) for _ in wanted]
     daemon.kill()
     assert all(same(batch, other) for batch, other in zip(held, wanted, strict=True))
 
 
-def test_a_slot_is_held_until_its_copy_is_done_and_no_longer(daemon: Daemon, copier: ThreadCopier) -> None:
-    copier.gate.clear()
-    with device_stream(daemon, copier, prefetch_batches=1) as stream:
-        until(lambda: num_held(daemon) == 2)  # one is being copied, and the one after it has come
-        assert copier.num_begun == 1
-        copier.gate.set()
-        until(lambda: copier.num_begun == NUM_AHEAD)
-        until(lambda: num_held(daemon) == 1)  # only that which will be copied next
+def test_slots_are_released_although_the_device_is_busy(
+    daemon: Daemon, device: ThreadDevice
+) -> None:
+    device.gate.clear()
+    with device_stream(daemon, device, prefetch_batches=1) as stream:
+        until(lambda: device.num_begun == NUM_AHEAD)
+        until(lambda: num_held(daemon) == 1)  # the batch that is transferred next
+        device.gate.set()
         assert same(take(stream), expected(daemon, 1)[0])
 
 
-def test_all_slots_are_back_while_every_batch_is_held(daemon: Daemon, copier: ThreadCopier) -> None:
-    with device_stream(daemon, copier) as stream:
+def test_all_slots_are_back_while_every_batch_is_held(daemon: Daemon, device: ThreadDevice) -> None:
+    with device_stream(daemon, device) as stream:
         held = [take(stream) for _ in range(100)]
-        # What the client has received and not copied yet waits in its queue: at most as many as it has credit for.
-        until(lambda: num_held(daemon) <= stream.opened.prefetch_batches)
+        # What the client has received and not copied yet waits in its queue: at most as many as it
+        # has credit for.
+        until(lambda: num_held(daemon) <= stream.opened.max_queued_batches)
         assert len(held) == 100
 
 
-def test_the_next_batch_is_copied_while_this_one_is_used_and_no_more_than_that(daemon: Daemon, copier: ThreadCopier) -> None:
-    with device_stream(daemon, copier) as stream:
-        until(lambda: copier.num_begun == NUM_AHEAD)
+def test_at_most_two_batches_are_transferred_ahead_of_the_trainer(
+    daemon: Daemon, device: ThreadDevice
+) -> None:
+    with device_stream(daemon, device) as stream:
+        until(lambda: device.num_begun == NUM_AHEAD)
         for num_taken in range(1, 20):
             take(stream)
-            until(lambda wanted=num_taken + NUM_AHEAD: copier.num_begun == wanted)  # type: ignore[misc]
+            until(lambda wanted=num_taken + NUM_AHEAD: device.num_begun == wanted)  # type: ignore[misc]
         time.sleep(0.05)
-        assert copier.num_begun == 19 + NUM_AHEAD
+        assert device.num_begun == 19 + NUM_AHEAD
 
 
-def test_a_batch_is_handed_on_before_its_copy_is_made(daemon: Daemon, copier: ThreadCopier) -> None:
-    copier.gate.clear()
-    with device_stream(daemon, copier) as stream:
+def test_a_batch_is_handed_on_before_its_transfer_is_complete(
+    daemon: Daemon, device: ThreadDevice
+) -> None:
+    device.gate.clear()
+    with device_stream(daemon, device) as stream:
         batch = stream.take()
         assert batch
         assert batch.step == 0
-        copier.gate.set()
+        device.gate.set()
         assert same(batch.tensors, expected(daemon, 1)[0])
 
 
-def test_the_end_stays_the_end(daemon: Daemon, copier: ThreadCopier) -> None:
-    with device_stream(daemon, copier, num_epochs=1) as stream:
+def test_every_take_after_the_end_returns_none(daemon: Daemon, device: ThreadDevice) -> None:
+    with device_stream(daemon, device, num_epochs=1) as stream:
         steps = []
         while batch := stream.take():
             steps.append(batch.step)
@@ -197,48 +201,54 @@ def test_the_end_stays_the_end(daemon: Daemon, copier: ThreadCopier) -> None:
         assert stream.take() is None
 
 
-def test_what_the_daemon_says_against_a_batch_arrives_after_those_before_it(daemon: Daemon, copier: ThreadCopier) -> None:
-    with device_stream(daemon, copier, "texts") as stream:
+def test_an_error_of_the_daemon_is_raised_after_the_batches_before_it(
+    daemon: Daemon, device: ThreadDevice
+) -> None:
+    with device_stream(daemon, device, "texts") as stream:
         for _ in range(2):
             with pytest.raises(CorruptSample):
                 while stream.take():
                     pass
 
 
-def test_a_device_that_fails_is_told_to_whoever_takes_the_next_batch(daemon: Daemon) -> None:
-    class Broken(ThreadCopier):
-        def begin(self, memory: Memory) -> ThreadCopy:
+def test_an_error_of_the_device_is_raised_by_the_next_take(daemon: Daemon) -> None:
+    class Broken(ThreadDevice):
+        def begin(self, memory: Memory) -> "Future[Tensor]":
             if self.num_begun == 2:
                 raise torch.OutOfMemoryError("no memory on this device")
             return super().begin(memory)
 
-    copier = Broken()
-    with device_stream(daemon, copier) as stream:
+    device = Broken()
+    with device_stream(daemon, device) as stream:
         take(stream)
         take(stream)
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match="no memory on this device"):
                 stream.take()
-    copier.close()
+    device.close()
 
 
-def test_closing_leaves_no_thread_and_a_reader_learns_of_it(daemon: Daemon, copier: ThreadCopier) -> None:
+def test_closing_leaves_no_thread_and_a_reader_learns_of_it(
+    daemon: Daemon, device: ThreadDevice
+) -> None:
     for num_taken in (0, 1, 5):
-        with device_stream(daemon, copier) as stream:
+        with device_stream(daemon, device) as stream:
             for _ in range(num_taken):
                 take(stream)
         with pytest.raises(GyreError, match="closed while it was being read"):
             while stream.take():
                 pass
         names = {thread.name for thread in threading.enumerate()}
-        assert not {"gyre-copier", "gyre-receiver"} & names
+        assert not {"gyre-transfer", "gyre-receiver"} & names
 
 
 @pytest.fixture
-def on_thread(monkeypatch: pytest.MonkeyPatch, copier: ThreadCopier) -> None:
+def on_thread(monkeypatch: pytest.MonkeyPatch, device: ThreadDevice) -> None:
     """A Loader with a device copies to the one of this test."""
-    monkeypatch.setattr("gyre_client.loader.parse_device", lambda device: device and torch.device("cpu"))
-    monkeypatch.setattr("gyre_client.loader.CudaCopier", lambda device: copier)
+    monkeypatch.setattr(
+        "gyre_client.loader.loader.parse_device", lambda device: device and torch.device("cpu")
+    )
+    monkeypatch.setattr("gyre_client.loader.loader.CudaTransfer", lambda _: device)
 
 
 @pytest.mark.usefixtures("on_thread")
@@ -256,14 +266,18 @@ def test_a_loader_s_state_counts_what_was_yielded_and_not_what_was_copied(daemon
 
 
 @pytest.mark.usefixtures("on_thread")
-def test_a_trainer_that_is_slower_than_its_copies_is_not_said_to_wait(daemon: Daemon, copier: ThreadCopier) -> None:
-    with Loader("tokens", batch_size=8, seed=3, prefetch_batches=4, address=daemon.address, device="thread") as loader:
+def test_a_trainer_that_is_slower_than_its_copies_is_not_said_to_wait(
+    daemon: Daemon, device: ThreadDevice
+) -> None:
+    with Loader(
+        "tokens", batch_size=8, seed=3, prefetch_batches=4, address=daemon.address, device="thread"
+    ) as loader:
         began_s = time.monotonic()
         next(loader)
         first_s = time.monotonic() - began_s
         for num_taken in range(1, 20):
             # The second copy begins when the first has been handed on, so the trainer finds one.
-            until(lambda wanted=num_taken + NUM_AHEAD: copier.num_begun == wanted)  # type: ignore[misc]
+            until(lambda wanted=num_taken + NUM_AHEAD: device.num_begun == wanted)  # type: ignore[misc]
             next(loader)
         with Connection(parse_address(daemon.address)) as connection:
             (session,) = connection.status().sessions
@@ -286,16 +300,35 @@ def test_a_device_that_is_not_there_is_refused_at_once(daemon: Daemon) -> None:
 
 
 @pytest.mark.usefixtures("on_thread")
-def test_ids_are_widened_where_they_were_copied_to(gyred: StartDaemon, token_files: Path, copier: ThreadCopier) -> None:
-    unsigned = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+def test_ids_are_widened_where_they_were_copied_to(
+    gyred: StartDaemon, token_files: Path, device: ThreadDevice
+) -> None:
+    unsigned = {
+        "uri": str(token_files),
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": 10,
+    }
     daemon = gyred({"datasets": {"tokens": unsigned}})
-    for token_dtype, arrives in (("int64", torch.int64), ("int32", torch.int32), ("stored", torch.uint16)):
-        arguments: dict[str, Any] = {"batch_size": 8, "seed": 3, "address": daemon.address, "token_dtype": token_dtype}
-        with Loader("tokens", **arguments, device="thread") as copied, Loader("tokens", **arguments) as direct:
+    for token_dtype, arrives in (
+        ("int64", torch.int64),
+        ("int32", torch.int32),
+        ("stored", torch.uint16),
+    ):
+        arguments: dict[str, Any] = {
+            "batch_size": 8,
+            "seed": 3,
+            "address": daemon.address,
+            "token_dtype": token_dtype,
+        }
+        with (
+            Loader("tokens", **arguments, device="thread") as copied,
+            Loader("tokens", **arguments) as direct,
+        ):
             for batch, wanted in islice(zip(copied, direct, strict=True), 30):
                 assert batch["tokens"].dtype == arrives
                 assert same(batch, wanted)
-    assert copier.num_begun
+    assert device.num_begun
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

@@ -1,4 +1,7 @@
-"""The loops that people write, against a real daemon: epochs, breaks, validation, and states inside and between epochs."""
+"""The loops that people write, against a real daemon.
+
+Epochs, breaks, validation, and states inside and between epochs.
+"""
 
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -9,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 
 NUM_SAMPLES = 101
 LENGTH = 8
@@ -50,7 +53,9 @@ def num_batches_sent(address: str) -> int:
         return connection.status().num_batches_sent
 
 
-@pytest.mark.parametrize(("tail", "sizes"), [("wrap", [11, 10, 10]), ("drop", [10, 10, 10]), ("pad", [11, 11, 11])])
+@pytest.mark.parametrize(
+    ("tail", "sizes"), [("wrap", [11, 10, 10]), ("drop", [10, 10, 10]), ("pad", [11, 11, 11])]
+)
 def test_a_loop_over_epochs(address: str, tail: str, sizes: list[int]) -> None:
     with loader(address, tail=tail) as reading:
         with loader(address, tail=tail) as other:
@@ -65,7 +70,9 @@ def test_a_loop_over_epochs(address: str, tail: str, sizes: list[int]) -> None:
     if tail == "wrap":
         assert sorted(flat(flat(epochs))[: 3 * NUM_SAMPLES]) == sorted([*range(NUM_SAMPLES)] * 3)
     else:
-        assert all(len({*flat(epoch)}) == (100 if tail == "drop" else NUM_SAMPLES) for epoch in epochs)
+        assert all(
+            len({*flat(epoch)}) == (100 if tail == "drop" else NUM_SAMPLES) for epoch in epochs
+        )
 
 
 def test_one_session_serves_all_epochs(address: str) -> None:
@@ -74,11 +81,13 @@ def test_one_session_serves_all_epochs(address: str) -> None:
         opened = []
         for _ in range(5):
             list(reading)
-            opened.append(reading._held.stream)
+            opened.append(reading._resources.stream)
         assert len({id(stream) for stream in opened}) == 1
 
 
-def test_epochs_says_how_many_an_iteration_passes_over(address: str, whole: list[list[int]]) -> None:
+def test_epochs_says_how_many_an_iteration_passes_over(
+    address: str, whole: list[list[int]]
+) -> None:
     with loader(address, epochs=2) as reading:
         assert len(reading) == 21
         assert ids(reading) == whole[:21]
@@ -90,7 +99,9 @@ def test_epochs_says_how_many_an_iteration_passes_over(address: str, whole: list
             len(endless)
 
 
-def test_the_stream_goes_on_from_where_the_loader_stands(address: str, whole: list[list[int]]) -> None:
+def test_the_stream_goes_on_from_where_the_loader_stands(
+    address: str, whole: list[list[int]]
+) -> None:
     with loader(address) as reading:
         assert ids(islice(reading, 4)) == whole[:4]
         assert ids(islice(reading.stream(), 30)) == whole[4:34]
@@ -110,7 +121,9 @@ def test_a_break_loses_nothing(address: str, whole: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("num_read", [0, 5, 10, 11, 12, 20, 21])
-def test_a_state_inside_an_epoch_and_between_two_is_exact(address: str, whole: list[list[int]], num_read: int) -> None:
+def test_a_state_inside_an_epoch_and_between_two_is_exact(
+    address: str, whole: list[list[int]], num_read: int
+) -> None:
     with loader(address) as reading:
         for _ in range(num_read):
             next(reading)
@@ -121,11 +134,15 @@ def test_a_state_inside_an_epoch_and_between_two_is_exact(address: str, whole: l
         resumed.set_epoch(first_epoch)  # as a framework does
         assert resumed.step == num_read
         assert [ids(resumed) for _ in range(first_epoch, 3)] == [
-            whole[begin:end] for begin, end in ((num_read, 11), (max(num_read, 11), 21), (max(num_read, 21), 31)) if begin < end
+            whole[begin:end]
+            for begin, end in ((num_read, 11), (max(num_read, 11), 21), (max(num_read, 21), 31))
+            if begin < end
         ]
 
 
-def test_a_state_saved_after_the_last_batch_is_the_next_epoch_s(address: str, whole: list[list[int]]) -> None:
+def test_a_state_saved_after_the_last_batch_is_the_next_epoch_s(
+    address: str, whole: list[list[int]]
+) -> None:
     with loader(address) as reading:
         for _ in reading:
             state = reading.state_dict()
@@ -157,7 +174,9 @@ def test_set_epoch_and_reset_go_to_the_beginning(address: str, whole: list[list[
             reading.set_epoch(-1)
 
 
-def test_a_place_that_cannot_be_leaves_the_loader_where_it_was(address: str, whole: list[list[int]]) -> None:
+def test_a_place_that_cannot_be_leaves_the_loader_where_it_was(
+    address: str, whole: list[list[int]]
+) -> None:
     with Loader("numbers", batch_size=1, address=address) as one:
         expected = ids(islice(one.stream(), 3))
     with Loader("numbers", batch_size=1, tail="pad", address=address) as reading:
@@ -204,7 +223,7 @@ def test_joined_jobs_keep_their_place_when_they_are_sent(address: str) -> None:
             assert ids(late) == first
 
 
-def test_the_older_of_two_iterators_says_so(address: str, whole: list[list[int]]) -> None:
+def test_the_older_of_two_iterators_is_refused(address: str, whole: list[list[int]]) -> None:
     with loader(address) as reading:
         older = iter(reading)
         next(older)

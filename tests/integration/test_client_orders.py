@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
 from gyre_client.errors import CursorRejected, InvalidRequest
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 
 from tests.object_server.process import object_server
 
 NUM_SAMPLES, LENGTH = 1000, 8
-BLOCK: dict[str, Any] = {"order": "block", "io_block_bytes": 512, "window_blocks": 8}  # blocks of 32 samples
+# blocks of 32 samples
+BLOCK: dict[str, Any] = {"order": "block", "io_block_bytes": 512, "window_blocks": 8}
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,7 +45,9 @@ def ids(loader: Loader, num: int) -> list[int]:
     """The samples of the next batches, whose tensors are theirs."""
     read = []
     for batch in islice(loader.stream(), num):
-        assert batch["tokens"].tolist() == [list(range(LENGTH * i, LENGTH * i + LENGTH)) for i in batch["sample_id"].tolist()]
+        assert batch["tokens"].tolist() == [
+            list(range(LENGTH * i, LENGTH * i + LENGTH)) for i in batch["sample_id"].tolist()
+        ]
         read += batch["sample_id"].tolist()
     return read
 
@@ -56,7 +59,9 @@ def test_blocks_give_every_sample_once_to_any_number_of_ranks(address: str) -> N
     assert sorted(whole) == list(range(NUM_SAMPLES))
     parts = []
     for rank in range(4):
-        with Loader("numbers", batch_size=20, seed=3, address=address, rank=rank, world_size=4, **BLOCK) as loader:
+        with Loader(
+            "numbers", batch_size=20, seed=3, address=address, rank=rank, world_size=4, **BLOCK
+        ) as loader:
             parts.append(np.array(ids(loader, 50)).reshape(50, 5))
     assert np.concatenate(parts, axis=1).reshape(-1).tolist() == whole
 
@@ -80,16 +85,28 @@ def test_blocks_resume_and_refuse_another_window(address: str) -> None:
 
 
 def test_each_block_is_one_request(gyred: Any) -> None:
-    """2000 samples of 2 KiB in 124 blocks; the cache holds half of them, the window an eighth. Some are asked for again."""
+    """2000 samples of 2 KiB in 124 blocks; the cache holds half of them, the window an eighth.
+
+    Some are asked for again.
+    """
     num_shards, shard_bytes = 4, 500 * 2048
     with object_server() as server:
         for shard in range(num_shards):
             server.put(f"/blocks/{shard}.bin", bytes([shard]) * shard_bytes)
-        tokens = {"format": "tokens", "sequence_length": 2048, "dtype": "uint8", "storage": dict(server.storage_settings)}
-        daemon = gyred({"cache_memory": "2MiB", "datasets": {"set": {"uri": "s3://blocks/", **tokens}}})
+        tokens = {
+            "format": "tokens",
+            "sequence_length": 2048,
+            "dtype": "uint8",
+            "storage": dict(server.storage_settings),
+        }
+        daemon = gyred(
+            {"cache_memory": "2MiB", "datasets": {"set": {"uri": "s3://blocks/", **tokens}}}
+        )
         server.forget()
         order: dict[str, Any] = {"order": "block", "io_block_bytes": 32 << 10, "window_blocks": 16}
-        with Loader("set", batch_size=16, address=daemon.address, restart=True, prefetch_batches=8, **order) as loader:
+        with Loader(
+            "set", batch_size=16, address=daemon.address, restart=True, prefetch_batches=8, **order
+        ) as loader:
             samples = torch.cat([batch["sample_id"] for batch in loader])
         num_reads = server.counts()["reads"]
     assert sorted(samples.tolist()) == list(range(2000))
@@ -98,11 +115,13 @@ def test_each_block_is_one_request(gyred: Any) -> None:
 
 
 def test_by_sample_id(address: str) -> None:
-    with Loader("numbers", batch_size=300, tail="drop", address=address, order="sequential") as loader:
+    with Loader(
+        "numbers", batch_size=300, tail="drop", address=address, order="sequential"
+    ) as loader:
         assert ids(loader, 3) == list(range(900))
 
 
-def test_the_state_of_a_session_says_how_well_it_shuffles(address: str) -> None:
+def test_the_status_of_a_session_has_its_shuffle_quality(address: str) -> None:
     found = {}
     for order in ("full", "sequential"):
         with (
@@ -114,28 +133,43 @@ def test_the_state_of_a_session_says_how_well_it_shuffles(address: str) -> None:
             assert session.HasField("quality")
             found[order] = session.quality
     assert min(found["full"].displacement, found["full"].spread, found["full"].mixing) > 0.85
-    assert max(found["sequential"].displacement, found["sequential"].spread, found["sequential"].mixing) < 0.1
+    assert (
+        max(
+            found["sequential"].displacement, found["sequential"].spread, found["sequential"].mixing
+        )
+        < 0.1
+    )
 
 
 @pytest.mark.parametrize("order", [{}, BLOCK], ids=["full", "block"])
-def test_a_late_job_joins_where_another_reads_and_goes_round(address: str, order: dict[str, Any]) -> None:
-    with Loader("numbers", batch_size=20, seed=9, address=address, prefetch_batches=4, **order) as running:
+def test_a_late_job_joins_where_another_reads_and_goes_round(
+    address: str, order: dict[str, Any]
+) -> None:
+    with Loader(
+        "numbers", batch_size=20, seed=9, address=address, prefetch_batches=4, **order
+    ) as running:
         theirs = ids(running, 20)
-        with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate", **order) as late:
+        with Loader(
+            "numbers", batch_size=20, seed=9, address=address, join="rotate", **order
+        ) as late:
             first = ids(late, 10)
             state = late.state_dict()
             rest = ids(late, 40)
         theirs += ids(running, 30)
     begin = theirs.index(first[0])
     assert begin >= 400, "not before what the running job has read"
-    assert (first + rest)[: NUM_SAMPLES - begin] == theirs[begin:], "the same until that one's epoch ends"
+    assert (first + rest)[: NUM_SAMPLES - begin] == theirs[begin:], (
+        "the same until that one's epoch ends"
+    )
     assert sorted(first + rest) == list(range(NUM_SAMPLES)), "and then what it missed"
-    with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate", **order) as resumed:
+    with Loader(
+        "numbers", batch_size=20, seed=9, address=address, join="rotate", **order
+    ) as resumed:
         resumed.load_state_dict(state)
-        assert ids(resumed, 40) == rest, "with nobody there to join"
+        assert ids(resumed, 40) == rest, "with no other job there to join"
 
 
-def test_nobody_to_join(address: str) -> None:
+def test_a_job_without_another_to_join_begins_at_the_start(address: str) -> None:
     with Loader("numbers", batch_size=20, seed=9, address=address) as alone:
         expected = ids(alone, 5)
     with Loader("numbers", batch_size=20, seed=9, address=address, join="rotate") as late:
@@ -153,7 +187,10 @@ def test_the_ranks_of_a_job_join_at_one_place(address: str) -> None:
         with Loader("numbers", **common, join="rotate", rank=0, world_size=2) as first:
             state = first.state_dict()
             with Loader("numbers", **common, join="rotate", rank=1, world_size=2) as second:
-                with pytest.raises(InvalidRequest, match=r"rank 1 cannot choose where its job joins; open rank 0 first"):
+                with pytest.raises(
+                    InvalidRequest,
+                    match=r"rank 1 cannot choose where its job joins; open rank 0 first",
+                ):
                     next(iter(second))
                 second.load_state_dict(state)
                 both = sorted(ids(first, 50) + ids(second, 50))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gyre_client.pages import PrivatePages
+from gyre_client.transport.pages import PrivatePages
 
 PAGE = mmap.PAGESIZE
 NUM_PAGES = 40
@@ -18,7 +18,12 @@ def mapping() -> Iterator[mmap.mmap]:
     descriptor = os.memfd_create("test-pages", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, NUM_PAGES * PAGE)
-        yield mmap.mmap(descriptor, NUM_PAGES * PAGE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        yield mmap.mmap(
+            descriptor,
+            NUM_PAGES * PAGE,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
     finally:
         os.close(descriptor)
 
@@ -42,7 +47,9 @@ def test_reading_writes_nothing(mapping: mmap.mmap, pages: PrivatePages) -> None
 
 
 @pytest.mark.parametrize("place", [0, 7 * PAGE + 5, NUM_PAGES * PAGE - 1])
-def test_one_byte_is_noticed_in_its_page_alone_until_it_is_dropped(mapping: mmap.mmap, pages: PrivatePages, place: int) -> None:
+def test_one_byte_is_noticed_in_its_page_alone_until_it_is_dropped(
+    mapping: mmap.mmap, pages: PrivatePages, place: int
+) -> None:
     mapping[place] = 0  # the same byte as before
     page = place // PAGE
     assert [pages.may_be_written(index * PAGE, PAGE) for index in range(NUM_PAGES)] == [
@@ -53,13 +60,17 @@ def test_one_byte_is_noticed_in_its_page_alone_until_it_is_dropped(mapping: mmap
     assert not pages.may_be_written(0, NUM_PAGES * PAGE)
 
 
-def test_a_range_that_ends_within_a_page_has_all_of_it(mapping: mmap.mmap, pages: PrivatePages) -> None:
+def test_a_range_that_ends_within_a_page_has_all_of_it(
+    mapping: mmap.mmap, pages: PrivatePages
+) -> None:
     mapping[3 * PAGE - 1] = 1
     assert pages.may_be_written(0, 2 * PAGE + 1)
     assert not pages.may_be_written(0, 2 * PAGE)
 
 
-def test_where_the_kernel_does_not_tell_everything_may_be_written(mapping: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_kernel_does_not_tell_everything_may_be_written(
+    mapping: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError
 
@@ -68,7 +79,10 @@ def test_where_the_kernel_does_not_tell_everything_may_be_written(mapping: mmap.
 
 
 def test_pages_that_were_mapped_are_read_without_faults(mapping: mmap.mmap) -> None:
-    """But for those of the interpreter itself; what was only allocated is mapped page by page otherwise."""
+    """But for those of the interpreter itself.
+
+    What was only allocated is mapped page by page otherwise.
+    """
     pages = pages_of(mapping)
     pages.map_pages()
     pages.close()

@@ -31,7 +31,12 @@ ENTER, LEAVE = b"\x1b[?1049h\x1b[?25l", b"\x1b[?25h\x1b[?1049l"
 @pytest.fixture
 def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
     np.arange(8000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    dataset = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint16", "sequence_length": 8}
+    dataset = {
+        "uri": str(tmp_path / "tokens.bin"),
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": 8,
+    }
     return gyred({"datasets": {"numbers": dataset}})
 
 
@@ -48,9 +53,22 @@ class Terminal:
         fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, num_columns, 0, 0))
         self._before = termios.tcgetattr(self._theirs)
         self.shown = b""
-        command = [sys.executable, "-m", "gyre_client", "top", "--interval", "0.1", "--address", address]
+        command = [
+            sys.executable,
+            "-m",
+            "gyre_client",
+            "top",
+            "--interval",
+            "0.1",
+            "--address",
+            address,
+        ]
         self.process = subprocess.Popen(
-            command, stdin=self._theirs, stdout=self._theirs, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def wait_for(self, text: bytes) -> None:
@@ -87,7 +105,10 @@ def on_terminal(daemon: Daemon, num_columns: int = 120) -> Iterator[Terminal]:
 
 
 def test_a_live_screen_shows_a_job_and_q_leaves_the_terminal_as_it_was(daemon: Daemon) -> None:
-    with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader, on_terminal(daemon) as terminal:
+    with (
+        Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader,
+        on_terminal(daemon) as terminal,
+    ):
         next(loader)
         terminal.wait_for(ENTER)
         terminal.wait_for(b"trainer-bound")
@@ -100,7 +121,9 @@ def test_a_live_screen_shows_a_job_and_q_leaves_the_terminal_as_it_was(daemon: D
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_the_terminal_as_it_was(daemon: Daemon, number: signal.Signals, status: int) -> None:
+def test_a_signal_leaves_the_terminal_as_it_was(
+    daemon: Daemon, number: signal.Signals, status: int
+) -> None:
     with on_terminal(daemon) as terminal:
         terminal.wait_for(b"gyred ")
         terminal.process.send_signal(number)
@@ -108,7 +131,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(daemon: Daemon, number: signal.S
         assert terminal.is_as_before()
 
 
-def test_a_narrow_terminal_gets_what_matters(daemon: Daemon) -> None:
+def test_a_narrow_terminal_shows_the_important_columns(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
         with on_terminal(daemon, num_columns=40) as terminal:
@@ -142,7 +165,12 @@ def sessions_of(line: str) -> list[dict[str, Any]]:
 def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
-        status_until(daemon, lambda session: session["pace"] is not None and session["pace"]["meaning"] == "trainer-bound")
+        status_until(
+            daemon,
+            lambda session: (
+                session["rates"] is not None and session["rates"]["meaning"] == "trainer-bound"
+            ),
+        )
         once = gyre("top", "--once", "--interval", "0.2", "--address", daemon.address)
         assert (once.returncode, once.stderr) == (0, "")
         assert "\x1b" not in once.stdout
@@ -150,9 +178,19 @@ def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
         assert max(map(len, once.stdout.splitlines())) <= 80, "a page has 80 columns"
         as_json = gyre("top", "--once", "--json", "--interval", "0.2", "--address", daemon.address)
         (session,) = sessions_of(as_json.stdout)
-        assert session["pace"]["meaning"] == "trainer-bound"
-        assert session["pace"]["occupancy"] > 0.75
-        command = [sys.executable, "-m", "gyre_client", "top", "--json", "--interval", "0.1", "--address", daemon.address]
+        assert session["rates"]["meaning"] == "trainer-bound"
+        assert session["rates"]["occupancy"] > 0.75
+        command = [
+            sys.executable,
+            "-m",
+            "gyre_client",
+            "top",
+            "--json",
+            "--interval",
+            "0.1",
+            "--address",
+            daemon.address,
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
             looks = [sessions_of(process.stdout.readline()) for _ in range(3)]
@@ -164,7 +202,12 @@ def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
 def test_status_says_how_fast_and_what_that_means(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
-        status_until(daemon, lambda session: session["pace"] is not None and session["pace"]["meaning"] == "trainer-bound")
+        status_until(
+            daemon,
+            lambda session: (
+                session["rates"] is not None and session["rates"]["meaning"] == "trainer-bound"
+            ),
+        )
         text = gyre("status", "--address", daemon.address).stdout
         assert "trainer-bound" in text
         assert "MEANING" in text
@@ -182,8 +225,13 @@ def status_until(daemon: Daemon, is_there: Callable[[dict[str, Any]], bool]) -> 
         time.sleep(0.1)
 
 
-def test_a_rate_is_that_of_the_trainer_and_not_of_the_groups_in_which_batches_travel(daemon: Daemon) -> None:
-    """Beside what this trainer itself has counted since it began; many batches travel at once, and look like 0 or hundreds."""
+def test_a_rate_is_that_of_the_trainer_and_not_of_the_groups_in_which_batches_travel(
+    daemon: Daemon,
+) -> None:
+    """Beside what this trainer itself has counted since it began.
+
+    Many batches travel at once, and look like 0 or hundreds.
+    """
     ended = threading.Event()
     taken: list[float] = []
 
@@ -196,12 +244,14 @@ def test_a_rate_is_that_of_the_trainer_and_not_of_the_groups_in_which_batches_tr
     trainer = threading.Thread(target=train)
     trainer.start()
     try:
-        status_until(daemon, lambda session: session["pace"] is not None and len(taken) > 150)
+        status_until(daemon, lambda session: session["rates"] is not None and len(taken) > 150)
         for _ in range(8):
             session = status_until(daemon, lambda session: True)
             elapsed_s = min(10.0, session["lately"]["elapsed_s"])
             lately = [at for at in taken if at > taken[-1] - elapsed_s]
-            assert session["pace"]["batches_per_s"] == pytest.approx(len(lately) / elapsed_s, rel=0.35)
+            assert session["rates"]["batches_per_s"] == pytest.approx(
+                len(lately) / elapsed_s, rel=0.35
+            )
     finally:
         ended.set()
         trainer.join(DEADLINE_S)
@@ -210,7 +260,12 @@ def test_a_rate_is_that_of_the_trainer_and_not_of_the_groups_in_which_batches_tr
 def test_colours_on_a_terminal_and_nowhere_else(daemon: Daemon) -> None:
     with Loader("numbers", batch_size=10, job="pretrain", address=daemon.address) as loader:
         next(loader)
-        status_until(daemon, lambda session: session["pace"] is not None and session["pace"]["meaning"] == "trainer-bound")
+        status_until(
+            daemon,
+            lambda session: (
+                session["rates"] is not None and session["rates"]["meaning"] == "trainer-bound"
+            ),
+        )
         with on_terminal(daemon) as terminal:
             terminal.wait_for(b"\x1b[32mtrainer-bound")
             terminal.press(b"q")
@@ -232,14 +287,16 @@ def test_local_files_in_memory_keep_a_trainer_waiting_for_the_processor(daemon: 
     try:
         session = status_until(daemon, lambda session: session["wait_processor_s"] > 0)
         assert session["wait_processor_s"] > session["wait_storage_s"]
-        (account, *_) = json.loads(gyre("why", "numbers", "--step", "0", "--json", "--address", daemon.address).stdout)
-        assert account["storage_s"] < account["total_s"] / 2
+        (timing, *_) = json.loads(
+            gyre("why", "numbers", "--step", "0", "--json", "--address", daemon.address).stdout
+        )
+        assert timing["storage_s"] < timing["total_s"] / 2
     finally:
         ended.set()
         trainer.join(DEADLINE_S)
 
 
-def test_nonsense_is_refused(daemon: Daemon) -> None:
+def test_invalid_intervals_are_refused(daemon: Daemon) -> None:
     for interval in ("-1", "nan", "soon", "1e9"):
         assert gyre("top", "--interval", interval, "--address", daemon.address).returncode == 2
     refused = gyre("top", "--interval", "0", "--address", daemon.address)

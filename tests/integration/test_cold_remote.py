@@ -1,4 +1,7 @@
-"""Jobs on a dataset in object storage that no cache has yet: what the daemon's memory is, and what is asked for twice."""
+"""Jobs on a dataset in object storage that no cache has yet.
+
+What the daemon's memory is, and what is asked for twice.
+"""
 
 import itertools
 import threading
@@ -28,11 +31,15 @@ FIRST_BYTE = Script(first_byte_p50_s=0.01, first_byte_p99_s=0.05)
 
 @pytest.fixture(scope="module")
 def tokens() -> npt.NDArray[np.int32]:
-    return np.random.default_rng(0).integers(-(1 << 31), 1 << 31, NUM_OBJECTS * OBJECT_BYTES // 4, np.int32)
+    return np.random.default_rng(0).integers(
+        -(1 << 31), 1 << 31, NUM_OBJECTS * OBJECT_BYTES // 4, np.int32
+    )
 
 
 @pytest.fixture(scope="module")
-def server(tokens: npt.NDArray[np.int32], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServerProcess]:
+def server(
+    tokens: npt.NDArray[np.int32], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ObjectServerProcess]:
     root = tmp_path_factory.mktemp("objects")
     (root / "data").mkdir()
     for number, part in enumerate(np.split(tokens, NUM_OBJECTS)):
@@ -61,11 +68,22 @@ def read(
     num_batches: int = -1,
     **options: Any,
 ) -> None:
-    """An epoch, or its beginning; every sample comes once and has its own bytes."""
-    per_object = OBJECT_BYTES // sample_bytes * sample_bytes // 4  # what is no whole sample is left out
-    wanted = np.concatenate([part[:per_object] for part in np.split(tokens, NUM_OBJECTS)]).reshape(-1, sample_bytes // 4)
+    """Read an epoch or its beginning, and check that every sample comes once with its bytes."""
+    # bytes after the last whole sample are ignored
+    per_object = OBJECT_BYTES // sample_bytes * sample_bytes // 4
+    wanted = np.concatenate([part[:per_object] for part in np.split(tokens, NUM_OBJECTS)]).reshape(
+        -1, sample_bytes // 4
+    )
     seen: list[int] = []
-    with Loader("set", batch_size=batch_size, seed=seed, tail="pad", restart=True, address=daemon.address, **options) as loader:
+    with Loader(
+        "set",
+        batch_size=batch_size,
+        seed=seed,
+        tail="pad",
+        restart=True,
+        address=daemon.address,
+        **options,
+    ) as loader:
         for batch in itertools.islice(loader, num_batches if num_batches >= 0 else None):
             is_real = batch["mask"].numpy()
             ids = batch["sample_id"].numpy()[is_real]
@@ -82,20 +100,24 @@ def together(work: Callable[[int], None], seeds: tuple[int, ...]) -> None:
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
     with grpc.insecure_channel(daemon.address) as channel:
-        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
+        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(
+            pb.GetStatusRequest(), timeout=120
+        )
         return answer
 
 
 @contextmanager
 def watched(daemon: Daemon) -> Iterator[list[int]]:
-    """Resident memory of a daemon in bytes, without the files that it maps, looked at again and again."""
+    """A daemon's resident memory in bytes, without mapped files, sampled repeatedly."""
     assert daemon.process
     path, seen, done = Path(f"/proc/{daemon.process.pid}/status"), [0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.02):
             lines = (line.split() for line in path.read_text().splitlines())
-            seen.append(sum(int(words[1]) << 10 for words in lines if words[0] in ("RssAnon:", "RssShmem:")))
+            seen.append(
+                sum(int(words[1]) << 10 for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
+            )
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -110,9 +132,14 @@ def watched(daemon: Daemon) -> Iterator[list[int]]:
 def test_resident_memory_is_that_of_budget_and_cache(
     start: Callable[..., Daemon], tokens: npt.NDArray[np.int32], sample_bytes: int, batch_size: int
 ) -> None:
-    """Also while a thousand requests are on their way: what is received has its place before it is asked for."""
+    """Also while a thousand requests are on their way.
+
+    What is received has its place before it is asked for.
+    """
     budget, cache = 48 << 20, 24 << 20
-    daemon = start(sample_bytes, memory_budget=budget, session_memory=budget // 2, cache_memory=cache)
+    daemon = start(
+        sample_bytes, memory_budget=budget, session_memory=budget // 2, cache_memory=cache
+    )
     with watched(daemon) as seen:
         together(lambda seed: read(daemon, tokens, sample_bytes, batch_size, seed, 12), (1, 2))
     assert status(daemon).cache.memory_bytes <= cache
@@ -128,9 +155,19 @@ def test_resident_memory_is_bounded_while_hundreds_of_bodies_stand_still(
     sample_bytes: int,
     num_in_flight: int,
 ) -> None:
-    """Half of a body is held beside its place until the rest is there: no more of them than there are places."""
+    """Half of a body is held beside its place until the rest is there.
+
+    No more of them than there are places.
+    """
     budget = 48 << 20
-    daemon = start(sample_bytes, memory_budget=budget, session_memory=budget, cache_memory=0, hedge=False, max_requests=4096)
+    daemon = start(
+        sample_bytes,
+        memory_budget=budget,
+        session_memory=budget,
+        cache_memory=0,
+        hedge=False,
+        max_requests=4096,
+    )
     server.follow(Script(rules=[Rule("slow", delay_s=0.5)]))
     server.forget()
     try:
@@ -145,15 +182,22 @@ def test_resident_memory_is_bounded_while_hundreds_of_bodies_stand_still(
 
 @pytest.mark.parametrize("order", ["full", "block"])
 def test_two_jobs_with_seeds_of_their_own_ask_for_each_byte_once(
-    start: Callable[..., Daemon], server: ObjectServerProcess, tokens: npt.NDArray[np.int32], order: str
+    start: Callable[..., Daemon],
+    server: ObjectServerProcess,
+    tokens: npt.NDArray[np.int32],
+    order: str,
 ) -> None:
     daemon = start(2048, hedge=False, cache_memory=NUM_OBJECTS * OBJECT_BYTES)
     server.forget()
-    order_options: dict[str, Any] = {"order": order, "io_block_bytes": BLOCK_BYTES} if order == "block" else {}
+    order_options: dict[str, Any] = (
+        {"order": order, "io_block_bytes": BLOCK_BYTES} if order == "block" else {}
+    )
     together(lambda seed: read(daemon, tokens, 2048, 256, seed, **order_options), (1, 2))
     (count,) = (count for count in status(daemon).storage if count.kind == "read")
     probes = 2  # of each object: its head, and for the fingerprint
     blocks = OBJECT_BYTES // BLOCK_BYTES
-    assert server.counts()["by_path"] == {f"/data/{number}.bin": blocks + probes for number in range(NUM_OBJECTS)}
+    assert server.counts()["by_path"] == {
+        f"/data/{number}.bin": blocks + probes for number in range(NUM_OBJECTS)
+    }
     assert count.num_bytes == NUM_OBJECTS * (OBJECT_BYTES + probes * 4096)
     assert status(daemon).cache.num_past == 0

@@ -1,4 +1,4 @@
-"""What `gyre plan --cost` says of each order, against what a daemon then asks of an object server."""
+"""What `gyre plan --cost` says about each order is what a daemon then asks of an object server."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_client.arguments import order
+from gyre_client.transport.requests import order
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
@@ -29,13 +29,21 @@ class Asked(NamedTuple):
 def server() -> Iterator[ObjectServerProcess]:
     with object_server() as process:
         for number, num_samples in enumerate(SHARD_SAMPLES):
-            process.put(f"/data/{number}.bin", np.random.default_rng(number).bytes(num_samples * SEQUENCE * 2))
+            process.put(
+                f"/data/{number}.bin",
+                np.random.default_rng(number).bytes(num_samples * SEQUENCE * 2),
+            )
         yield process
 
 
 @pytest.fixture
 def daemon(gyred: StartDaemon, server: ObjectServerProcess) -> Daemon:
-    about = {"uri": f"{server.url}/data/{{0..2}}.bin", "format": "tokens", "dtype": "uint16", "sequence_length": SEQUENCE}
+    about = {
+        "uri": f"{server.url}/data/{{0..2}}.bin",
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": SEQUENCE,
+    }
     datasets = {"plain": {**about, "cache": False}, "blocks": about, "kept": about}
     return gyred({"hedge": False, "cache_memory": CACHE_BYTES, "datasets": datasets})
 
@@ -63,7 +71,8 @@ def estimates(daemon: Daemon, dataset: str) -> dict[str, Asked]:
 def measured(daemon: Daemon, dataset: str, epochs: int = EPOCHS, **options: Any) -> Asked:
     """What reading the epochs asks for."""
     before = asked(daemon)
-    where: dict[str, Any] = {"address": daemon.address, "epochs": epochs, "restart": True}  # nothing is read beyond them
+    # nothing is read beyond them
+    where: dict[str, Any] = {"address": daemon.address, "epochs": epochs, "restart": True}
     with Loader(dataset, batch_size=BATCH, seed=5, tail="drop", **where, **options) as loader:
         num_samples = sum(len(batch["sample_id"]) for batch in loader)
     assert num_samples == epochs * (sum(SHARD_SAMPLES) // BATCH) * BATCH
@@ -71,16 +80,21 @@ def measured(daemon: Daemon, dataset: str, epochs: int = EPOCHS, **options: Any)
     return Asked(after.num_requests - before.num_requests, after.num_bytes - before.num_bytes)
 
 
-def test_what_is_foreseen_is_what_is_asked_for(daemon: Daemon) -> None:
+def test_estimated_requests_are_those_that_are_made(daemon: Daemon) -> None:
     foreseen = {dataset: estimates(daemon, dataset) for dataset in ("plain", "blocks", "kept")}
-    assert foreseen["plain"] == foreseen["blocks"] == foreseen["kept"], "estimates do not depend on what is configured"
+    assert foreseen["plain"] == foreseen["blocks"] == foreseen["kept"], (
+        "estimates do not depend on what is configured"
+    )
     left_out = sum(SHARD_SAMPLES) % BATCH  # the tail
-    full = measured(daemon, "plain", epochs=1)  # where two meet, both may wait for a sample at once, which is one request
+    # where two meet, both may wait for a sample at once, which is one request
+    full = measured(daemon, "plain", epochs=1)
     assert full.num_requests == foreseen["plain"]["full"].num_requests // EPOCHS - left_out
     assert full.num_bytes == foreseen["plain"]["full"].num_bytes // EPOCHS - left_out * SEQUENCE * 2
     kept = measured(daemon, "kept")
     assert kept == foreseen["kept"]["full with the cache"], "each block once in all epochs"
     block = measured(daemon, "blocks", order="block", io_block_bytes=IO_BLOCK, window_blocks=WINDOW)
     once = foreseen["blocks"]["block"]
-    assert once.num_requests / EPOCHS <= block.num_requests <= once.num_requests, "a cache of all the data keeps what it can"
+    assert once.num_requests / EPOCHS <= block.num_requests <= once.num_requests, (
+        "a cache of all the data keeps what it can"
+    )
     assert once.num_bytes / EPOCHS <= block.num_bytes <= once.num_bytes

@@ -1,4 +1,7 @@
-"""What a daemon delivers, held against the data it was given: formats, orders, ranks, jobs and storages."""
+"""What a daemon delivers, held against the data it was given.
+
+Formats, orders, ranks, jobs and storages.
+"""
 
 import http.server
 import itertools
@@ -31,7 +34,8 @@ def collect(loader: Loader, num_batches: int) -> list[dict[str, torch.Tensor]]:
 
 def equal(first: list[dict[str, torch.Tensor]], second: list[dict[str, torch.Tensor]]) -> bool:
     return len(first) == len(second) and all(
-        list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(first, second, strict=True)
+        list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(first, second, strict=True)
     )
 
 
@@ -58,27 +62,44 @@ def test_ranks_share_each_global_batch(gyred: StartDaemon, token_files: Path) ->
     with ExitStack() as stack:
 
         def read(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
-            loader = Loader("tokens", batch_size=24, seed=5, rank=rank, world_size=world_size, address=daemon.address)
+            loader = Loader(
+                "tokens",
+                batch_size=24,
+                seed=5,
+                rank=rank,
+                world_size=world_size,
+                address=daemon.address,
+            )
             return collect(stack.enter_context(loader), 40)  # three epochs and a bit
 
         whole = read(0, 1)
         for world_size in (2, 3):
             parts = [read(rank, world_size) for rank in range(world_size)]
-            joined = [{name: torch.cat([part[step][name] for part in parts]) for name in whole[0]} for step in range(40)]
+            joined = [
+                {name: torch.cat([part[step][name] for part in parts]) for name in whole[0]}
+                for step in range(40)
+            ]
             assert equal(joined, whole)
 
 
 def test_jobs_with_different_seeds_at_once(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": {"uri": str(token_files), **TOKENS}}})
     with ExitStack() as stack:
-        loaders = [stack.enter_context(Loader("tokens", batch_size=30, seed=seed, address=daemon.address)) for seed in (1, 2)]
+        loaders = [
+            stack.enter_context(Loader("tokens", batch_size=30, seed=seed, address=daemon.address))
+            for seed in (1, 2)
+        ]
         steps = list(zip(*loaders, strict=True))  # a batch of the one, a batch of the other
-    first, second = (torch.cat([step[job]["sample_id"] for step in steps]).tolist() for job in range(2))
+    first, second = (
+        torch.cat([step[job]["sample_id"] for step in steps]).tolist() for job in range(2)
+    )
     assert sorted(first) == sorted(second) == list(range(300))
     assert first != second
 
 
-def write_text_shards(folder: Path, num_shards: int = 3, num_samples: int = 40) -> list[dict[str, Any]]:
+def write_text_shards(
+    folder: Path, num_shards: int = 3, num_samples: int = 40
+) -> list[dict[str, Any]]:
     """Tar shards by the webdataset library's own writer; gives the samples in their order."""
     folder.mkdir()
     generator = np.random.default_rng(0)
@@ -88,7 +109,11 @@ def write_text_shards(folder: Path, num_shards: int = 3, num_samples: int = 40) 
             for index in range(num_samples):
                 sample = {
                     "txt": "".join(generator.choice(list("abc dé"), generator.integers(0, 200))),
-                    "json": {"shard": shard, "index": index, "tags": ["x"] * int(generator.integers(0, 5))},
+                    "json": {
+                        "shard": shard,
+                        "index": index,
+                        "tags": ["x"] * int(generator.integers(0, 5)),
+                    },
                     "cls": int(generator.integers(-5, 1000)),
                     "npy": generator.standard_normal((3, 4)).astype(np.float32),
                     "bin": generator.bytes(int(generator.integers(0, 3000))),
@@ -103,7 +128,9 @@ def check_text_batch(batch: dict[str, torch.Tensor], samples: list[dict[str, Any
     assert texts(batch, "txt") == [sample["txt"] for sample in wanted]
     assert objects(batch, "json") == [sample["json"] for sample in wanted]
     assert batch["cls"].tolist() == [sample["cls"] for sample in wanted]
-    np.testing.assert_array_equal(batch["npy"].numpy(), np.stack([sample["npy"] for sample in wanted]))
+    np.testing.assert_array_equal(
+        batch["npy"].numpy(), np.stack([sample["npy"] for sample in wanted])
+    )
     ends = batch["bin.offsets"].tolist()
     parts = [batch["bin"].numpy().tobytes()[begin:end] for begin, end in itertools.pairwise(ends)]
     assert parts == [sample["bin"] for sample in wanted]
@@ -123,7 +150,13 @@ def test_webdataset_fields_are_decoded(gyred: StartDaemon, tmp_path: Path) -> No
 
 def test_index_is_kept_and_reused(gyred: StartDaemon, tmp_path: Path) -> None:
     write_text_shards(tmp_path / "shards")
-    daemon = gyred({"datasets": {"text": {"uri": str(tmp_path / "shards"), "format": "webdataset", "fields": ["cls"]}}})
+    daemon = gyred(
+        {
+            "datasets": {
+                "text": {"uri": str(tmp_path / "shards"), "format": "webdataset", "fields": ["cls"]}
+            }
+        }
+    )
     with Loader("text", batch_size=8, address=daemon.address) as loader:
         before = collect(loader, 3)
     sidecars = sorted((tmp_path / "daemon-0" / "index").iterdir())
@@ -160,7 +193,9 @@ def test_object_storage_gives_the_same_batches_by_one_range_request_a_sample(
     )
     with ExitStack() as stack:
         local, remote = (
-            stack.enter_context(Loader(name, batch_size=8, seed=2, restart=True, address=daemon.address))
+            stack.enter_context(
+                Loader(name, batch_size=8, seed=2, restart=True, address=daemon.address)
+            )
             for name in ("local", "remote")
         )
         assert local.fingerprint == remote.fingerprint
@@ -198,9 +233,15 @@ class SlowFiles(http.server.BaseHTTPRequestHandler):
         time.sleep(delay_s)
         with self.lock:
             self.served.append(start)
-        self._answer(206, self.content[start : last + 1], {"Content-Range": f"bytes {start}-{last}/{len(self.content)}"})
+        self._answer(
+            206,
+            self.content[start : last + 1],
+            {"Content-Range": f"bytes {start}-{last}/{len(self.content)}"},
+        )
 
-    def _answer(self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool = True) -> None:
+    def _answer(
+        self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool = True
+    ) -> None:
         self.send_response(status)
         for name, value in {
             **headers,
@@ -249,17 +290,23 @@ def test_batches_are_the_same_whatever_the_order_of_completion(
     local = tmp_path / "tokens.bin"
     local.write_bytes(server.content)
     slow = {"uri": url, "cache": False, **TOKENS}
-    daemon = gyred({"prefetch_batches": 4, "datasets": {"slow": slow, "local": {"uri": str(local), **TOKENS}}})
+    daemon = gyred(
+        {"prefetch_batches": 4, "datasets": {"slow": slow, "local": {"uri": str(local), **TOKENS}}}
+    )
     with ExitStack() as stack:
 
         def read(name: str) -> list[dict[str, torch.Tensor]]:
-            return collect(stack.enter_context(Loader(name, batch_size=32, seed=6, address=daemon.address)), 12)
+            return collect(
+                stack.enter_context(Loader(name, batch_size=32, seed=6, address=daemon.address)), 12
+            )
 
         wanted = read("local")
         for _ in range(2):
             begin = len(server.served)
             assert equal(read("slow"), wanted)
-            assert server.asked[begin:] != server.served[begin:], "the server answered in the order of the questions"
+            assert server.asked[begin:] != server.served[begin:], (
+                "the server answered in the order of the questions"
+            )
     assert max(server.at_once) > 2 * 32, "requests of several batches must be in flight at once"
     daemon.stop()
 
@@ -268,19 +315,30 @@ def test_payload_is_bit_identical_from_run_to_run(gyred: StartDaemon, tmp_path: 
     write_text_shards(tmp_path / "shards")
     runs = []
     for _ in range(2):
-        daemon = gyred({"datasets": {"text": {"uri": str(tmp_path / "shards"), "format": "webdataset"}}})
+        daemon = gyred(
+            {"datasets": {"text": {"uri": str(tmp_path / "shards"), "format": "webdataset"}}}
+        )
         with Loader("text", batch_size=12, seed=1, address=daemon.address) as loader:
-            runs.append([{name: tensor.numpy().tobytes() for name, tensor in batch.items()} for batch in collect(loader, 15)])
+            runs.append(
+                [
+                    {name: tensor.numpy().tobytes() for name, tensor in batch.items()}
+                    for batch in collect(loader, 15)
+                ]
+            )
         daemon.stop()
     assert runs[0] == runs[1]
 
 
 def test_indexing_reports_each_shard(gyred: StartDaemon, tmp_path: Path) -> None:
     write_text_shards(tmp_path / "shards", num_shards=5, num_samples=3)
-    daemon = gyred({"datasets": {"text": {"uri": str(tmp_path / "shards"), "format": "webdataset"}}})
+    daemon = gyred(
+        {"datasets": {"text": {"uri": str(tmp_path / "shards"), "format": "webdataset"}}}
+    )
     with grpc.insecure_channel(daemon.address) as channel:
         request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="text"))
-        first, second = (list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120)) for _ in range(2))
+        first, second = (
+            list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120)) for _ in range(2)
+        )
     assert [progress.shards_done for progress in first] == [1, 2, 3, 4, 5]
     assert {progress.shard for progress in first} == {f"shard-{shard:03}.tar" for shard in range(5)}
     assert first[-1].num_samples == 15

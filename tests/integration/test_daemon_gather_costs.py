@@ -16,9 +16,9 @@ from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.fetching.fetch import Fetcher
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.monitoring.metrics import Metrics
-from gyre_daemon.order.plan import Order, Plan
+from gyre_daemon.order.planner import BatchPlanner, Order
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
-from gyre_daemon.storage.engine.endpoint import Terms
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
 from webdataset import TarWriter
 
@@ -32,15 +32,22 @@ def datasets(tmp_path: Path) -> Mapping[str, DatasetConfig]:
     for shard in range(3):
         with TarWriter(str(tmp_path / f"{shard}.tar")) as writer:
             for n in range(NUM_SAMPLES // 3):
-                writer.write({"__key__": f"{shard}{n:03}", "bin": generator.bytes(int(generator.integers(100, 500)))})
+                writer.write(
+                    {
+                        "__key__": f"{shard}{n:03}",
+                        "bin": generator.bytes(int(generator.integers(100, 500))),
+                    }
+                )
     return {
-        "tokens": DatasetConfig(str(tmp_path / "tokens.bin"), "tokens", {"dtype": "uint32", "sequence_length": 64}),
+        "tokens": DatasetConfig(
+            str(tmp_path / "tokens.bin"), "tokens", {"dtype": "uint32", "sequence_length": 64}
+        ),
         "ragged": DatasetConfig(f"{tmp_path}/*.tar", "webdataset"),
     }
 
 
 class Calls:
-    """Counts calls of Python and C functions in all threads that begin meanwhile, and in this one."""
+    """Counts calls of Python and C functions in this thread and in all that start meanwhile."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -59,15 +66,23 @@ class Calls:
 
 
 async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]:
-    """Calls to lay out and fill a batch of 64 samples, and one of 1024; each is filled once before."""
+    """Calls to lay out and fill a batch of 64 samples, and one of 1024.
+
+    Each is filled once before.
+    """
     counts = []
     with Calls() as calls, ThreadPoolExecutor(2) as threads:
         workers = FairExecutor(threads, 2)
-        opener = StorageOpener(workers, Terms(16, 10.0, False), Metrics())
-        catalog = Catalog({name: config}, opener, SidecarStore(str(folder), folder), None, allow_ad_hoc=False)
+        opener = StorageOpener(workers, EndpointOptions(16, 10.0, False), Metrics())
+        catalog = Catalog(
+            {name: config}, opener, SidecarStore(str(folder), folder), None, allow_ad_hoc=False
+        )
         dataset = await catalog.open(name, config)
         for size in (64, 1024):
-            fetcher, plan = Fetcher(dataset, workers), Plan(Order("full", "wrap", 1, size), dataset.num_samples)
+            fetcher, plan = (
+                Fetcher(dataset, workers),
+                BatchPlanner(Order("full", "wrap", 1, size), dataset.num_samples),
+            )
             plans, arena = plan.batches(0, 2, 0, 1), Arena(2 << 20)
             for row in range(2):
                 before = calls.num
@@ -82,6 +97,8 @@ async def num_calls(name: str, config: DatasetConfig, folder: Path) -> list[int]
 
 
 @pytest.mark.parametrize("name", ["tokens", "ragged"])
-def test_no_call_per_sample(datasets: Mapping[str, DatasetConfig], name: str, tmp_path: Path) -> None:
+def test_no_call_per_sample(
+    datasets: Mapping[str, DatasetConfig], name: str, tmp_path: Path
+) -> None:
     few, many = asyncio.run(num_calls(name, datasets[name], tmp_path))
     assert many - few < 100, "960 samples more"

@@ -1,4 +1,4 @@
-"""Metrics and states of sessions from a real daemon that real loaders read from."""
+"""Metrics and session states of a daemon that loaders read from."""
 
 import shutil
 import subprocess
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,7 +22,12 @@ DEADLINE_S = 150.0
 
 @pytest.fixture
 def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
-    dataset = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
+    dataset = {
+        "uri": str(token_files),
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": 10,
+    }
     return gyred({"metrics_listen": "tcp:127.0.0.1:0", "datasets": {"tokens": dataset}})
 
 
@@ -38,9 +43,14 @@ def scrape(daemon: Daemon) -> str:
 
 
 def of_job(daemon: Daemon, job: str) -> dict[str, float]:
-    """A job's metrics, without their common beginning."""
+    """A job's metrics, without the common prefix of their names."""
     families = text_string_to_metric_families(scrape(daemon))
-    samples = [sample for family in families for sample in family.samples if sample.labels.get("job_name") == job]
+    samples = [
+        sample
+        for family in families
+        for sample in family.samples
+        if sample.labels.get("job_name") == job
+    ]
     return {sample.name.removeprefix("gyre_job_"): sample.value for sample in samples}
 
 
@@ -70,38 +80,57 @@ def test_a_job_s_counters_outlive_its_sessions(daemon: Daemon) -> None:
     assert found["sent_bytes_total"] >= 80 * 20 * (10 * 2 + 8)
     assert found["memory_reserved_bytes"] == found["memory_bytes"] == found["held_batches"] == 0
     assert 0 < found["window_ready_batch_seconds_total"] <= found["window_size_batch_seconds_total"]
-    assert found["trainer_starved_seconds_total"] > 0, "a trainer waits for its first batch at least"
+    assert found["trainer_starved_seconds_total"] > 0, (
+        "a trainer waits for its first batch at least"
+    )
 
 
 def test_a_trainer_that_takes_nothing_fills_its_window(daemon: Daemon) -> None:
-    with Loader("tokens", batch_size=20, prefetch_batches=4, job="slow", address=daemon.address) as loader:
+    with Loader(
+        "tokens", batch_size=20, prefetch_batches=4, job="slow", address=daemon.address
+    ) as loader:
         next(loader)
-        until(lambda: state(daemon).num_ready == state(daemon).prefetch_batches)
+        until(lambda: state(daemon).num_ready == state(daemon).window_batches)
         before = state(daemon)
         until(lambda: state(daemon).window_size_batch_s > before.window_size_batch_s + 0.1)
         after = state(daemon)
         size_s = after.window_size_batch_s - before.window_size_batch_s
         assert after.window_ready_batch_s - before.window_ready_batch_s == pytest.approx(size_s)
-        assert after.wait_trainer_s > before.wait_trainer_s, "what is under way counts already"
+        assert after.wait_trainer_s > before.wait_trainer_s, "time that is still going on counts"
         assert after.wait_storage_s == before.wait_storage_s
         assert after.trainer_waited_s == before.trainer_waited_s
 
 
-def test_nobody_reads_and_nothing_falls(daemon: Daemon) -> None:
-    first, second = ({line.split()[0] for line in scrape(daemon).splitlines() if line[0] != "#"} for _ in range(2))
+def test_an_idle_daemon_has_its_metrics_and_none_of_a_job(daemon: Daemon) -> None:
+    first, second = (
+        {line.split()[0] for line in scrape(daemon).splitlines() if line[0] != "#"}
+        for _ in range(2)
+    )
     assert first == second
-    assert {"gyre_sessions", "gyre_memory_budget_bytes", "gyre_event_loop_lag_seconds_count", "process_open_fds"} <= first
+    assert {
+        "gyre_sessions",
+        "gyre_memory_budget_bytes",
+        "gyre_event_loop_lag_seconds_count",
+        "process_open_fds",
+    } <= first
     assert not any("job_name=" in name for name in first)
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool comes with Debian's package prometheus")
-def test_promtool_finds_nothing_to_complain_about(daemon: Daemon) -> None:
+@pytest.mark.skipif(
+    not shutil.which("promtool"), reason="promtool comes with Debian's package prometheus"
+)
+def test_promtool_accepts_the_metrics(daemon: Daemon) -> None:
     with Loader("tokens", batch_size=20, job='a "job"\nwith \\', address=daemon.address) as loader:
         next(loader)
         text = scrape(daemon)
     assert 'job_name="a \\"job\\"\\nwith \\\\"' in text
     checked = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=120, check=False
+        ["promtool", "check", "metrics"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
@@ -125,7 +154,9 @@ def test_metrics_for_other_hosts_must_be_asked_for(tmp_path: Path) -> None:
 def test_a_port_in_use_ends_the_daemon_before_it_serves(daemon: Daemon, tmp_path: Path) -> None:
     port = metrics_url(daemon).removesuffix("/metrics").rpartition(":")[2]
     path = tmp_path / "gyre.toml"
-    path.write_text(f'listen = ["unix:{tmp_path}/second.sock"]\nmetrics_listen = "tcp:127.0.0.1:{port}"')
+    path.write_text(
+        f'listen = ["unix:{tmp_path}/second.sock"]\nmetrics_listen = "tcp:127.0.0.1:{port}"'
+    )
     refused = gyred_command("serve", "--config", str(path))
     assert refused.returncode == 2
     assert f"metrics_listen: cannot listen on 127.0.0.1:{port}" in refused.stderr

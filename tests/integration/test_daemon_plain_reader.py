@@ -1,4 +1,7 @@
-"""What jobs receive is, bit for bit, what a plain reader makes of the same files: one thread, one sample after another."""
+"""What jobs receive is, bit for bit, what a plain reader makes of the same files.
+
+One thread, one sample after another.
+"""
 
 import tarfile
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_daemon.order.plan import Order, Plan
+from gyre_daemon.order.planner import BatchPlanner, Order
 from webdataset import TarWriter
 
 SEED, BATCH_SIZE, NUM_STEPS = 7, 16, 40
@@ -37,35 +40,60 @@ def tar_samples(folder: Path) -> list[bytes]:
 
 def plain_batches(samples: list[bytes]) -> Iterator[tuple[list[int], list[bytes]]]:
     """Sample ids and samples of each step, through several epochs."""
-    plan = Plan(Order("full", "wrap", SEED, BATCH_SIZE), len(samples))
+    plan = BatchPlanner(Order("full", "wrap", SEED, BATCH_SIZE), len(samples))
     for step in range(NUM_STEPS):
         ids = plan.batches(step, 1, 0, 1)[0].sample_ids.tolist()
         yield ids, [samples[sample_id] for sample_id in ids]
 
 
 @pytest.mark.parametrize("prefetch_batches", [0, 1, 32])
-def test_batches_are_those_of_a_plain_reader(gyred: Any, token_files: Path, tmp_path: Path, prefetch_batches: int) -> None:
+def test_batches_are_those_of_a_plain_reader(
+    gyred: Any, token_files: Path, tmp_path: Path, prefetch_batches: int
+) -> None:
     shards = tmp_path / "shards"
     shards.mkdir()
     generator = np.random.default_rng(0)
     for shard in range(3):
         with TarWriter(str(shards / f"{shard}.tar")) as writer:
             for n in range(50):
-                writer.write({"__key__": f"{shard}{n:03}", "bin": generator.bytes(int(generator.integers(0, 5000)))})
+                writer.write(
+                    {
+                        "__key__": f"{shard}{n:03}",
+                        "bin": generator.bytes(int(generator.integers(0, 5000))),
+                    }
+                )
     daemon = gyred(
         {
             "datasets": {
-                "tokens": {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 8},
+                "tokens": {
+                    "uri": str(token_files),
+                    "format": "tokens",
+                    "dtype": "uint16",
+                    "sequence_length": 8,
+                },
                 "ragged": {"uri": str(shards), "format": "webdataset"},
             }
         }
     )
-    for name, field, samples in (("tokens", "tokens", token_samples(token_files)), ("ragged", "bin", tar_samples(shards))):
-        arguments = {"batch_size": BATCH_SIZE, "seed": SEED, "address": daemon.address, "prefetch_batches": prefetch_batches}
+    for name, field, samples in (
+        ("tokens", "tokens", token_samples(token_files)),
+        ("ragged", "bin", tar_samples(shards)),
+    ):
+        arguments = {
+            "batch_size": BATCH_SIZE,
+            "seed": SEED,
+            "address": daemon.address,
+            "prefetch_batches": prefetch_batches,
+        }
         with Loader(name, **arguments, token_dtype="stored") as loader:
             assert loader.num_samples == len(samples)
-            for (ids, expected), batch in zip(plain_batches(samples), loader.stream(), strict=False):
+            for (ids, expected), batch in zip(
+                plain_batches(samples), loader.stream(), strict=False
+            ):
                 assert batch["sample_id"].tolist() == ids
                 assert batch[field].numpy().tobytes() == b"".join(expected)
                 if name == "ragged":
-                    assert batch["bin.offsets"].tolist() == np.cumsum([0, *map(len, expected)]).tolist()
+                    assert (
+                        batch["bin.offsets"].tolist()
+                        == np.cumsum([0, *map(len, expected)]).tolist()
+                    )

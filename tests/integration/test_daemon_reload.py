@@ -1,4 +1,4 @@
-"""SIGHUP on a real daemon: datasets come, go and change under running jobs, and a bad file harms nothing."""
+"""SIGHUP: datasets are added, removed and changed under running jobs; a bad file does no harm."""
 
 import contextlib
 import signal
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
 from gyre_client.errors import UnknownDataset
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 
 from tests.conftest import Daemon, StartDaemon, to_toml
 
@@ -21,7 +21,7 @@ DEADLINE_S = 150.0
 
 
 def tokens(folder: Path, first: int) -> dict[str, Any]:
-    """A dataset of 100 samples of ten tokens, each its own number from `first` on."""
+    """A dataset of 100 samples of ten tokens; the tokens count up from `first`."""
     path = folder / f"from-{first}.bin"
     if not path.exists():
         np.arange(first, first + 1000, dtype=np.uint16).tofile(path)
@@ -29,7 +29,9 @@ def tokens(folder: Path, first: int) -> dict[str, Any]:
 
 
 def config(daemon: Daemon, datasets: Mapping[str, Any], **keys: Any) -> str:
-    return to_toml({"listen": [daemon.address], "drain_timeout_s": 3.0, **keys, "datasets": datasets})
+    return to_toml(
+        {"listen": [daemon.address], "drain_timeout_s": 3.0, **keys, "datasets": datasets}
+    )
 
 
 def served(daemon: Daemon) -> list[str]:
@@ -42,20 +44,36 @@ def smallest(daemon: Daemon, dataset: str) -> int:
         return int(next(loader)["tokens"].long().min())
 
 
-def test_datasets_come_and_go_and_change_while_jobs_read(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_datasets_come_and_go_and_change_while_jobs_read(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
     first_of = {"stays": 0, "changes": 1000, "goes": 2000}
-    daemon = gyred({"datasets": {name: tokens(tmp_path, first) for name, first in first_of.items()}})
+    daemon = gyred(
+        {"datasets": {name: tokens(tmp_path, first) for name, first in first_of.items()}}
+    )
     with contextlib.ExitStack() as stack:
         readers = {
-            name: stack.enter_context(Loader(name, batch_size=100, prefetch_batches=1, address=daemon.address))
+            name: stack.enter_context(
+                Loader(name, batch_size=100, prefetch_batches=1, address=daemon.address)
+            )
             for name in first_of
         }
         for name, reader in readers.items():
             assert int(next(reader)["tokens"].long().min()) == first_of[name]
-        datasets = {"stays": tokens(tmp_path, 0), "changes": tokens(tmp_path, 5000), "comes": tokens(tmp_path, 6000)}
-        event = daemon.reconfigure(config(daemon, datasets, lease_s=7.0, index_dir=str(tmp_path / "elsewhere")))
+        datasets = {
+            "stays": tokens(tmp_path, 0),
+            "changes": tokens(tmp_path, 5000),
+            "comes": tokens(tmp_path, 6000),
+        }
+        event = daemon.reconfigure(
+            config(daemon, datasets, lease_s=7.0, index_dir=str(tmp_path / "elsewhere"))
+        )
         assert event["event"] == "reloaded"
-        assert (event["added"], event["removed"], event["changed"]) == (["comes"], ["goes"], ["changes"])
+        assert (event["added"], event["removed"], event["changed"]) == (
+            ["comes"],
+            ["goes"],
+            ["changes"],
+        )
         assert event["need_restart"] == ["lease_s", "index_dir"]
         assert event["sessions_on_replaced"] == {"goes": 1, "changes": 1}
         assert served(daemon) == ["changes", "comes", "stays"]
@@ -64,7 +82,9 @@ def test_datasets_come_and_go_and_change_while_jobs_read(gyred: StartDaemon, tmp
             Loader("goes", batch_size=100, address=daemon.address)
         for name, reader in readers.items():
             for _ in range(20):
-                assert int(next(reader)["tokens"].long().min()) == first_of[name], "a session goes on with what it reads"
+                assert int(next(reader)["tokens"].long().min()) == first_of[name], (
+                    "a session goes on with what it reads"
+                )
 
 
 @pytest.mark.parametrize(
@@ -75,12 +95,17 @@ def test_datasets_come_and_go_and_change_while_jobs_read(gyred: StartDaemon, tmp
         (lambda text: "\n", "the file has no dataset at all"),
         (lambda text: text.partition("\n[")[0], "the file has no dataset at all"),
         (lambda text: text[: text.rindex("uri") + 5], "is not valid TOML"),
-        (lambda text: text.replace("sequence_length", "sequence_lenght"), "did you mean `sequence_length`?"),
+        (
+            lambda text: text.replace("sequence_length", "sequence_lenght"),
+            "did you mean `sequence_length`?",
+        ),
         (lambda text: "memory_bugdet = 1\n" + text, "did you mean `memory_budget`?"),
-        (lambda text: "prefetch_batches = 1025\n" + text, "a session can have at most 1024"),
+        (lambda text: "prefetch_batches = 1025\n" + text, "is 1025: expected `int` <= 1024"),
     ],
 )
-def test_a_bad_file_changes_nothing(gyred: StartDaemon, tmp_path: Path, spoil: Callable[[str], str], complaint: str) -> None:
+def test_a_bad_file_changes_nothing(
+    gyred: StartDaemon, tmp_path: Path, spoil: Callable[[str], str], complaint: str
+) -> None:
     daemon = gyred({"datasets": {"stays": tokens(tmp_path, 0)}})
     good = config(daemon, {"stays": tokens(tmp_path, 0), "comes": tokens(tmp_path, 1000)})
     event = daemon.reconfigure(spoil(good))
@@ -94,7 +119,7 @@ def test_a_bad_file_changes_nothing(gyred: StartDaemon, tmp_path: Path, spoil: C
 
 
 def test_a_half_written_file_removes_nothing(gyred: StartDaemon, tmp_path: Path) -> None:
-    """It is valid and lacks datasets when it is first read, and whole when it is read again."""
+    """The first reading is valid and lacks datasets; the second has them."""
     both = {"early": tokens(tmp_path, 0), "late": tokens(tmp_path, 1000)}
     daemon = gyred({"datasets": both})
     with Loader("late", batch_size=100, prefetch_batches=1, address=daemon.address) as reader:
@@ -106,7 +131,8 @@ def test_a_half_written_file_removes_nothing(gyred: StartDaemon, tmp_path: Path)
         assert missing["missing"] == ["late"]
         daemon.config_path.write_text(config(daemon, {**both, "new": tokens(tmp_path, 2000)}))
         event = event_of(daemon, "reloaded")
-        if event["removed"]:  # the file was read again before it was written, by a machine that was that busy
+        # on a busy machine the file is read again before it is complete
+        if event["removed"]:
             pytest.skip("the test was slower than a second")
         assert event["added"] == ["new"]
         assert served(daemon) == ["early", "late", "new"]
@@ -114,7 +140,7 @@ def test_a_half_written_file_removes_nothing(gyred: StartDaemon, tmp_path: Path)
 
 
 def event_of(daemon: Daemon, name: str) -> dict[str, Any]:
-    """The first such event of its log, as soon as it is there."""
+    """The first event of this name in the daemon's log; waits for it."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         for event in daemon.events():
@@ -124,7 +150,7 @@ def event_of(daemon: Daemon, name: str) -> dict[str, Any]:
     raise AssertionError(f"no event {name!r}: {daemon.events()}")
 
 
-def test_the_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_the_service_manager_is_notified_of_a_reload(gyred: StartDaemon, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""A daemon process as its operator meets it: addresses, locks, health, reflection, logs, the end."""
+"""A daemon process and its operator: addresses, locks, health, reflection, logs, shutdown."""
 
 import os
 import pty
@@ -27,7 +27,11 @@ def tokens_dataset(folder: Path) -> dict[str, object]:
 
 def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "gyre_daemon", *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "gyre_daemon", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -40,19 +44,29 @@ def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)
-        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=120)
-        file = descriptor_pb2.FileDescriptorProto.FromString(answer.file_descriptor_response.file_descriptor_proto[0])
+        (answer,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([request]), timeout=120
+        )
+        file = descriptor_pb2.FileDescriptorProto.FromString(
+            answer.file_descriptor_response.file_descriptor_proto[0]
+        )
         assert "OpenSession" in [method.name for method in file.service[0].method]
 
         stub = pb_grpc.LoaderStub(channel)
         (summary,) = stub.ListDatasets(pb.ListDatasetsRequest(), timeout=120).datasets
         assert (summary.name, summary.format, summary.open) == ("tokens", "tokens", False)
-        description = stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens")), timeout=120)
-        assert (description.num_samples, description.num_shards, description.num_bytes) == (100 + 70 + 0 + 130, 4, 6006)
+        description = stub.DescribeDataset(
+            pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="tokens")), timeout=120
+        )
+        assert (description.num_samples, description.num_shards, description.num_bytes) == (
+            100 + 70 + 0 + 130,
+            4,
+            6006,
+        )
     assert gyred_command("health", "--address", daemon.address).returncode == 0
 
 
-def test_plan_is_arithmetic(gyred: StartDaemon, token_files: Path) -> None:
+def test_a_plan_needs_no_reads(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
     with grpc.insecure_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
@@ -60,7 +74,11 @@ def test_plan_is_arithmetic(gyred: StartDaemon, token_files: Path) -> None:
         def plan(step: int, rank: int = 0, world_size: int = 1) -> list[int]:
             order = pb.OrderSpec(seed=3, global_batch_size=100, tail=pb.TAIL_WRAP)
             request = pb.PlanStepRequest(
-                dataset=pb.DatasetRef(name="tokens"), order=order, step=step, rank=rank, world_size=world_size
+                dataset=pb.DatasetRef(name="tokens"),
+                order=order,
+                step=step,
+                rank=rank,
+                world_size=world_size,
             )
             return list(stub.PlanStep(request, timeout=120).sample_ids)
 
@@ -68,12 +86,16 @@ def test_plan_is_arithmetic(gyred: StartDaemon, token_files: Path) -> None:
         assert sorted(epoch) == list(range(300))
         assert epoch != sorted(epoch)
         assert plan(1) == plan(1, 0, 2) + plan(1, 1, 2)
-        reads = [count for count in stub.GetStatus(pb.GetStatusRequest(), timeout=120).storage if count.kind == "read"]
-        # the shards' heads and the fingerprint's probes: no sample was read for a plan
+        reads = [
+            count
+            for count in stub.GetStatus(pb.GetStatusRequest(), timeout=120).storage
+            if count.kind == "read"
+        ]
+        # only the shards' headers and the fingerprint's probes were read, no sample
         assert sum(count.num_requests for count in reads) == 8
 
 
-def test_files_are_private_and_go_with_the_daemon(gyred: StartDaemon, token_files: Path) -> None:
+def test_sockets_are_private_and_removed_at_the_end(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
     path = Path(daemon.address.removeprefix("unix:"))
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o750
@@ -109,7 +131,7 @@ def test_tcp_port_is_never_shared(gyred: StartDaemon, tmp_path: Path) -> None:
     assert "cannot listen on" in second.stderr
 
 
-def test_open_bind_is_refused(tmp_path: Path) -> None:
+def test_an_address_open_to_other_hosts_is_refused(tmp_path: Path) -> None:
     refused = gyred_command("serve", "--listen", "tcp:0.0.0.0:0")
     assert refused.returncode == 2
     assert "open to other hosts" in refused.stderr
@@ -119,15 +141,26 @@ def test_open_bind_is_refused(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("memory_bugdet = 1", "did you mean `memory_budget`?"),
-        ('prefetch_batches = "many"', "must be of type int"),
+        ('prefetch_batches = "many"', "expected `int`"),
         ('[datasets.x]\nuri = "/x"\nformat = "parquette"', "unknown format `parquette`"),
-        ('[datasets.x]\nuri = "/x"\nformat = "tokens"\nsequence_lenght = 3', "did you mean `sequence_length`?"),
-        ('[datasets.x]\nuri = "s3://me:secret@b/x"\nformat = "tokens"\nsequence_length = 3', "must not contain a password"),
-        ('[datasets.x]\nuri = "file:///x::s3://y"\nformat = "tokens"\nsequence_length = 3', "chained URLs"),
+        (
+            '[datasets.x]\nuri = "/x"\nformat = "tokens"\nsequence_lenght = 3',
+            "did you mean `sequence_length`?",
+        ),
+        (
+            '[datasets.x]\nuri = "s3://me:secret@b/x"\nformat = "tokens"\nsequence_length = 3',
+            "must not contain a password",
+        ),
+        (
+            '[datasets.x]\nuri = "file:///x::s3://y"\nformat = "tokens"\nsequence_length = 3',
+            "chained URLs",
+        ),
         ("listen = [", "is not valid TOML"),
     ],
 )
-def test_bad_configuration_is_named_before_anything_is_bound(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_bad_configuration_is_refused_before_anything_is_bound(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     path = tmp_path / "gyre.toml"
     path.write_text(text)
     for command in ("check-config", "serve"):
@@ -137,15 +170,26 @@ def test_bad_configuration_is_named_before_anything_is_bound(tmp_path: Path, tex
         assert "Traceback" not in refused.stderr
 
 
-def test_check_config_tells_values_and_origins(tmp_path: Path) -> None:
+def test_check_config_prints_values_and_origins(tmp_path: Path) -> None:
     path = tmp_path / "gyre.toml"
     path.write_text(
-        'prefetch_batches = 3\n[datasets.x]\nuri = "s3://bucket/x?key=hunter2"\nformat = "tokens"\nsequence_length = 3'
-        '\nstorage = { secret_access_key = "hunter2" }'
+        'prefetch_batches = 3\n[datasets.x]\nuri = "s3://bucket/x?key=hunter2"\n'
+        'format = "tokens"\nsequence_length = 3\nstorage = { secret_access_key = "hunter2" }'
     )
-    command = [sys.executable, "-m", "gyre_daemon", "check-config", "--config", str(path), "--memory-budget", "64MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "gyre_daemon",
+        "check-config",
+        "--config",
+        str(path),
+        "--memory-budget",
+        "64MiB",
+    ]
     environment = {**os.environ, "GYRE_LEASE_S": "7"}
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=True
+    ).stdout
     assert "prefetch_batches = 3  # file" in printed
     assert "memory_budget = 67108864  # flag" in printed
     assert "lease_s = 7.0  # environment" in printed
@@ -158,10 +202,12 @@ def config_of(folder: Path, **datasets: object) -> Path:
     return path
 
 
-def test_check_config_warns_of_what_is_not_there(tmp_path: Path, token_files: Path) -> None:
+def test_check_config_warns_of_missing_files(tmp_path: Path, token_files: Path) -> None:
     there = tokens_dataset(token_files)
     missing = {**there, "uri": f"{token_files}/{{a,zz}}.bin"}
-    path = config_of(tmp_path, there=there, missing=missing, remote={**there, "uri": "s3://bucket/x"})
+    path = config_of(
+        tmp_path, there=there, missing=missing, remote={**there, "uri": "s3://bucket/x"}
+    )
     checked = gyred_command("check-config", "--config", str(path))
     assert checked.returncode == 0, "the other datasets can be served"
     (warning,) = checked.stderr.splitlines()
@@ -174,9 +220,16 @@ def test_check_config_opens_every_dataset(tmp_path: Path, token_files: Path) -> 
     (tmp_path / "junk.tar").write_bytes(b"no tar" * 1000)
     missing = {**there, "uri": f"{token_files}/zz.bin"}
     junk = {"uri": str(tmp_path / "junk.tar"), "format": "webdataset"}
-    storage = {"endpoint": "http://127.0.0.1:1", "region": "x", "access_key_id": "hunter2", "secret_access_key": "hunter2"}
+    storage = {
+        "endpoint": "http://127.0.0.1:1",
+        "region": "x",
+        "access_key_id": "hunter2",
+        "secret_access_key": "hunter2",
+    }
     remote = {**there, "uri": "s3://bucket/x.bin", "storage": storage}
-    checked = gyred_command("check-config", "--open", "--config", str(config_of(tmp_path, there=there)))
+    checked = gyred_command(
+        "check-config", "--open", "--config", str(config_of(tmp_path, there=there))
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
     assert "# dataset `there` opens: 300 samples in 4 shards" in checked.stdout
     path = config_of(tmp_path, there=there, missing=missing, junk=junk, remote=remote)
@@ -185,7 +238,10 @@ def test_check_config_opens_every_dataset(tmp_path: Path, token_files: Path) -> 
     assert "# dataset `there` opens: 300 samples in 4 shards" in checked.stdout
     told = sorted(checked.stderr.splitlines())
     for line, name, reason in zip(
-        told, ("junk", "missing", "remote"), ("junk.tar", "no shard at", "s3://bucket/x.bin"), strict=True
+        told,
+        ("junk", "missing", "remote"),
+        ("junk.tar", "no shard at", "s3://bucket/x.bin"),
+        strict=True,
     ):
         assert line.startswith(f"gyred: dataset `{name}` cannot be opened: ")
         assert reason in line
@@ -193,10 +249,23 @@ def test_check_config_opens_every_dataset(tmp_path: Path, token_files: Path) -> 
 
 
 @pytest.mark.parametrize(("arguments", "is_json"), [((), False), (("--log-format", "json"), True)])
-def test_the_log_is_text_on_a_terminal_unless_told_otherwise(tmp_path: Path, arguments: tuple[str, ...], is_json: bool) -> None:
+def test_the_log_is_text_on_a_terminal_unless_told_otherwise(
+    tmp_path: Path, arguments: tuple[str, ...], is_json: bool
+) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "gyre_daemon", "serve", "--listen", f"unix:{tmp_path}/gyre.sock", *arguments]
-    with os.fdopen(ours, "rb", buffering=0) as terminal, subprocess.Popen(command, stderr=theirs) as daemon:
+    command = [
+        sys.executable,
+        "-m",
+        "gyre_daemon",
+        "serve",
+        "--listen",
+        f"unix:{tmp_path}/gyre.sock",
+        *arguments,
+    ]
+    with (
+        os.fdopen(ours, "rb", buffering=0) as terminal,
+        subprocess.Popen(command, stderr=theirs) as daemon,
+    ):
         os.close(theirs)
         text = b""
         while b"ready" not in text or not text.endswith(b"\n"):
@@ -208,7 +277,7 @@ def test_the_log_is_text_on_a_terminal_unless_told_otherwise(tmp_path: Path, arg
     assert is_json or f"INFO    ready  listen=unix:{tmp_path}/gyre.sock  pid={daemon.pid}" in line
 
 
-def test_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_the_service_manager_is_notified(gyred: StartDaemon, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(120)
@@ -222,5 +291,13 @@ def test_service_manager_is_told(gyred: StartDaemon, tmp_path: Path) -> None:
 
 
 def test_daemon_imports_neither_torch_nor_webdataset() -> None:
-    program = "import sys, gyre_daemon.cli; print(sorted({'torch', 'webdataset', 'gyre_client'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+    program = (
+        "import sys, gyre_daemon.cli; "
+        "print(sorted({'torch', 'webdataset', 'gyre_client'} & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )

@@ -1,4 +1,4 @@
-"""The files in docker/: what they say to run really runs, under the unit's own filter of system calls too."""
+"""The files in docker/: the commands there run, also under the unit's filter of system calls."""
 
 import ctypes
 import json
@@ -34,7 +34,7 @@ SCMP_ACT_ALLOW, SCMP_ACT_EPERM = 0x7FFF0000, 0x00050001  # seccomp.h
 
 @dataclass(frozen=True)
 class Node:
-    """A machine in miniature: the paths that docker/ speaks of, inside a temporary folder."""
+    """A small machine: the paths that docker/ names, inside a temporary folder."""
 
     root: Path
 
@@ -61,7 +61,7 @@ class Node:
             text.replace("/etc/gyre/", f"{self.root}/")
             .replace("/run/gyre/", f"{self.root}/run/")
             .replace("/data/", f"{self.root}/data/")
-            .replace("127.0.0.1:9847", "127.0.0.1:0")  # several such nodes are on this machine
+            .replace("127.0.0.1:9847", "127.0.0.1:0")  # several tests use this machine at once
         )
 
 
@@ -71,13 +71,20 @@ def node(tmp_path: Path) -> Node:
 
 
 @contextmanager
-def running(node: Node, command: Sequence[str], confine: Callable[[], None] | None = None) -> Iterator["Service"]:
-    """A daemon as systemd starts it: with a notify socket, and ready when it says so."""
+def running(
+    node: Node, command: Sequence[str], confine: Callable[[], None] | None = None
+) -> Iterator["Service"]:
+    """A daemon started as systemd does it, with a notify socket; waits for READY."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(node.root / "notify"))
         listener.settimeout(DEADLINE_S)
-        environment = {**os.environ, "NOTIFY_SOCKET": str(node.root / "notify"), "XDG_CACHE_HOME": str(node.root / "cache")}
-        # Between fork and exec `confine` makes system calls and nothing else, so no other thread's lock can hang it.
+        environment = {
+            **os.environ,
+            "NOTIFY_SOCKET": str(node.root / "notify"),
+            "XDG_CACHE_HOME": str(node.root / "cache"),
+        }
+        # Between fork and exec `confine` only makes system calls, so it needs no lock that another
+        # thread may hold.
         with subprocess.Popen(node.here(command), env=environment, preexec_fn=confine) as process:  # noqa: PLW1509
             try:
                 yield Service(process, listener)
@@ -88,7 +95,7 @@ def running(node: Node, command: Sequence[str], confine: Callable[[], None] | No
 
 @dataclass(frozen=True)
 class Service:
-    """A running daemon and what it tells the service manager."""
+    """A running daemon and the socket on which it notifies the service manager."""
 
     process: subprocess.Popen[bytes]
     manager: socket.socket
@@ -122,7 +129,9 @@ def unit(key: str) -> list[str]:
 
 
 def check_health(node: Node) -> int:
-    return subprocess.run(node.here(last_json("Dockerfile.daemon", "HEALTHCHECK")), timeout=DEADLINE_S, check=False).returncode
+    return subprocess.run(
+        node.here(last_json("Dockerfile.daemon", "HEALTHCHECK")), timeout=DEADLINE_S, check=False
+    ).returncode
 
 
 def test_the_daemon_image_serves_reports_its_health_and_ends_on_its_stop_signal(node: Node) -> None:
@@ -135,29 +144,42 @@ def test_the_daemon_image_serves_reports_its_health_and_ends_on_its_stop_signal(
     assert check_health(node) == 1
 
 
-def test_the_trainer_image_asks_its_daemon_for_a_status(node: Node) -> None:
+def test_the_trainer_image_checks_its_daemon(node: Node) -> None:
     command = node.here(last_json("Dockerfile.trainer", "HEALTHCHECK"))
     environment = {**os.environ, "GYRE_ADDRESS": node.address}
-    assert f"GYRE_ADDRESS={IMAGE_ADDRESS}" in dict(instructions("Dockerfile.trainer"))["ENV"].split()
+    assert (
+        f"GYRE_ADDRESS={IMAGE_ADDRESS}" in dict(instructions("Dockerfile.trainer"))["ENV"].split()
+    )
     with running(node, shlex.split(unit("ExecStart")[0])) as service:
         assert service.told() == "READY=1"
-        assert subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode == 0
+        assert (
+            subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode
+            == 0
+        )
     assert subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode == 1
 
 
-def test_the_unit_s_daemon_tells_when_it_is_ready_feeds_the_watchdog_and_tells_that_it_stops(
+def test_the_unit_s_daemon_reports_readiness_watchdog_pings_and_its_end(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert unit("Type") == ["notify"]
     monkeypatch.setenv("WATCHDOG_USEC", "200000")
     subprocess.run(node.here(shlex.split(unit("ExecStartPre")[0])), timeout=DEADLINE_S, check=True)
     with running(node, shlex.split(unit("ExecStart")[0])) as service:
-        assert sorted(service.told() for _ in range(4)) == ["READY=1", "WATCHDOG=1", "WATCHDOG=1", "WATCHDOG=1"]
+        assert sorted(service.told() for _ in range(4)) == [
+            "READY=1",
+            "WATCHDOG=1",
+            "WATCHDOG=1",
+            "WATCHDOG=1",
+        ]
         assert service.stop() == 0
         assert set(iter(service.told, "STOPPING=1")) <= {"WATCHDOG=1"}
 
 
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze names the calls in the unit's filter")
+@pytest.mark.skipif(
+    not shutil.which("systemd-analyze"),
+    reason="systemd-analyze names the calls in the unit's filter",
+)
 def test_the_daemon_serves_under_the_unit_s_filter_of_system_calls(node: Node) -> None:
     with running(node, shlex.split(unit("ExecStart")[0]), confinement()) as service:
         assert service.told() == "READY=1"
@@ -165,24 +187,27 @@ def test_the_daemon_serves_under_the_unit_s_filter_of_system_calls(node: Node) -
         assert re.search(r"^Seccomp:\t2$", status, re.MULTILINE)
         with Loader("text", batch_size=16, address=node.address) as loader:
             sums = [int(next(loader)["tokens"].long().sum()) for _ in range(4)]
-        samples = np.lib.stride_tricks.sliding_window_view(np.fromfile(node.root / "data" / "part.bin", np.uint8), 257)[::256]
+        samples = np.lib.stride_tricks.sliding_window_view(
+            np.fromfile(node.root / "data" / "part.bin", np.uint8), 257
+        )[::256]
         assert sum(sums) == samples.sum()  # one epoch: every sample once
         assert service.stop() == 0
 
 
 def confinement() -> Callable[[], None]:
-    """What a process calls before it becomes the daemon, to be confined as the unit says."""
+    """A function that applies the unit's filter of system calls to the process that calls it."""
     assert unit("MemoryDenyWriteExecute") == unit("NoNewPrivileges") == ["yes"]
     libc, seccomp = ctypes.CDLL(None), ctypes.CDLL("libseccomp.so.2")
     seccomp.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(seccomp.seccomp_init(SCMP_ACT_EPERM))
     for name in allowed_calls():
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
-        if number >= 0:  # those of other architectures have none here
+        if number >= 0:  # a call of another architecture has no number here
             assert seccomp.seccomp_rule_add(context, SCMP_ACT_ALLOW, number, 0) == 0
 
     def confine() -> None:
-        libc.prctl(PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN, 0, 0, 0)  # refused before Linux 6.3, where this part is not tried
+        # Linux before 6.3 refuses this, so it is not tested there
+        libc.prctl(PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN, 0, 0, 0)
         if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or seccomp.seccomp_load(context):
             os._exit(99)
 
@@ -190,8 +215,13 @@ def confinement() -> Callable[[], None]:
 
 
 def allowed_calls() -> set[str]:
-    """The system calls that the unit leaves to the daemon."""
-    listing = subprocess.run(["systemd-analyze", "syscall-filter", "--no-pager"], capture_output=True, text=True, check=True)
+    """The system calls that the unit allows."""
+    listing = subprocess.run(
+        ["systemd-analyze", "syscall-filter", "--no-pager"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     groups: dict[str, list[str]] = {}
     for line in listing.stdout.splitlines():
         if line.startswith("@"):
@@ -210,8 +240,11 @@ def allowed_calls() -> set[str]:
 
 
 def volumes(service: str) -> dict[str, str]:
-    """What is mounted where in a service of compose.yaml, by target."""
-    mounts = [re.sub(r"\$\{(\w+)[^}]*\}", r"\1", mount) for mount in COMPOSE["services"][service]["volumes"]]
+    """The sources of a service's mounts in compose.yaml, by target."""
+    mounts = [
+        re.sub(r"\$\{(\w+)[^}]*\}", r"\1", mount)
+        for mount in COMPOSE["services"][service]["volumes"]
+    ]
     return {mount.split(":")[1]: mount.split(":")[0] for mount in mounts}
 
 
@@ -233,13 +266,20 @@ def test_compose_s_prometheus_reaches_the_daemon_s_metrics() -> None:
     mounts = volumes("prometheus")
     assert mounts[options["storage.tsdb.path"]] in COMPOSE["volumes"]
     config_path = Path(options["config.file"])
-    config = yaml.safe_load((DOCKER / mounts[str(config_path.parent)] / config_path.name).read_text())
-    (target,) = (target for job in config["scrape_configs"] for each in job["static_configs"] for target in each["targets"])
+    config = yaml.safe_load(
+        (DOCKER / mounts[str(config_path.parent)] / config_path.name).read_text()
+    )
+    (target,) = (
+        target
+        for job in config["scrape_configs"]
+        for each in job["static_configs"]
+        for target in each["targets"]
+    )
     assert f'metrics_listen = "tcp:{target}"' in (DOCKER / "gyre.toml").read_text()
     assert all((DOCKER / "prometheus" / name).is_file() for name in config["rule_files"])
 
 
-def test_compose_s_training_job_is_one_that_its_dataset_fits() -> None:
+def test_compose_s_training_job_fits_its_dataset() -> None:
     command = COMPOSE["services"]["trainer"]["command"]
     config = load_training(DOCKER / Path(command[1]).name)
     config.require_divisible(int(command[command.index("--nproc") + 1]))
@@ -255,8 +295,12 @@ def test_compose_s_training_job_is_one_that_its_dataset_fits() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", ["Dockerfile.daemon", "Dockerfile.trainer"])
-def test_an_image_copies_what_exists_and_runs_as_nobody_special(dockerfile: str) -> None:
-    copies = [rest.split() for word, rest in instructions(dockerfile) if word == "COPY" and not rest.startswith("--from")]
+def test_an_image_copies_files_that_exist_and_runs_without_privileges(dockerfile: str) -> None:
+    copies = [
+        rest.split()
+        for word, rest in instructions(dockerfile)
+        if word == "COPY" and not rest.startswith("--from")
+    ]
     sources = [source for *sources, _ in copies for source in sources]
     allowed = (DOCKER / f"{dockerfile}.dockerignore").read_text().split("\n")
     assert sources

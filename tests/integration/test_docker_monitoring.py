@@ -1,4 +1,4 @@
-"""Dashboard and alert rules against the metrics of a running daemon: what they ask for is there, by name and by label."""
+"""Dashboard and alert rules: a running daemon has each metric and label that they use."""
 
 import json
 import re
@@ -22,12 +22,16 @@ RULES = ROOT / "docker" / "prometheus" / "rules.yaml"
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docker" / "grafana" / "gyre.json").read_text())
 METRIC = re.compile(r"\b(?:gyre|process)_[a-z_]+\b|\bgyre:[a-z0-9_:]+|\bup\b")
 OF_TARGETS = {"instance", "job"}  # labels that Prometheus itself adds
-promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool comes with Debian's package prometheus")
+promtool = pytest.mark.skipif(
+    not shutil.which("promtool"), reason="promtool comes with Debian's package prometheus"
+)
 
 
 @pytest.fixture(scope="module")
 def rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
 
 
 def dashboard_expressions() -> list[str]:
@@ -39,12 +43,25 @@ def dashboard_expressions() -> list[str]:
 @pytest.fixture
 def live(gyred: StartDaemon, token_files: Path) -> Mapping[str, set[str]]:
     """The labels of each metric of a daemon that a job reads from."""
-    dataset = {"uri": str(token_files), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
-    daemon = gyred({"metrics_listen": "tcp:127.0.0.1:0", "cache_memory": "1MiB", "datasets": {"tokens": dataset}})
+    dataset = {
+        "uri": str(token_files),
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": 10,
+    }
+    daemon = gyred(
+        {
+            "metrics_listen": "tcp:127.0.0.1:0",
+            "cache_memory": "1MiB",
+            "datasets": {"tokens": dataset},
+        }
+    )
     ready = next(event for event in daemon.events() if event["event"] == "ready")
     with Loader("tokens", batch_size=20, address=daemon.address) as loader:
         next(loader)
-        with urllib.request.urlopen(f"http://{ready['metrics'].removeprefix('tcp:')}/metrics", timeout=120) as response:
+        with urllib.request.urlopen(
+            f"http://{ready['metrics'].removeprefix('tcp:')}/metrics", timeout=120
+        ) as response:
             text = response.read().decode()
     labels = defaultdict[str, set[str]](set)
     for family in text_string_to_metric_families(text):
@@ -54,16 +71,20 @@ def live(gyred: StartDaemon, token_files: Path) -> Mapping[str, set[str]]:
 
 
 def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
-    """Each metric of an expression, with the labels that are asked of it."""
+    """Each metric of an expression, with the labels that it is selected by."""
     for match in re.finditer(rf"({METRIC.pattern})(\{{[^}}]*\}})?", expression):
         yield match[1], set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", match[2] or ""))
 
 
 def grouped_by(expression: str) -> set[str]:
-    return {label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(", ")}
+    return {
+        label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(", ")
+    }
 
 
-def test_all_that_the_rules_ask_for_is_there(rules: list[dict[str, Any]], live: Mapping[str, set[str]]) -> None:
+def test_the_daemon_has_all_metrics_of_the_rules(
+    rules: list[dict[str, Any]], live: Mapping[str, set[str]]
+) -> None:
     recorded = {rule["record"] for rule in rules if "record" in rule}
     known = set().union(*live.values()) | OF_TARGETS
     num_asked = 0
@@ -78,7 +99,7 @@ def test_all_that_the_rules_ask_for_is_there(rules: list[dict[str, Any]], live: 
     assert num_asked > 10
 
 
-def test_all_that_the_dashboard_asks_for_is_there(live: Mapping[str, set[str]]) -> None:
+def test_the_daemon_has_all_metrics_of_the_dashboard(live: Mapping[str, set[str]]) -> None:
     known = set().union(*live.values()) | OF_TARGETS
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
@@ -95,14 +116,18 @@ def test_all_that_the_dashboard_asks_for_is_there(live: Mapping[str, set[str]]) 
             assert name in live
 
 
-def test_every_metric_of_a_job_has_its_place_on_the_dashboard(live: Mapping[str, set[str]]) -> None:
+def test_the_dashboard_shows_every_metric_of_a_job(live: Mapping[str, set[str]]) -> None:
     asked = {name for expression in dashboard_expressions() for name, _ in selectors(expression)}
     assert {name for name in live if name.startswith("gyre_job_")} <= asked
 
 
-def test_the_dashboard_s_panels_are_apart_and_named() -> None:
+def test_panels_of_the_dashboard_do_not_overlap_and_have_titles() -> None:
     panels = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    assert (
+        len({panel["id"] for panel in panels})
+        == len({panel["title"] for panel in panels})
+        == len(panels)
+    )
     cells = [
         (x, y)
         for panel in panels
@@ -119,16 +144,35 @@ def test_promtool_accepts_configuration_and_expressions(tmp_path: Path) -> None:
         {"record": f"panel:{number}", "expr": expression.replace("$__rate_interval", "5m")}
         for number, expression in enumerate(dashboard_expressions())
     ]
-    (tmp_path / "panels.yaml").write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
-    for arguments in (["config", str(RULES.with_name("prometheus.yaml"))], ["rules", str(tmp_path / "panels.yaml")]):
-        checked = subprocess.run(["promtool", "check", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    (tmp_path / "panels.yaml").write_text(
+        json.dumps({"groups": [{"name": "panels", "rules": rules}]})
+    )
+    for arguments in (
+        ["config", str(RULES.with_name("prometheus.yaml"))],
+        ["rules", str(tmp_path / "panels.yaml")],
+    ):
+        checked = subprocess.run(
+            ["promtool", "check", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @promtool
-def test_every_alert_fires_where_it_should_and_not_where_it_should_not(rules: list[dict[str, Any]]) -> None:
+def test_every_alert_fires_when_it_should_and_only_then(
+    rules: list[dict[str, Any]],
+) -> None:
     cases = Path(__file__).with_name("gyre_rules_test.yaml")
-    tested = subprocess.run(["promtool", "test", "rules", str(cases)], capture_output=True, text=True, timeout=120, check=False)
+    tested = subprocess.run(
+        ["promtool", "test", "rules", str(cases)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert tested.returncode == 0, tested.stdout + tested.stderr
     fired = {
         entry["alertname"]

@@ -1,4 +1,7 @@
-"""The examples of other loops, stopped inside an epoch and resumed: what each rank consumed is compared with the plan."""
+"""The examples of other loops, stopped inside an epoch and resumed.
+
+What each rank consumed is compared with the plan.
+"""
 
 import importlib.util
 import json
@@ -21,11 +24,20 @@ def run(example: str, folder: Path, num_ranks: int) -> None:
         command = [sys.executable]
     else:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), *rendezvous]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(num_ranks),
+            *rendezvous,
+        ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     environment.pop("GYRE_ADDRESS", None)
     command += [str(ROOT / f"examples/{example}.py"), "--workdir", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment, check=False
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
@@ -33,8 +45,18 @@ def planned(folder: Path, rank: int, num_ranks: int) -> list[list[int]]:
     """What a rank's steps have to consume, read by a Loader of this process."""
     options = {"sequence_length": 9, "dtype": "uint16"}
     place: dict[str, Any] = {"rank": rank, "world_size": num_ranks}
-    with Loader(folder / "tokens.bin", batch_size=BATCH_SIZE, tail="drop", format="tokens", options=options, **place) as loader:
-        return [batch["sample_id"].tolist() for batch, _ in zip(loader.stream(), range(NUM_STEPS), strict=False)]
+    with Loader(
+        folder / "tokens.bin",
+        batch_size=BATCH_SIZE,
+        tail="drop",
+        format="tokens",
+        options=options,
+        **place,
+    ) as loader:
+        return [
+            batch["sample_id"].tolist()
+            for batch, _ in zip(loader.stream(), range(NUM_STEPS), strict=False)
+        ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Jobs that want different things of one daemon: what they get, what they wait for, and what they may take."""
+"""Jobs that want different things of one daemon.
+
+What they get, what they wait for, and what they may take.
+"""
 
 import contextlib
 import threading
@@ -12,8 +15,8 @@ import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
@@ -21,7 +24,8 @@ from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
 
-LENGTH, BATCH = 2048, 32  # of the local dataset: a batch is 256 KiB and more, and a session of default size 18 MiB
+# The local dataset: a batch is 256 KiB and more.
+LENGTH, BATCH = (2048, 32)
 
 
 @pytest.fixture
@@ -33,7 +37,13 @@ def storage() -> Iterator[ObjectServerProcess]:
 
 def remote(storage: ObjectServerProcess) -> dict[str, Any]:
     """A dataset of 1000 samples, each of which is a request."""
-    uri = {"uri": "s3://bucket/tokens.bin", "format": "tokens", "dtype": "uint16", "sequence_length": 8, "cache": False}
+    uri = {
+        "uri": "s3://bucket/tokens.bin",
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": 8,
+        "cache": False,
+    }
     return {"tokens": {**uri, "storage": dict(storage.storage_settings)}}
 
 
@@ -50,7 +60,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def shares(loaders: Mapping[str, Loader], num_batches: int) -> Mapping[str, int]:
-    """How many of so many batches each job gets while all read as fast as they can."""
+    """How many of `num_batches` batches each job gets while all read as fast as they can."""
     counts: Counter[str] = Counter()
 
     def read(job: str) -> None:
@@ -70,19 +80,25 @@ def shares(loaders: Mapping[str, Loader], num_batches: int) -> Mapping[str, int]
     return counts
 
 
-def test_what_is_scarce_goes_to_jobs_by_their_weights(gyred: StartDaemon, storage: ObjectServerProcess) -> None:
+def test_what_is_scarce_goes_to_jobs_by_their_weights(
+    gyred: StartDaemon, storage: ObjectServerProcess
+) -> None:
     storage.follow(Script(first_byte_p50_s=0.01, first_byte_p99_s=0.011))
     config = {"max_requests": 4, "hedge": False, "datasets": remote(storage)}
     daemon = gyred({**config, "job_weights": {"prod-*": 3}})
 
     def loader(job: str, seed: int) -> Loader:
-        return Loader("tokens", batch_size=4, seed=seed, prefetch_batches=8, job=job, address=daemon.address)
+        return Loader(
+            "tokens", batch_size=4, seed=seed, prefetch_batches=8, job=job, address=daemon.address
+        )
 
     with loader("prod-a", 1) as heavy, loader("probe", 2) as light:
         loaders = {"prod-a": heavy, "probe": light}
         counts = shares(loaders, 120)
         assert 2 < counts["prod-a"] / counts["probe"] < 4.5
-        event = daemon.reconfigure(to_toml({**config, "listen": [daemon.address], "job_weights": {"probe": 3}}))
+        event = daemon.reconfigure(
+            to_toml({**config, "listen": [daemon.address], "job_weights": {"probe": 3}})
+        )
         assert (event["event"], event["reweighed"]) == ("reloaded", ["probe", "prod-*"])
         counts = shares(loaders, 120)
         assert 2 < counts["probe"] / counts["prod-a"] < 4.5
@@ -101,11 +117,13 @@ def test_a_stall_is_told_while_it_lasts(gyred: StartDaemon, storage: ObjectServe
         assert reading.is_alive()
         reading.join()
         until(lambda: status(daemon).sessions[0].trainer_waited_s > 1.5)
-        assert status(daemon).sessions[0].trainer_waited_s < time.monotonic() - began, "nothing was told twice"
+        assert status(daemon).sessions[0].trainer_waited_s < time.monotonic() - began, (
+            "nothing was told twice"
+        )
 
 
 def arena_bytes(daemon: Daemon) -> int:
-    """Memory of all batches, of sessions that ended too, that the daemon's process has."""
+    """The memory of batches that the daemon's process has, also of sessions that have ended."""
     assert daemon.process
     lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
@@ -113,7 +131,7 @@ def arena_bytes(daemon: Daemon) -> int:
 
 @contextlib.contextmanager
 def read_slowly(loader: Loader) -> Iterator[None]:
-    """Some fifty batches a second meanwhile."""
+    """Inside, a thread reads about fifty batches a second."""
     stopping = threading.Event()
 
     def read() -> None:
@@ -129,10 +147,17 @@ def read_slowly(loader: Loader) -> Iterator[None]:
         reading.join()
 
 
-def test_memory_beyond_the_first_arena_comes_after_the_first_batch(gyred: StartDaemon, tmp_path: Path) -> None:
-    """Until then, to make it would only take the processor away from that batch."""
+def test_memory_beyond_the_first_arena_comes_after_the_first_batch(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    """To make it earlier would only take the processor away from that batch."""
     np.zeros(16 << 18, "<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": 1 << 18}
+    tokens = {
+        "uri": str(tmp_path / "tokens.bin"),
+        "format": "tokens",
+        "dtype": "int32",
+        "sequence_length": 1 << 18,
+    }
     daemon = gyred({"datasets": {"tokens": tokens}})
     with grpc.insecure_channel(daemon.address) as channel:
         request = pb.OpenSessionRequest(
@@ -141,18 +166,26 @@ def test_memory_beyond_the_first_arena_comes_after_the_first_batch(gyred: StartD
             reader=pb.Reader(job="first", world_size=1),
         )
         pb_grpc.LoaderStub(channel).OpenSession(request, timeout=120)
-        until(lambda: status(daemon).sessions[0].num_ready == 3)  # as many as the first arena has room for
+        # as many as the first arena has room for
+        until(lambda: status(daemon).sessions[0].num_ready == 3)
         first_bytes = arena_bytes(daemon)
         time.sleep(0.2)
         assert arena_bytes(daemon) == first_bytes
         with Loader("tokens", batch_size=4, job="second", address=daemon.address) as loader:
-            next(loader)  # from the same feed
+            next(loader)  # from the same shared stream
             until(lambda: arena_bytes(daemon) > first_bytes)
 
 
-def test_memory_stays_within_the_budget_whoever_is_slow_or_stopped(gyred: StartDaemon, tmp_path: Path) -> None:
+def test_memory_stays_within_the_budget_beside_slow_and_stopped_jobs(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
     np.zeros(2000 * LENGTH, "<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
+    tokens = {
+        "uri": str(tmp_path / "tokens.bin"),
+        "format": "tokens",
+        "dtype": "int32",
+        "sequence_length": LENGTH,
+    }
     daemon = gyred({"memory_budget": "64MiB", "datasets": {"tokens": tokens}})
 
     def loader(job: str, seed: int) -> Loader:
@@ -161,7 +194,7 @@ def test_memory_stays_within_the_budget_whoever_is_slow_or_stopped(gyred: StartD
     with loader("stopped", 1) as stopped, loader("slow", 1) as slow, read_slowly(slow):
         held = [next(stopped) for _ in range(5)]
         most = 0
-        for seed in (1, 2, 3, 1):  # with and without those two
+        for seed in (1, 2, 3, 1):  # along with those two, and apart from them
             with loader("fast", seed) as fast:
                 for _ in range(20):
                     for _ in range(10):

@@ -1,4 +1,7 @@
-"""Memory of batches is given back by those who hold it, whatever still refers to it and whether or not a collector runs."""
+"""The memory of batches is given back by those who hold it.
+
+What still refers to it does not matter, nor whether a garbage collector runs.
+"""
 
 import asyncio
 import contextlib
@@ -14,9 +17,9 @@ import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample
 from gyre_daemon.memory.arena import Arena, Slot
+from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.arenas import Arenas
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.memory.mapped import Mapped
 from gyre_daemon.memory.share import divide
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_daemon.storage.base import ArenaClosed
@@ -49,7 +52,7 @@ def made() -> Arena:
 
 
 def failure(slot: Slot) -> Exception:
-    """An error with a frame in its traceback that refers to a slot and views of it, and to itself."""
+    """An error whose traceback has a frame that refers to a slot, to views of it, and to itself."""
     view = np.frombuffer(slot.memory, np.uint8)
     try:
         raise ValueError(slot, view)
@@ -97,10 +100,10 @@ def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -
 
     async def write() -> None:
         before = num_mapped()
-        mapped = Mapped(1 << 30)
+        registry = ArenaRegistry(1 << 30)
         with ThreadPoolExecutor(1) as threads:
             workers = FairExecutor(threads, 1)
-            arenas = Arenas(share, Budget(0), mapped, 1 << 30, workers)
+            arenas = Arenas(share, Budget(0), registry, workers)
             await arenas.allocate(NO_JOB)
             slot = arenas.take(NUM_BYTES)
             assert slot
@@ -117,11 +120,11 @@ def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -
             filling.cancel()
             arenas.close()
             assert num_mapped() == before + 1
-            assert mapped.num_bytes > 0
+            assert registry.num_bytes > 0
             may_end.set()
         await asyncio.sleep(0)  # what the thread said is heard
         assert num_mapped() == before
-        assert mapped.num_bytes == 0
+        assert registry.num_bytes == 0
 
     asyncio.run(write())
 
@@ -150,7 +153,10 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def fail(daemon: Daemon, seed: int) -> None:
-    with Loader("tokens", batch_size=64, seed=seed, address=daemon.address) as loader, pytest.raises(CorruptSample):
+    with (
+        Loader("tokens", batch_size=64, seed=seed, address=daemon.address) as loader,
+        pytest.raises(CorruptSample),
+    ):
         for _ in range(200):
             next(loader)
 

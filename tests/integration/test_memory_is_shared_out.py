@@ -1,4 +1,4 @@
-"""One budget for many sessions: whoever comes later finds memory, and nobody loses a batch over it."""
+"""One budget for many sessions: those that come later find memory, and no batch is lost."""
 
 import contextlib
 import itertools
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
@@ -54,9 +54,11 @@ def silence(is_over: threading.Event) -> Iterator[pb.StreamRequest]:
 
 
 class RawSession:
-    """A session whose payload comes through gRPC, by the bare contract."""
+    """A session by the bare gRPC contract; its payload comes through gRPC."""
 
-    def __init__(self, stub: pb_grpc.LoaderStub, job: str, rank: int, world_size: int, batch_size: int) -> None:
+    def __init__(
+        self, stub: pb_grpc.LoaderStub, job: str, rank: int, world_size: int, batch_size: int
+    ) -> None:
         self._stub = stub
         request = pb.OpenSessionRequest(
             dataset=pb.DatasetRef(name="tokens"),
@@ -73,11 +75,15 @@ class RawSession:
         ]
         is_over = threading.Event()
         control = self._stub.Stream(itertools.chain(said, silence(is_over)), timeout=60)
-        payload = self._stub.ReadPayload(pb.ReadPayloadRequest(session_id=self.opened.session_id), timeout=60)
+        payload = self._stub.ReadPayload(
+            pb.ReadPayloadRequest(session_id=self.opened.session_id), timeout=60
+        )
         num_read = 0
         for response in control:
-            for strip in response.batches.strips:
-                layouts = list(strip.layouts) * (len(strip.cursors.own) if len(strip.layouts) == 1 else 1)
+            for group in response.batches.groups:
+                layouts = list(group.layouts) * (
+                    len(group.cursors.own) if len(group.layouts) == 1 else 1
+                )
                 for layout in layouts:
                     data = b""
                     while len(data) < layout.num_bytes:
@@ -94,10 +100,14 @@ class RawSession:
 def tensor(layout: pb.Layout, data: bytes, name: str) -> np.ndarray:
     place = next(tensor for tensor in layout.tensors if tensor.name == name)
     size = int(np.prod(place.shape)) * np.dtype(place.dtype).itemsize
-    return np.frombuffer(data[place.offset_bytes : place.offset_bytes + size], place.dtype).reshape(place.shape)
+    return np.frombuffer(data[place.offset_bytes : place.offset_bytes + size], place.dtype).reshape(
+        place.shape
+    )
 
 
-def test_128_ranks_of_small_batches_fit_the_default_budget(gyred: StartDaemon, token_path: Path) -> None:
+def test_128_ranks_of_small_batches_fit_the_default_budget(
+    gyred: StartDaemon, token_path: Path
+) -> None:
     daemon, num_ranks, batch_size = started(gyred, token_path, lease_s=600.0), 128, 8
     with grpc.insecure_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
@@ -108,7 +118,7 @@ def test_128_ranks_of_small_batches_fit_the_default_budget(gyred: StartDaemon, t
                 now = status(daemon)
                 assert now.memory_reserved_bytes <= now.memory_budget_bytes
         assert len(status(daemon).sessions) == num_ranks
-        assert min(session.prefetch_batches for session in status(daemon).sessions) >= 3
+        assert min(session.window_batches for session in status(daemon).sessions) >= 3
         seen = []
         for session in ranks:
             for layout, data in session.read(3):
@@ -116,7 +126,9 @@ def test_128_ranks_of_small_batches_fit_the_default_budget(gyred: StartDaemon, t
                 assert ids.shape == (batch_size,)
                 assert (tokens == ids[:, None]).all()
                 seen += ids.tolist()
-        assert len(set(seen)) == len(seen) == 3 * num_ranks * batch_size, "each sample once, of steps 0 to 2"
+        assert len(set(seen)) == len(seen) == 3 * num_ranks * batch_size, (
+            "each sample once, of steps 0 to 2"
+        )
     until(lambda: status(daemon).memory_reserved_bytes == 0)
     assert status(daemon).memory_abandoned_bytes == 0
 
@@ -127,10 +139,15 @@ def right(batch: dict[str, torch.Tensor]) -> bool:
 
 
 def loader_of(daemon: Daemon, job: str, batch_size: int = 64, prefetch_batches: int = 0) -> Loader:
-    """In an order of its own."""
+    """A loader whose order depends on its job's name."""
     seed = sum(job.encode())
     return Loader(
-        "tokens", batch_size=batch_size, seed=seed, job=job, prefetch_batches=prefetch_batches, address=daemon.address
+        "tokens",
+        batch_size=batch_size,
+        seed=seed,
+        job=job,
+        prefetch_batches=prefetch_batches,
+        address=daemon.address,
     )
 
 
@@ -141,8 +158,10 @@ def ids_of(loader: Loader, num_batches: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("prefetch_batches", [0, 1000])
-def test_jobs_that_wait_for_each_other_all_find_memory(gyred: StartDaemon, token_path: Path, prefetch_batches: int) -> None:
-    """None goes on reading before all are there; what the first ones have ready would fill the budget."""
+def test_jobs_that_wait_for_each_other_all_find_memory(
+    gyred: StartDaemon, token_path: Path, prefetch_batches: int
+) -> None:
+    """No job reads on before all are open, and the batches of the first ones fill the budget."""
     daemon = started(gyred, token_path, memory_budget="128MiB")
     with loader_of(daemon, "0", prefetch_batches=prefetch_batches) as first:
         wanted = ids_of(first, 700)
@@ -152,7 +171,7 @@ def test_jobs_that_wait_for_each_other_all_find_memory(gyred: StartDaemon, token
         kept = [next(first) for _ in range(40)]
         (alone,) = status(daemon).sessions
         assert alone.memory_limit_bytes > 20 << 20
-        until(lambda: status(daemon).sessions[0].num_in_flight == 0)  # it has all that it may have
+        until(lambda: status(daemon).sessions[0].num_in_flight == 0)  # its window is full
         others = []
         for number in range(1, 11):
             others.append(stack.enter_context(loader_of(daemon, str(number))))
@@ -171,12 +190,17 @@ def test_jobs_that_wait_for_each_other_all_find_memory(gyred: StartDaemon, token
     until(lambda: status(daemon).memory_reserved_bytes + status(daemon).memory_abandoned_bytes == 0)
 
 
-def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_others(gyred: StartDaemon, token_path: Path) -> None:
+def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_others(
+    gyred: StartDaemon, token_path: Path
+) -> None:
     daemon = started(gyred, token_path, memory_budget="8MiB", session_memory="8MiB")
     with Loader("tokens", batch_size=64, job="small", address=daemon.address) as small:
         assert right(next(small))
         before = status(daemon).sessions[0].memory_limit_bytes
-        with grpc.insecure_channel(daemon.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        with (
+            grpc.insecure_channel(daemon.address) as channel,
+            pytest.raises(grpc.RpcError) as refused,
+        ):
             RawSession(pb_grpc.LoaderStub(channel), "huge", 0, 1, 8000)
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "of the daemon's memory_budget of 8388608 bytes only" in str(refused.value.details())

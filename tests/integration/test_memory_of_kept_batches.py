@@ -1,4 +1,7 @@
-"""What clients keep of sessions that are over: it stays as it is, keeps no arena, and is in the account until it is let go."""
+"""Batches that clients keep of sessions that are over stay as they are.
+
+They keep no arena in memory, and count against the budget until the client has let go of them.
+"""
 
 import mmap
 import os
@@ -16,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.arena import Arena
-from gyre_client.connection import Connection
 from gyre_client.errors import DaemonUnavailable, StorageUnavailable
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.arena import Arena
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
@@ -43,7 +46,7 @@ def mapped_files() -> set[str]:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    """Of eight pages, each full of its number."""
+    """An arena of eight pages, each full of its number."""
     descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC)
     os.write(descriptor, b"".join(bytes([page]) * PAGE for page in range(8)))
     arena = Arena(descriptor)
@@ -53,7 +56,10 @@ def arena() -> Iterator[Arena]:
 
 def test_what_is_lent_is_moved_out_and_stays_as_it_is(arena: Arena) -> None:
     before, returned = mapped_files(), []
-    kept = [arena.lend(page * PAGE, (page + 1) * PAGE - 7, 1, lambda: returned.append(0)) for page in (1, 2, 5)]
+    kept = [
+        arena.lend(page * PAGE, (page + 1) * PAGE - 7, 1, lambda: returned.append(0))
+        for page in (1, 2, 5)
+    ]
     kept[1][:] = 99  # what a trainer wrote stays, too
     addresses = [array.ctypes.data for array in kept]
     assert arena.close()
@@ -70,7 +76,7 @@ def test_what_is_lent_is_moved_out_and_stays_as_it_is(arena: Arena) -> None:
         arena.lend(0, PAGE, 1, lambda: None)
 
 
-def test_whoever_reads_meanwhile_reads_on(arena: Arena) -> None:
+def test_threads_that_read_meanwhile_read_on(arena: Arena) -> None:
     kept = arena.lend(3 * PAGE, 6 * PAGE, 1, lambda: None)
     tensor, stopping, wrong = torch.from_numpy(kept), threading.Event(), []
 
@@ -92,8 +98,19 @@ def test_whoever_reads_meanwhile_reads_on(arena: Arena) -> None:
 @pytest.fixture
 def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
     (tmp_path / "tokens.bin").write_bytes(np.arange(1 << 21, dtype="<u2").tobytes())
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "uint16", "sequence_length": LENGTH}
-    return gyred({"memory_budget": "128MiB", "metrics_listen": "tcp:127.0.0.1:0", "datasets": {"tokens": tokens}})
+    tokens = {
+        "uri": str(tmp_path / "tokens.bin"),
+        "format": "tokens",
+        "dtype": "uint16",
+        "sequence_length": LENGTH,
+    }
+    return gyred(
+        {
+            "memory_budget": "128MiB",
+            "metrics_listen": "tcp:127.0.0.1:0",
+            "datasets": {"tokens": tokens},
+        }
+    )
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
@@ -124,7 +141,9 @@ def test_a_small_batch_of_each_of_many_loaders_keeps_no_arena(daemon: Daemon) ->
     assert all(torch.equal(batch, other) for batch, other in zip(kept, wanted, strict=True))
 
 
-def test_a_batch_of_a_session_that_failed_keeps_no_arena_while_the_loader_is_open(daemon: Daemon) -> None:
+def test_a_batch_of_a_session_that_failed_keeps_no_arena_while_the_loader_is_open(
+    daemon: Daemon,
+) -> None:
     loader = Loader("tokens", batch_size=4, reattach_timeout_s=0.5, address=daemon.address)
     with loader:
         kept = next(loader)["tokens"]
@@ -137,8 +156,10 @@ def test_a_batch_of_a_session_that_failed_keeps_no_arena_while_the_loader_is_ope
         assert torch.equal(kept, wanted)
 
 
-def open_session(daemon: Daemon, side: socket.socket, channel: grpc.Channel, batch_size: int = 4) -> pb.SessionOpened:
-    """By the bare contract; with the descriptor of its first arena, which is closed again."""
+def open_session(
+    daemon: Daemon, side: socket.socket, channel: grpc.Channel, batch_size: int = 4
+) -> pb.SessionOpened:
+    """Open a session by the bare contract; receive and close its first arena's descriptor."""
     side.settimeout(10)
     side.connect(daemon.address.removeprefix("unix:") + ".side")
     token = side.recv(100).decode()
@@ -155,11 +176,16 @@ def open_session(daemon: Daemon, side: socket.socket, channel: grpc.Channel, bat
     return opened
 
 
-def test_what_a_client_keeps_of_a_session_that_is_over_is_in_the_account(daemon: Daemon) -> None:
-    with grpc.insecure_channel(daemon.address) as channel, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side:
+def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemon: Daemon) -> None:
+    with (
+        grpc.insecure_channel(daemon.address) as channel,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
+    ):
         opened = open_session(daemon, side, channel)
         assert status(daemon).memory_abandoned_bytes == 0
-        pb_grpc.LoaderStub(channel).CloseSession(pb.CloseSessionRequest(session_id=opened.session_id), timeout=10)
+        pb_grpc.LoaderStub(channel).CloseSession(
+            pb.CloseSessionRequest(session_id=opened.session_id), timeout=10
+        )
         now = status(daemon)
         assert (now.memory_reserved_bytes, now.memory_abandoned_bytes) == (0, opened.arena_bytes)
         text = subprocess.run(
@@ -170,24 +196,33 @@ def test_what_a_client_keeps_of_a_session_that_is_over_is_in_the_account(daemon:
         ).stdout
         assert "abandoned" in text
         (metrics,) = (event["metrics"] for event in daemon.events() if event["event"] == "ready")
-        with urllib.request.urlopen(f"http://{metrics.removeprefix('tcp:')}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://{metrics.removeprefix('tcp:')}/metrics", timeout=10
+        ) as answer:
             value = next(
-                line for line in answer.read().decode().splitlines() if line.startswith("gyre_memory_abandoned_bytes ")
+                line
+                for line in answer.read().decode().splitlines()
+                if line.startswith("gyre_memory_abandoned_bytes ")
             )
         assert float(value.split()[1]) == opened.arena_bytes
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
 
 
 def test_what_clients_keep_counts_against_the_budget(daemon: Daemon) -> None:
-    """A client that lets go of nothing has no more than the budget in the end, and is told why."""
+    """A client that keeps everything is refused at the end of the budget, and told why."""
     sides = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
     with grpc.insecure_channel(daemon.address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             for side in sides:
                 opened = open_session(daemon, side, channel, batch_size=256)
-                pb_grpc.LoaderStub(channel).CloseSession(pb.CloseSessionRequest(session_id=opened.session_id), timeout=10)
+                pb_grpc.LoaderStub(channel).CloseSession(
+                    pb.CloseSessionRequest(session_id=opened.session_id), timeout=10
+                )
                 now = status(daemon)
-                assert now.memory_reserved_bytes + now.memory_abandoned_bytes <= now.memory_budget_bytes
+                assert (
+                    now.memory_reserved_bytes + now.memory_abandoned_bytes
+                    <= now.memory_budget_bytes
+                )
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "kept by clients whose sessions are over" in str(refused.value.details())
     for side in sides:

@@ -1,4 +1,7 @@
-"""The node cache of a real daemon before a real S3 server: what is read from it, and what happens to its folder."""
+"""The node cache of a real daemon before a real S3 server.
+
+What is read from it, and what happens to its folder.
+"""
 
 import itertools
 import os
@@ -34,7 +37,7 @@ numbers = itertools.count()
 
 @dataclass
 class Objects:
-    """Shards of tokens in a bucket; the first two tokens of a sample are its number."""
+    """Shards of tokens in a bucket; a sample's first two tokens are its number."""
 
     server: S3Server
     bucket: str
@@ -51,7 +54,7 @@ class Objects:
 
     @property
     def num_gets(self) -> int:
-        """Of shards; their heads and the fingerprint's probes left out by the caller."""
+        """The requests for shards; the caller subtracts those for headers and fingerprints."""
         return self.server.num_requests("GET", f"/{self.bucket}/shard")
 
 
@@ -65,7 +68,9 @@ def objects(s3_server: S3Server) -> Objects:
 
 
 def shards() -> list[bytes]:
-    tokens = np.random.default_rng(0).integers(0, 1 << 16, (NUM_SAMPLES, SEQUENCE)).astype(np.uint16)
+    tokens = (
+        np.random.default_rng(0).integers(0, 1 << 16, (NUM_SAMPLES, SEQUENCE)).astype(np.uint16)
+    )
     tokens[:, 0], tokens[:, 1] = np.arange(NUM_SAMPLES) & 0xFFFF, np.arange(NUM_SAMPLES) >> 16
     return [part.tobytes() for part in np.split(tokens, NUM_SHARDS)]
 
@@ -73,14 +78,22 @@ def shards() -> list[bytes]:
 WANTED: npt.NDArray[np.uint16] = np.frombuffer(b"".join(shards()), np.uint16).reshape(-1, SEQUENCE)
 
 
-def read(daemon: Daemon, seed: int = 0, num_epochs: int = 1, wanted: npt.NDArray[np.uint16] = WANTED, **options: Any) -> None:
-    """Go through the data and compare every sample."""
+def read(
+    daemon: Daemon,
+    seed: int = 0,
+    num_epochs: int = 1,
+    wanted: npt.NDArray[np.uint16] = WANTED,
+    **options: Any,
+) -> None:
+    """Read the data and compare every sample."""
     seen: list[int] = []
     where: dict[str, Any] = {"address": daemon.address, "epochs": num_epochs, "restart": True}
     with Loader("set", batch_size=BATCH, seed=seed, **where, **options) as loader:
         for batch in loader:
             ids = batch["sample_id"].numpy()
-            assert np.array_equal(batch["tokens"].numpy(), wanted[ids].astype(batch["tokens"].numpy().dtype))
+            assert np.array_equal(
+                batch["tokens"].numpy(), wanted[ids].astype(batch["tokens"].numpy().dtype)
+            )
             seen += ids.tolist()
     assert sorted(seen) == sorted(list(range(NUM_SAMPLES)) * num_epochs)
 
@@ -108,11 +121,13 @@ def wait_until(holds: Callable[[], bool], deadline_s: float = 30.0) -> None:
 
 
 def num_stored(folder: Path) -> int:
-    """Blocks that a daemon has written down in its folder."""
+    """The number of blocks in a daemon's folder."""
     return sum(path.stat().st_size // 28 for path in folder.glob("*.journal"))
 
 
-def test_two_jobs_read_each_byte_once_and_the_next_epochs_none(gyred: StartDaemon, objects: Objects) -> None:
+def test_two_jobs_read_each_byte_once_and_the_next_epochs_none(
+    gyred: StartDaemon, objects: Objects
+) -> None:
     daemon = gyred({"hedge": False, "datasets": {"set": objects.dataset}})
     with ThreadPoolExecutor(2) as executor:
         list(executor.map(lambda seed: read(daemon, seed), (1, 2)))
@@ -121,17 +136,25 @@ def test_two_jobs_read_each_byte_once_and_the_next_epochs_none(gyred: StartDaemo
     read(daemon, seed=3, num_epochs=2)
     assert objects.num_gets == NUM_BLOCKS + NUM_PROBES + NUM_HEADS
     cache = cache_of(daemon)
-    assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted, cache.num_corrupt) == (NUM_BLOCKS, 0, 0, 0)
+    assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted, cache.num_corrupt) == (
+        NUM_BLOCKS,
+        0,
+        0,
+        0,
+    )
     assert cache.num_hits + cache.num_misses + cache.num_joined == 4 * NUM_SAMPLES
     assert (cache.memory_bytes, cache.disk_bytes) == (NUM_SHARDS * SHARD_BYTES, 0)
     shown = subprocess.run(
-        [sys.executable, "-m", "gyre_client", "status", "--address", daemon.address], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "gyre_client", "status", "--address", daemon.address],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert "4.0 MiB in memory, 0 B on disk" in shown
     assert warnings(daemon) == []
 
 
-def test_a_dataset_may_do_without(gyred: StartDaemon, objects: Objects) -> None:
+def test_a_dataset_may_bypass_the_cache(gyred: StartDaemon, objects: Objects) -> None:
     for config in (
         {"cache_memory": 0, "datasets": {"set": objects.dataset}},
         {"datasets": {"set": {**objects.dataset, "cache": False}}},
@@ -144,18 +167,34 @@ def test_a_dataset_may_do_without(gyred: StartDaemon, objects: Objects) -> None:
         assert cache_of(daemon).num_misses == 0
 
 
-def test_a_small_cache_hits_what_it_holds_and_the_rest_is_read_by_the_sample(gyred: StartDaemon, objects: Objects) -> None:
-    """Nothing that was read is read again within the epoch, and nothing ever goes: the job would need it."""
-    daemon = gyred({"hedge": False, "cache_memory": 3 * SHARD_BYTES, "datasets": {"set": objects.dataset}})
+def test_a_small_cache_serves_what_it_holds_and_the_rest_is_read_by_the_sample(
+    gyred: StartDaemon, objects: Objects
+) -> None:
+    """Nothing that was read is read again within the epoch, and nothing ever goes.
+
+    The job would need it.
+    """
+    daemon = gyred(
+        {"hedge": False, "cache_memory": 3 * SHARD_BYTES, "datasets": {"set": objects.dataset}}
+    )
     read(daemon)
     assert bytes_read(daemon) == NUM_SHARDS * (SHARD_BYTES + 2 * 4096)
     cache = cache_of(daemon)
     assert cache.memory_bytes == 3 * SHARD_BYTES
-    assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted) == (12, NUM_SAMPLES // 4, 0)
+    assert (cache.num_blocks_fetched, cache.num_past, cache.num_evicted) == (
+        12,
+        NUM_SAMPLES // 4,
+        0,
+    )
 
 
-def test_blocks_of_the_order_block_are_one_request_each(gyred: StartDaemon, objects: Objects) -> None:
-    """In a cache that holds its window and not the data: what is read out goes, and what is still wanted stays."""
+def test_blocks_of_the_order_block_are_one_request_each(
+    gyred: StartDaemon, objects: Objects
+) -> None:
+    """In a cache that holds its window and not the data.
+
+    What is read out goes, and what is still wanted stays.
+    """
     daemon = gyred({"hedge": False, "cache_memory": 2 << 20, "datasets": {"set": objects.dataset}})
     order: dict[str, Any] = {"order": "block", "io_block_bytes": 64 << 10, "window_blocks": 8}
     read(daemon, **order)
@@ -171,7 +210,7 @@ def test_blocks_of_the_order_block_are_one_request_each(gyred: StartDaemon, obje
 
 
 class TestOnDisk:
-    """What an earlier daemon left, whatever became of it."""
+    """Blocks that an earlier daemon left."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -179,8 +218,10 @@ class TestOnDisk:
 
     @pytest.fixture
     def filled(self, gyred: StartDaemon, objects: Objects, folder: Path) -> Daemon:
-        """A daemon that has gone through the data, written all of it down, and was killed."""
-        daemon = gyred({"hedge": False, "cache_dir": str(folder), "datasets": {"set": objects.dataset}})
+        """A daemon that has read the data, stored all of it, and was killed."""
+        daemon = gyred(
+            {"hedge": False, "cache_dir": str(folder), "datasets": {"set": objects.dataset}}
+        )
         read(daemon)
         wait_until(lambda: num_stored(folder) == NUM_BLOCKS)
         assert cache_of(daemon).disk_bytes == NUM_SHARDS * SHARD_BYTES
@@ -195,7 +236,9 @@ class TestOnDisk:
         assert cache_of(filled).num_hits == 2 * NUM_SAMPLES
         assert warnings(filled) == []
 
-    def test_damaged_blocks_are_fetched_anew(self, filled: Daemon, objects: Objects, folder: Path) -> None:
+    def test_damaged_blocks_are_fetched_again(
+        self, filled: Daemon, objects: Objects, folder: Path
+    ) -> None:
         (path,) = folder.glob("*.blocks")
         with path.open("r+b") as file:
             for block in (0, 7):
@@ -212,7 +255,8 @@ class TestOnDisk:
         before = objects.num_gets
         read(filled, seed=7)
         assert objects.num_gets == before
-        with path.open("r+b") as file:  # while the daemon has it open, and has used that block before
+        # a block that the running daemon has used before
+        with path.open("r+b") as file:
             file.seek(3 * (256 << 10) + 1000)
             file.write(b"\xff\x00" * 8)
         read(filled, seed=8)
@@ -229,14 +273,16 @@ class TestOnDisk:
         assert cache_of(filled).num_blocks_fetched == NUM_BLOCKS
 
     def test_a_smaller_limit_is_kept(self, filled: Daemon, folder: Path) -> None:
-        filled.config_path.write_text(f"cache_disk = {SHARD_BYTES}\n" + filled.config_path.read_text())
+        filled.config_path.write_text(
+            f"cache_disk = {SHARD_BYTES}\n" + filled.config_path.read_text()
+        )
         filled.restart()
         read(filled)
         assert cache_of(filled).disk_bytes == SHARD_BYTES
         (path,) = folder.glob("*.blocks")
         wait_until(lambda: path.stat().st_blocks * 512 <= SHARD_BYTES + 65_536)
 
-    def test_another_daemon_beside_it_does_without(
+    def test_a_second_daemon_works_without_the_folder(
         self, gyred: StartDaemon, filled: Daemon, objects: Objects, folder: Path
     ) -> None:
         filled.restart()
@@ -247,8 +293,12 @@ class TestOnDisk:
         read(filled)
         assert warnings(filled) == []
 
-    def test_killed_again_and_again_while_it_fills(self, gyred: StartDaemon, objects: Objects, folder: Path) -> None:
-        daemon = gyred({"hedge": False, "cache_dir": str(folder), "datasets": {"set": objects.dataset}})
+    def test_killed_again_and_again_while_it_fills(
+        self, gyred: StartDaemon, objects: Objects, folder: Path
+    ) -> None:
+        daemon = gyred(
+            {"hedge": False, "cache_dir": str(folder), "datasets": {"set": objects.dataset}}
+        )
         for num_blocks in (1, 5, 11):
             with Loader("set", batch_size=16, seed=num_blocks, address=daemon.address) as loader:
                 batches = iter(loader)
@@ -262,7 +312,7 @@ class TestOnDisk:
 
 
 @pytest.mark.parametrize("folder", ["file", "file/cache", "/proc/cache"])
-def test_a_folder_that_cannot_be_written_is_done_without(
+def test_a_daemon_works_without_a_folder_it_cannot_write(
     gyred: StartDaemon, objects: Objects, tmp_path: Path, folder: str
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -277,16 +327,28 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("only root may mount a file system")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_costs_nothing_but_the_rest_of_the_cache(gyred: StartDaemon, objects: Objects, small_disk: Path) -> None:
-    daemon = gyred({"cache_dir": str(small_disk / "cache"), "cache_memory": "1MiB", "datasets": {"set": objects.dataset}})
-    read(daemon, num_epochs=2, order="block", io_block_bytes=256 << 10, window_blocks=2)
+def test_a_full_disk_only_limits_the_cache(
+    gyred: StartDaemon, objects: Objects, small_disk: Path
+) -> None:
+    daemon = gyred(
+        {
+            "cache_dir": str(small_disk / "cache"),
+            "cache_memory": "1MiB",
+            "datasets": {"set": objects.dataset},
+        }
+    )
+    # A short window: a second epoch that is fetched beside the first finds no block at rest.
+    short: dict[str, Any] = {"prefetch_batches": 2, "order": "block", "io_block_bytes": 256 << 10}
+    read(daemon, num_epochs=2, window_blocks=2, **short)
     assert warnings(daemon) == ["cache disk fails"]
     cache = cache_of(daemon)
     assert 0 < cache.disk_bytes < 2 << 20

@@ -1,4 +1,4 @@
-"""What the pages show: commands print what stands there, and the first examples run as they are."""
+"""Commands print what the pages show, and the examples of the front page run as they are."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -19,14 +20,18 @@ SECONDS = 150
 
 def blocks(page: str, language: str) -> list[str]:
     """The fenced blocks of a page in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 @pytest.mark.timeout(600)  # it computes for fifteen seconds, where nobody else does
 def test_the_plan_of_the_training_page_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = (each for each in blocks("docs/training.md", "") if each.startswith("$ gyre-train plan"))
+    (block,) = (
+        each for each in blocks("docs/training.md", "") if each.startswith("$ gyre-train plan")
+    )
     command, _, shown = block.partition("\n")
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command.removeprefix("$ gyre-train "))) == 0
@@ -42,14 +47,19 @@ def write_tars(folder: Path) -> None:
     folder.mkdir(parents=True)
     with tarfile.open(folder / "images-000.tar", "w") as archive:
         for n in range(300):
-            for extension, data in (("jpg", b"\xff\xd8" + bytes([n % 256])), ("cls", str(n % 10).encode())):
+            for extension, data in (
+                ("jpg", b"\xff\xd8" + bytes([n % 256])),
+                ("cls", str(n % 10).encode()),
+            ):
                 member = tarfile.TarInfo(f"{n:04}.{extension}")
                 member.size = len(data)
                 archive.addfile(member, BytesIO(data))
 
 
 @pytest.mark.parametrize(("word", "write"), [("tokens", write_tokens), ("webdataset", write_tars)])
-def test_a_quick_start_of_the_front_page_runs_as_it_is(word: str, write: object, tmp_path: Path) -> None:
+def test_a_quick_start_of_the_front_page_runs_as_it_is(
+    word: str, write: object, tmp_path: Path
+) -> None:
     """But for its path, which is another here, and its loop, which ends after some batches."""
     (code,) = (each for each in blocks("README.md", "python") if f'format="{word}"' in each)
     assert len(code.splitlines()) <= 10
@@ -58,6 +68,40 @@ def test_a_quick_start_of_the_front_page_runs_as_it_is(word: str, write: object,
     code = code.replace(path, str(tmp_path / "data"))
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = [sys.executable, "-W", "error", "-c", code]
-    result = subprocess.run(run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment)
+    result = subprocess.run(
+        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout
+
+
+def test_the_front_page_makes_data_and_serves_it_to_several_ranks(tmp_path: Path) -> None:
+    """The page's commands run as they are, except for their paths and the number of ranks."""
+    with TemporaryDirectory(prefix="gyre-pages-") as short:  # the path of a socket is short
+
+        def moved(block: str) -> str:
+            return block.replace("/data/", f"{tmp_path}/data/").replace("/tmp/gyre/", f"{short}/")
+
+        (make_data,) = (each for each in blocks("README.md", "sh") if "tofile(" in each)
+        (serve,) = (each for each in blocks("README.md", "sh") if "torchrun" in each)
+        (config,) = blocks("README.md", "toml")
+        (train,) = (each for each in blocks("README.md", "python") if "train.py" in each)
+        (tmp_path / "gyre.toml").write_text(moved(config))
+        (tmp_path / "train.py").write_text(train)
+        serve = moved(serve).replace("--nproc-per-node 8", "--nproc-per-node 2 --standalone")
+        commands = f"({moved(make_data)})\ntrap 'kill %1; wait' EXIT\n{serve}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        result = subprocess.run(
+            ["bash", "-e", "-c", commands],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+            env=environment,
+            cwd=tmp_path,
+        )
+    assert result.returncode == 0, result.stderr
+    # 16 steps for each rank: an epoch is 1,023 windows of the page's 2**20 tokens
+    assert result.stdout.count("torch.Size([32, 1025])") == 2 * 16, result.stdout
+    assert (tmp_path / "state.pt").exists()

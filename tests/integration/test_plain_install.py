@@ -1,4 +1,4 @@
-"""What a plain installation can do: the wheel without an extra, in an environment of its own, beside a real daemon."""
+"""The wheel without extras, installed in an environment of its own, beside a real daemon."""
 
 import importlib.metadata
 import json
@@ -25,19 +25,23 @@ SECONDS = 120
 
 
 def needed(names: list[str]) -> set[str]:
-    """These distributions and what they need themselves, without extras."""
+    """These distributions and their requirements, without extras."""
     found: set[str] = set()
     while names:
         name = names.pop()
         if name not in found:
             found.add(name)
             wanted = map(Requirement, importlib.metadata.requires(name) or [])
-            names += [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+            names += [
+                each.name
+                for each in wanted
+                if each.marker is None or each.marker.evaluate({"extra": ""})
+            ]
     return found
 
 
 def link(distribution: importlib.metadata.Distribution, site: Path) -> None:
-    """The installed files of a distribution, seen from another environment."""
+    """Link the installed files of a distribution into another environment."""
     for file in distribution.files or []:
         if ".." not in file.parts and "__pycache__" not in file.parts:
             target = site / file
@@ -47,45 +51,76 @@ def link(distribution: importlib.metadata.Distribution, site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment with the wheel and what it requires, and nothing else."""
+    """The `bin` of an environment that holds only the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("plain")
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     venv.create(folder / "env")
-    site = folder / "env/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    site = (
+        folder
+        / "env/lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     for name in needed([Requirement(each).name for each in PROJECT["dependencies"]]):
         link(importlib.metadata.distribution(name), site)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "env/bin/python"), "install", "--quiet"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "env/bin/python"),
+        "install",
+        "--quiet",
+    ]
     subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, timeout=SECONDS)
     return folder / "env/bin"
 
 
-def run(command: list[str | Path], environment: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "GYRE_ADDRESS")}
+def run(
+    command: list[str | Path], environment: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "GYRE_ADDRESS")
+    }
     env = {**kept, **(environment or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, env=env)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, check=False, env=env
+    )
 
 
 def failed_in_one_line(result: "subprocess.CompletedProcess[str]", extra: str) -> bool:
     is_one_line = result.stderr.count("\n") == 1 and not result.stdout
-    return result.returncode == 2 and is_one_line and f'pip install "gyre-ml[{extra}]"' in result.stderr
+    return (
+        result.returncode == 2
+        and is_one_line
+        and f'pip install "gyre-ml[{extra}]"' in result.stderr
+    )
 
 
 @pytest.mark.parametrize("command", ["gyre", "gyred", "gyre-train"])
-def test_every_command_tells_its_version(plain: Path, command: str) -> None:
+def test_every_command_prints_its_version(plain: Path, command: str) -> None:
     result = run([plain / command, "--version"])
-    assert (result.returncode, result.stderr, result.stdout) == (0, "", f"{command} {PROJECT['version']}\n")
+    assert (result.returncode, result.stderr, result.stdout) == (
+        0,
+        "",
+        f"{command} {PROJECT['version']}\n",
+    )
 
 
-def test_help_is_there_or_names_the_extra(plain: Path) -> None:
+def test_help_is_printed_or_names_the_extra(plain: Path) -> None:
     assert run([plain / "gyre", "--help"]).returncode == 0
     assert failed_in_one_line(run([plain / "gyred", "--help"]), "daemon")
     assert failed_in_one_line(run([plain / "gyre-train", "run", "x.toml"]), "trainer")
     assert failed_in_one_line(run([plain / "python", "-m", "gyre_daemon", "serve"]), "daemon")
 
 
-def test_what_needs_an_extra_names_it(plain: Path, tmp_path: Path) -> None:
+def test_a_command_that_needs_an_extra_names_it(plain: Path, tmp_path: Path) -> None:
     (tmp_path / "a.bin").touch()
-    assert failed_in_one_line(run([plain / "gyre", "cat", tmp_path, "--format", "tokens"]), "daemon")
+    assert failed_in_one_line(
+        run([plain / "gyre", "cat", tmp_path, "--format", "tokens"]), "daemon"
+    )
     bench = ["bench", "wiki", "--address", "unix:/nowhere/gyre.sock"]
     assert failed_in_one_line(run([plain / "gyre", *bench]), "client")
     loader = run([plain / "python", "-c", "from gyre_client import Loader"])
@@ -99,13 +134,18 @@ def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
         for n in range(20):
             writer.write({"__key__": f"{n:03d}", "txt": f"text number {n}"})
     datasets = {
-        "numbers": {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "sequence_length": 8, "dtype": "uint16"},
+        "numbers": {
+            "uri": str(tmp_path / "tokens.bin"),
+            "format": "tokens",
+            "sequence_length": 8,
+            "dtype": "uint16",
+        },
         "texts": {"uri": str(tmp_path / "texts-000.tar"), "format": "webdataset"},
     }
     return gyred({"datasets": datasets})
 
 
-def test_a_running_daemon_can_be_asked_everything_but_for_a_comparison(plain: Path, daemon: Daemon) -> None:
+def test_every_command_for_a_running_daemon_works_but_bench(plain: Path, daemon: Daemon) -> None:
     def gyre(*arguments: str) -> Any:
         result = run([plain / "gyre", *arguments, "--json"], {"GYRE_ADDRESS": daemon.address})
         assert (result.returncode, result.stderr) == (0, "")
@@ -125,10 +165,14 @@ def test_a_running_daemon_can_be_asked_everything_but_for_a_comparison(plain: Pa
     assert gyre("why", "texts", "--step", "0")[0]["first_step"] == 0
 
 
-@pytest.mark.parametrize(("uri", "extra"), [("s3://b/x.bin", "s3"), ("gs://b/x.bin", "gcs"), ("az://b/x.bin", "azure")])
+@pytest.mark.parametrize(
+    ("uri", "extra"), [("s3://b/x.bin", "s3"), ("gs://b/x.bin", "gcs"), ("az://b/x.bin", "azure")]
+)
 def test_object_storage_names_its_extra(gyred: StartDaemon, uri: str, extra: str) -> None:
     without = "import sys; sys.modules['obstore'] = None; from gyre_daemon.cli import main; main()"
     dataset = {"uri": uri, "format": "tokens", "sequence_length": 8, "dtype": "uint16"}
     daemon = gyred({"datasets": {"far": dataset}}, command=("-c", without, "serve", "--config"))
-    result = run([sys.executable, "-m", "gyre_client", "describe", "far", "--address", daemon.address])
+    result = run(
+        [sys.executable, "-m", "gyre_client", "describe", "far", "--address", daemon.address]
+    )
     assert failed_in_one_line(result, extra)

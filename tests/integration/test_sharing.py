@@ -25,21 +25,29 @@ from tests.conftest import Daemon, StartDaemon
 LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
 
 
-# A daemon with other limits of what a reader may cost others: the test's pauses count, and a busy machine's do not.
-WITH_PATIENCE = """
+# A daemon with another limit of what a consumer may cost others: the pauses of a test count, and
+# those of a busy machine do not.
+WITH_STALL = """
 import sys
 from gyre_daemon import cli
-from gyre_daemon.sessions import path
-path._PATIENCE = {}
+from gyre_daemon.sessions import stream_state
+stream_state.STALL_S = {}
 cli.main(["serve", "--config", sys.argv[1]])
 """
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """Of a daemon with a short lease that serves 20,000 samples."""
-    np.random.default_rng(5).integers(0, 60_000, 20_000 * LENGTH).astype("<u4").tofile(tmp_path / "tokens.bin")
-    tokens = {"uri": str(tmp_path / "tokens.bin"), "format": "tokens", "dtype": "int32", "sequence_length": LENGTH}
+    """The configuration of a daemon with a short lease that serves 20,000 samples."""
+    np.random.default_rng(5).integers(0, 60_000, 20_000 * LENGTH).astype("<u4").tofile(
+        tmp_path / "tokens.bin"
+    )
+    tokens = {
+        "uri": str(tmp_path / "tokens.bin"),
+        "format": "tokens",
+        "dtype": "int32",
+        "sequence_length": LENGTH,
+    }
     return {"lease_s": 3.0, "datasets": {"tokens": tokens}}
 
 
@@ -62,7 +70,14 @@ def events(daemon: Daemon, name: str) -> list[dict[str, object]]:
 
 
 def loader(daemon: Daemon, job: str, prefetch_batches: int = WINDOW) -> Loader:
-    return Loader("tokens", batch_size=BATCH, seed=3, address=daemon.address, job=job, prefetch_batches=prefetch_batches)
+    return Loader(
+        "tokens",
+        batch_size=BATCH,
+        seed=3,
+        address=daemon.address,
+        job=job,
+        prefetch_batches=prefetch_batches,
+    )
 
 
 def ids_of(batches: list[dict[str, torch.Tensor]]) -> list[list[int]]:
@@ -92,7 +107,9 @@ def test_other_orders_share_nothing(daemon: Daemon) -> None:
         loader(daemon, "a") as first,
         Loader("tokens", batch_size=BATCH, seed=4, address=daemon.address) as seed,
         Loader("tokens", batch_size=BATCH, seed=3, tail="drop", address=daemon.address) as tail,
-        Loader("tokens", batch_size=BATCH * 2, seed=3, rank=0, world_size=2, address=daemon.address) as rank,
+        Loader(
+            "tokens", batch_size=BATCH * 2, seed=3, rank=0, world_size=2, address=daemon.address
+        ) as rank,
     ):
         batches = [next(iter(each)) for each in (first, seed, tail, rank)]
         assert [session.num_sharing for session in status(daemon).sessions] == [1, 1, 1, 1]
@@ -100,15 +117,20 @@ def test_other_orders_share_nothing(daemon: Daemon) -> None:
         assert len({str(batch["sample_id"].tolist()) for batch in (batches[0], batches[1])}) == 2
 
 
-def test_job_that_comes_a_little_late_catches_up(gyred: StartDaemon, config: dict[str, Any]) -> None:
-    daemon = gyred(config, command=("-c", WITH_PATIENCE.format(((60.0, 1.0), (60.0, 0.05)))))
+def test_job_that_comes_a_little_late_catches_up(
+    gyred: StartDaemon, config: dict[str, Any]
+) -> None:
+    daemon = gyred(config, command=("-c", WITH_STALL.format(60.0)))
     with loader(daemon, "a") as first:
         ahead = [next(iter(first))["sample_id"].tolist() for _ in range(100)]
         with loader(daemon, "b") as second:
             behind = [next(iter(second))["sample_id"].tolist() for _ in range(100)]
             assert behind == ahead
             both = [(next(iter(first)), next(iter(second))) for _ in range(200)]
-            assert all(ids_of([one]) == ids_of([other]) and right(daemon, one) and right(daemon, other) for one, other in both)
+            assert all(
+                ids_of([one]) == ids_of([other]) and right(daemon, one) and right(daemon, other)
+                for one, other in both
+            )
             assert [session.num_sharing for session in status(daemon).sessions] == [2, 2]
     assert not events(daemon, "reader falls behind")
 
@@ -129,7 +151,9 @@ def test_job_that_falls_behind_goes_on_alone(daemon: Daemon) -> None:
             assert right(daemon, batch)
 
 
-def test_job_that_stops_does_not_stop_a_client_that_asks_for_one_batch_at_a_time(daemon: Daemon) -> None:
+def test_job_that_stops_does_not_stop_a_client_that_asks_for_one_batch_at_a_time(
+    daemon: Daemon,
+) -> None:
     messages: queue.SimpleQueue[pb.StreamRequest | None] = queue.SimpleQueue()
     request = pb.OpenSessionRequest(
         dataset=pb.DatasetRef(name="tokens"),
@@ -149,23 +173,29 @@ def test_job_that_stops_does_not_stop_a_client_that_asks_for_one_batch_at_a_time
             response = next(stream)
             while not response.HasField("batches"):
                 response = next(stream)
-            assert [strip.first_step for strip in response.batches.strips] == [step]
+            assert [group.first_step for group in response.batches.groups] == [step]
             messages.put(pb.StreamRequest(credit=pb.Credit(num_batches=1, released_steps=[step])))
         messages.put(None)
         stream.cancel()
     assert [event["job"] for event in events(daemon, "reader falls behind")] == ["stopped"]
 
 
-def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(gyred: StartDaemon, config: dict[str, Any]) -> None:
-    """Together they wait for longer than patience with one of them lasts."""
-    daemon = gyred(config, command=("-c", WITH_PATIENCE.format(((2.0, 1.0), (60.0, 0.05)))))
+def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(
+    gyred: StartDaemon, config: dict[str, Any]
+) -> None:
+    """Together they wait for longer than one of them may cost the others."""
+    daemon = gyred(config, command=("-c", WITH_STALL.format(2.0)))
     with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(loader(daemon, job, 4)) for job in "abcde"]
 
         def read(index: int) -> list[list[int]]:
-            before = [next(iter(jobs[index]))["sample_id"].tolist() for _ in range(100 * (index + 1))]
+            before = [
+                next(iter(jobs[index]))["sample_id"].tolist() for _ in range(100 * (index + 1))
+            ]
             time.sleep(0.6)
-            return before + [next(iter(jobs[index]))["sample_id"].tolist() for _ in range(600 - len(before))]
+            return before + [
+                next(iter(jobs[index]))["sample_id"].tolist() for _ in range(600 - len(before))
+            ]
 
         first, *others = threads.map(read, range(5), timeout=120)
         assert all(other == first for other in others)
@@ -173,9 +203,11 @@ def test_jobs_that_keep_each_other_waiting_in_turns_stay_together(gyred: StartDa
         assert [session.num_sharing for session in status(daemon).sessions] == [5] * 5
 
 
-def test_job_that_waits_for_others_as_they_for_it_stays(gyred: StartDaemon, config: dict[str, Any]) -> None:
-    """In the long run both cost the other far more than a twentieth of the time, and more than is forgiven at once."""
-    daemon = gyred(config, command=("-c", WITH_PATIENCE.format(((60.0, 1.0), (3.0, 0.05)))))
+def test_job_that_waits_for_others_as_they_for_it_stays(
+    gyred: StartDaemon, config: dict[str, Any]
+) -> None:
+    """Both cost the other far more than a twentieth of the time, and 4 s in all."""
+    daemon = gyred(config, command=("-c", WITH_STALL.format(3.0)))
     with ThreadPoolExecutor(2) as threads, loader(daemon, "a", 4) as a, loader(daemon, "b", 4) as b:
 
         def read(job: Loader, pauses: range) -> list[list[int]]:
@@ -192,8 +224,10 @@ def test_job_that_waits_for_others_as_they_for_it_stays(gyred: StartDaemon, conf
 
 
 @pytest.mark.parametrize("prefetch_batches", [1, 4])
-def test_jobs_that_keep_their_batches_do_not_keep_each_other_from_reading(daemon: Daemon, prefetch_batches: int) -> None:
-    """Each keeps others, as many as it may, and all together as many as there is memory for."""
+def test_jobs_that_keep_their_batches_do_not_keep_each_other_from_reading(
+    daemon: Daemon, prefetch_batches: int
+) -> None:
+    """Each keeps different batches; together these are as many as there is memory for."""
     with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(loader(daemon, job, prefetch_batches)) for job in "abcde"]
 
@@ -210,13 +244,15 @@ def test_jobs_that_keep_their_batches_do_not_keep_each_other_from_reading(daemon
 
 @pytest.mark.parametrize("prefetch_batches", [2, 4, 8])
 def test_several_jobs_that_stop_do_not_stop_another(daemon: Daemon, prefetch_batches: int) -> None:
-    """Each that is cast off finds its next step in the memory that the others keep, and must not come back for it at once."""
+    """A job that is detached must not come back at once, though the others keep its next step."""
     with contextlib.ExitStack() as stack:
         jobs = [stack.enter_context(loader(daemon, job, prefetch_batches)) for job in "abcd"]
         *stopped, fast = jobs
         together = [ids_of([next(iter(each)) for each in jobs]) for _ in range(50)]
         assert all(ids == each[0] for each in together for ids in each)
-        ahead = [ids_of([next(iter(each)) for _ in range(index)]) for index, each in enumerate(stopped)]
+        ahead = [
+            ids_of([next(iter(each)) for _ in range(index)]) for index, each in enumerate(stopped)
+        ]
         wanted = ids_of([next(iter(fast)) for _ in range(500)])
         assert len(events(daemon, "reader falls behind")) <= 3 * len(stopped)
         for index, each in enumerate(stopped):  # they go on where they stood
@@ -224,7 +260,7 @@ def test_several_jobs_that_stop_do_not_stop_another(daemon: Daemon, prefetch_bat
             assert ids_of([next(iter(each)) for _ in range(100)]) == wanted[index : index + 100]
 
 
-def test_owner_of_a_feed_may_leave_it(daemon: Daemon) -> None:
+def test_owner_of_a_shared_stream_may_leave_it(daemon: Daemon) -> None:
     first, second = loader(daemon, "a"), loader(daemon, "b")
     with second:
         wanted = [next(iter(first))["sample_id"].tolist() for _ in range(60)]
@@ -242,7 +278,14 @@ def test_owner_of_a_feed_may_leave_it(daemon: Daemon) -> None:
 READER = """
 import sys
 from gyre_client import Loader
-loader = Loader("tokens", batch_size=32, seed=3, address=sys.argv[1], job=sys.argv[2], reattach_timeout_s=10)
+loader = Loader(
+    "tokens",
+    batch_size=32,
+    seed=3,
+    address=sys.argv[1],
+    job=sys.argv[2],
+    reattach_timeout_s=10,
+)
 kept = [next(iter(loader)) for _ in range(3)]
 print("ready", flush=True)
 sys.stdin.readline()
@@ -255,7 +298,9 @@ print(next(iter(loader))["sample_id"].tolist(), flush=True)
 def reader(daemon: Daemon) -> Iterator["subprocess.Popen[str]"]:
     """A process that holds three batches and waits for a line."""
     command = [sys.executable, "-c", READER, daemon.address, "other"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
         yield process
@@ -268,7 +313,9 @@ def test_killed_job_leaves_no_hole_in_shared_memory(daemon: Daemon) -> None:
         next(iter(survivor))
         for _ in range(3):
             command = [sys.executable, "-c", READER, daemon.address, "victim"]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ) as victim:
                 assert victim.stdout
                 assert victim.stdout.readline() == "ready\n"
                 victim.send_signal(signal.SIGKILL)
@@ -287,7 +334,9 @@ def test_killed_job_leaves_no_hole_in_shared_memory(daemon: Daemon) -> None:
         assert session.memory_bytes <= num_batches * slot_bytes
 
 
-def test_frozen_job_wakes_to_intact_bytes_beside_one_that_went_on(daemon: Daemon, reader: "subprocess.Popen[str]") -> None:
+def test_frozen_job_wakes_to_intact_bytes_beside_one_that_went_on(
+    daemon: Daemon, reader: "subprocess.Popen[str]"
+) -> None:
     assert reader.stdin
     assert reader.stdout
     with loader(daemon, "a") as survivor:

@@ -1,4 +1,7 @@
-"""Token files through a real daemon: what is served, what is refused, and in which dtype ids arrive."""
+"""Token files through a real daemon.
+
+What is served, what is refused, and in which dtype ids arrive.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,10 +14,10 @@ import numpy.typing as npt
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.address import parse_address
-from gyre_client.connection import Connection
 from gyre_client.errors import ConfigError, CorruptSample, GyreError, InvalidRequest, ShardMissing
-from gyre_client.wire import dataset_ref
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.requests import dataset_ref
 from webdataset import TarWriter
 
 from tests.conftest import Daemon, S3Server, StartDaemon
@@ -28,7 +31,10 @@ Serve = Callable[..., Daemon]
 
 @pytest.fixture
 def serve(gyred: StartDaemon, tmp_path: Path) -> Serve:
-    """`serve(uri, **options)` starts a daemon with the dataset `set`; a path is below the test's folder."""
+    """`serve(uri, **options)` starts a daemon with the dataset `set`.
+
+    A path is below the test's folder.
+    """
 
     def start(uri: str, **options: Any) -> Daemon:
         place = uri if "://" in uri else str(tmp_path / uri)
@@ -41,7 +47,9 @@ def serve(gyred: StartDaemon, tmp_path: Path) -> Serve:
 
 def epoch(daemon: Daemon, **arguments: Any) -> npt.NDArray[Any]:
     """All samples, by id."""
-    with Loader("set", batch_size=20, epochs=1, tail="drop", address=daemon.address, **arguments) as loader:
+    with Loader(
+        "set", batch_size=20, epochs=1, tail="drop", address=daemon.address, **arguments
+    ) as loader:
         batches = list(loader)
     ids = torch.cat([batch["sample_id"] for batch in batches])
     return torch.cat([batch["tokens"] for batch in batches])[ids.argsort()].numpy()
@@ -49,10 +57,16 @@ def epoch(daemon: Daemon, **arguments: Any) -> npt.NDArray[Any]:
 
 def refusals(daemon: Daemon) -> Iterator[GyreError]:
     """What `describe` says, and what a session."""
-    with Connection(parse_address(daemon.address)) as connection, pytest.raises(GyreError) as described:
+    with (
+        Connection(parse_address(daemon.address)) as connection,
+        pytest.raises(GyreError) as described,
+    ):
         connection.describe(dataset_ref("set"), 10.0)
     yield described.value
-    with pytest.raises(GyreError) as opened, Loader("set", batch_size=20, address=daemon.address) as loader:
+    with (
+        pytest.raises(GyreError) as opened,
+        Loader("set", batch_size=20, address=daemon.address) as loader,
+    ):
         next(loader)
     yield opened.value
 
@@ -81,15 +95,40 @@ def test_files_of_every_kind_are_the_same_samples(serve: Serve, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("contents", "options", "error", "sentence"),
     [
-        (b"\x89PNG\r\n\x1a\n" + bytes(500), {"dtype": "uint16"}, CorruptSample, "it looks like a PNG image"),
-        (IDS.astype("<i4").tobytes(), {"dtype": "uint16"}, CorruptSample, "ids are int32, uint32 or int64; correct `dtype`"),
-        (IDS.astype("<u2").tobytes(), {}, ConfigError, "`dtype` is missing: .* set it to one of uint8, uint16"),
-        (llm_c(IDS.astype("<u2")), {"dtype": "uint32"}, ConfigError, "`dtype` is uint32, but shard ids.bin has a llm.c header"),
+        (
+            b"\x89PNG\r\n\x1a\n" + bytes(500),
+            {"dtype": "uint16"},
+            CorruptSample,
+            "it looks like a PNG image",
+        ),
+        (
+            IDS.astype("<i4").tobytes(),
+            {"dtype": "uint16"},
+            CorruptSample,
+            "ids are int32, uint32 or int64; correct `dtype`",
+        ),
+        (
+            IDS.astype("<u2").tobytes(),
+            {},
+            ConfigError,
+            "`dtype` is missing: .* set it to one of uint8, uint16",
+        ),
+        (
+            llm_c(IDS.astype("<u2")),
+            {"dtype": "uint32"},
+            ConfigError,
+            "`dtype` is uint32, but shard ids.bin has a llm.c header",
+        ),
         (llm_c(IDS.astype("<u2"))[:-4], {}, CorruptSample, "shard ids.bin is not whole"),
     ],
 )
-def test_what_is_no_ids_is_refused_when_it_is_described_and_when_it_is_read(
-    serve: Serve, tmp_path: Path, contents: bytes, options: dict[str, Any], error: type[GyreError], sentence: str
+def test_files_of_other_types_are_refused_in_describe_and_in_sessions(
+    serve: Serve,
+    tmp_path: Path,
+    contents: bytes,
+    options: dict[str, Any],
+    error: type[GyreError],
+    sentence: str,
 ) -> None:
     (tmp_path / "ids.bin").write_bytes(contents)
     for refused in refusals(serve("ids.bin", **options)):
@@ -97,29 +136,41 @@ def test_what_is_no_ids_is_refused_when_it_is_described_and_when_it_is_read(
         assert re.search(sentence, str(refused))
 
 
-def test_an_id_outside_the_vocabulary_is_named_by_sample_shard_and_position(serve: Serve, tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_named_by_sample_shard_and_position(
+    serve: Serve, tmp_path: Path
+) -> None:
     ids = (IDS % 1000).astype("<i4")
     ids[2034], ids[777] = 1000, -1
     ids[:2000].tofile(tmp_path / "a.bin")
     ids[2000:].tofile(tmp_path / "b.bin")
     daemon = serve("*.bin", dtype="int32", vocabulary=1001)
     with Loader("set", batch_size=300, order="sequential", address=daemon.address) as loader:
-        with pytest.raises(CorruptSample, match="id -1 at position 7 is outside the vocabulary of 1001 ids") as caught:
+        with pytest.raises(
+            CorruptSample, match="id -1 at position 7 is outside the vocabulary of 1001 ids"
+        ) as caught:
             next(loader)
         assert (caught.value.facts["sample_id"], caught.value.facts["shard"]) == ("77", "a.bin")
     ids[777] = 0
     ids[:2000].tofile(tmp_path / "a.bin")
     with Loader(
-        "set", batch_size=3, order="sequential", address=serve("*.bin", dtype="int32", vocabulary=1000).address
+        "set",
+        batch_size=3,
+        order="sequential",
+        address=serve("*.bin", dtype="int32", vocabulary=1000).address,
     ) as loader:
         batches: list[dict[str, torch.Tensor]] = []
-        with pytest.raises(CorruptSample, match="id 1000 at position 4 is outside the vocabulary of 1000 ids") as caught:
+        with pytest.raises(
+            CorruptSample, match="id 1000 at position 4 is outside the vocabulary of 1000 ids"
+        ) as caught:
             batches.extend(loader)
         assert (caught.value.facts["sample_id"], caught.value.facts["shard"]) == ("203", "b.bin")
-    assert torch.cat([batch["tokens"] for batch in batches]).flatten().tolist() == ids[: len(batches) * 3 * LENGTH].tolist()
+    assert (
+        torch.cat([batch["tokens"] for batch in batches]).flatten().tolist()
+        == ids[: len(batches) * 3 * LENGTH].tolist()
+    )
 
 
-def test_ids_within_the_vocabulary_are_served_as_ever(serve: Serve, tmp_path: Path) -> None:
+def test_ids_within_the_vocabulary_are_served(serve: Serve, tmp_path: Path) -> None:
     IDS.astype("<u2").tofile(tmp_path / "ids.bin")
     checked, unchecked = (serve("ids.bin", dtype="uint16", vocabulary=size) for size in (50257, 0))
     assert np.array_equal(epoch(checked), epoch(unchecked))
@@ -144,7 +195,9 @@ def write_sets(folder: Path, names: list[str], suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["bin", "tar"])
-def test_a_folder_with_a_held_out_set_in_it_needs_a_pattern(serve: Serve, tmp_path: Path, suffix: str) -> None:
+def test_a_folder_with_a_held_out_set_in_it_needs_a_pattern(
+    serve: Serve, tmp_path: Path, suffix: str
+) -> None:
     write_sets(tmp_path / "set", ["wiki_train_000", "wiki_train_001", "wiki_val_000"], suffix)
     options: dict[str, Any] = {"dtype": "uint16"} if suffix == "bin" else {"format": "webdataset"}
     if suffix == "tar":
@@ -154,12 +207,16 @@ def test_a_folder_with_a_held_out_set_in_it_needs_a_pattern(serve: Serve, tmp_pa
         assert "holds train (2 files, such as wiki_train_000" in str(refused)
         assert "and val (1 files, such as wiki_val_000" in str(refused)
         pattern = re.search(
-            rf"name (\S+/\*train\*\.{suffix}) or \S+/\*val\*\.{suffix}, or (\S+/\*\.{suffix}) for all", str(refused)
+            rf"name (\S+/\*train\*\.{suffix}) or \S+/\*val\*\.{suffix}, "
+            rf"or (\S+/\*\.{suffix}) for all",
+            str(refused),
         )
         assert pattern
         uris = pattern.groups()
     for uri, num_shards in zip(uris, (2, 3), strict=True):
-        with Connection(parse_address(serve("/" + uri.lstrip("/"), **options).address)) as connection:
+        with Connection(
+            parse_address(serve("/" + uri.lstrip("/"), **options).address)
+        ) as connection:
             assert connection.describe(dataset_ref("set"), 10.0).num_shards == num_shards
 
 
@@ -168,7 +225,9 @@ def test_a_folder_of_folders_says_which_there_are(serve: Serve, tmp_path: Path) 
     for refused in refusals(serve("set", dtype="uint16")):
         assert type(refused) is ShardMissing
         assert "has the folders train, validation: name one of them, such as " in str(refused)
-        assert str(refused).endswith("set/train, or " + str(tmp_path / "set/*/*.bin") + " for all of them")
+        assert str(refused).endswith(
+            "set/train, or " + str(tmp_path / "set/*/*.bin") + " for all of them"
+        )
     assert len(epoch(serve("set/train", dtype="uint16"))) == 300
 
 
@@ -177,7 +236,9 @@ def test_names_that_only_look_alike_are_one_set(serve: Serve, tmp_path: Path) ->
     assert len(epoch(serve("set", dtype="uint16"))) == 1500
 
 
-def test_what_many_shards_told_is_kept_until_one_of_them_changes(serve: Serve, tmp_path: Path) -> None:
+def test_headers_of_many_shards_are_kept_until_one_of_them_changes(
+    serve: Serve, tmp_path: Path
+) -> None:
     (tmp_path / "set").mkdir()
     for number in range(20):
         (tmp_path / f"set/{number:02}.bin").write_bytes(llm_c(IDS[:20].astype("<u2")))
@@ -196,7 +257,9 @@ def test_what_many_shards_told_is_kept_until_one_of_them_changes(serve: Serve, t
         assert "shard 07.bin holds no token ids: it looks like a PNG image" in str(refused)
 
 
-def test_object_storage_is_asked_once_for_each_head_and_not_again(s3_server: S3Server, serve: Serve) -> None:
+def test_object_storage_is_asked_once_for_each_head_and_not_again(
+    s3_server: S3Server, serve: Serve
+) -> None:
     s3_server.make_bucket("heads")
     for number in range(30):
         s3_server.put("heads", f"{number:02}.bin", llm_c((IDS[:200] + number).astype("<u2")))
@@ -215,7 +278,9 @@ def test_object_storage_is_asked_once_for_each_head_and_not_again(s3_server: S3S
     assert np.array_equal(epoch(daemon)[:20], IDS[:200].reshape(-1, LENGTH))
 
 
-def test_object_storage_has_megatron_files_and_held_out_sets_too(s3_server: S3Server, serve: Serve) -> None:
+def test_object_storage_has_megatron_files_and_held_out_sets_too(
+    s3_server: S3Server, serve: Serve
+) -> None:
     s3_server.make_bucket("sets")
     settings = {"storage": dict(s3_server.storage_settings), "cache": False}
     for name in ("train", "val"):
@@ -223,10 +288,17 @@ def test_object_storage_has_megatron_files_and_held_out_sets_too(s3_server: S3Se
         s3_server.put("sets", f"data/{name}.idx", megatron_idx([3000], 2, 8))
         s3_server.put("sets", f"parts/{name}/0.bin", IDS.astype("<u2").tobytes())
     for refused in refusals(serve("s3://sets/data", **settings)):
-        assert "name s3://sets/data/*train*.bin or s3://sets/data/*val*.bin, or s3://sets/data/*.bin" in str(refused)
+        assert (
+            "name s3://sets/data/*train*.bin or s3://sets/data/*val*.bin, or s3://sets/data/*.bin"
+            in str(refused)
+        )
     for refused in refusals(serve("s3://sets/parts", **settings)):
-        assert "has the folders train, val: name one of them, such as s3://sets/parts/train" in str(refused)
-    assert np.array_equal(epoch(serve("s3://sets/data/*train*.bin", **settings)), IDS.reshape(-1, LENGTH))
+        assert "has the folders train, val: name one of them, such as s3://sets/parts/train" in str(
+            refused
+        )
+    assert np.array_equal(
+        epoch(serve("s3://sets/data/*train*.bin", **settings)), IDS.reshape(-1, LENGTH)
+    )
     for refused in refusals(serve("s3://sets/parts/train", **settings)):
         assert "`dtype` is missing" in str(refused), "no index beside it"
 
@@ -246,7 +318,9 @@ ARRIVES = {
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_ids_arrive_in_a_dtype_that_torch_computes_with(gyred: StartDaemon, tmp_path: Path, is_shared: bool) -> None:
+def test_ids_arrive_in_a_dtype_that_torch_computes_with(
+    gyred: StartDaemon, tmp_path: Path, is_shared: bool
+) -> None:
     """Through shared memory, and through gRPC."""
     for stored in {stored for stored, _ in ARRIVES}:
         np.save(tmp_path / f"{stored}.npy", IDS.astype(stored))
@@ -269,7 +343,13 @@ def test_a_dtype_that_cannot_hold_the_ids_is_refused_at_once(serve: Serve, tmp_p
     np.save(tmp_path / "ids.npy", IDS.astype("<u4"))
     daemon = serve("ids.npy")
     for asked, sentence in (
-        ("int32", "token_dtype is 'int32', which cannot hold every uint32 id of the field 'tokens'; take 'int64'"),
+        (
+            "int32",
+            (
+                "token_dtype is 'int32', which cannot hold every uint32 id of the field 'tokens'; "
+                "take 'int64'"
+            ),
+        ),
         ("float", "token_dtype is 'float'; it can be 'int64', 'int32', 'stored'"),
     ):
         with pytest.raises(InvalidRequest, match=sentence):
@@ -283,13 +363,19 @@ def test_widened_batches_hold_no_slot_however_many_are_kept(serve: Serve, tmp_pa
     def num_held(token_dtype: str) -> int:
         """Slots, while 40 batches are kept; those not read yet are the client's too."""
         with (
-            Loader("set", batch_size=20, address=daemon.address, token_dtype=token_dtype, prefetch_batches=2) as loader,
+            Loader(
+                "set",
+                batch_size=20,
+                address=daemon.address,
+                token_dtype=token_dtype,
+                prefetch_batches=2,
+            ) as loader,
             Connection(parse_address(daemon.address)) as connection,
         ):
             kept = list(islice(loader.stream(), 40))
-            stream: Any = loader._held.stream
+            stream: Any = loader._resources.stream
             arenas = stream._attachment._arenas
-            num_lent = arenas.num_lent - stream._num_unread - len(stream._strip or ())
+            num_lent = arenas.num_lent - stream._num_unread - len(stream._group or ())
             assert connection.status().sessions
             assert len(kept) == 40
         return int(num_lent)
@@ -300,6 +386,8 @@ def test_widened_batches_hold_no_slot_however_many_are_kept(serve: Serve, tmp_pa
 
 def test_bytes_are_never_widened(gyred: StartDaemon, tmp_path: Path) -> None:
     write_sets(tmp_path, ["texts"], "tar")
-    daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "texts.tar"), "format": "webdataset"}}})
+    daemon = gyred(
+        {"datasets": {"set": {"uri": str(tmp_path / "texts.tar"), "format": "webdataset"}}}
+    )
     with Loader("set", batch_size=20, address=daemon.address) as loader:
         assert next(loader)["txt"].dtype == torch.uint8

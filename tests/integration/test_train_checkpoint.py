@@ -14,11 +14,13 @@ from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.training.checkpoint import Checkpoints, TrainState, latest
 from gyre_trainer.training.gpt import GPT, GPTConfig
 
-CONFIG = GPTConfig(vocab_size=32, num_layers=1, dim=16, num_heads=2, num_kv_heads=2, hidden_dim=32, max_seq_len=8)
+CONFIG = GPTConfig(
+    vocab_size=32, num_layers=1, dim=16, num_heads=2, num_kv_heads=2, hidden_dim=32, max_seq_len=8
+)
 
 
 class Position:
-    """What a loader is to a checkpoint."""
+    """The part of a loader that checkpoints need."""
 
     def __init__(self, cursor: bytes) -> None:
         self.cursor = cursor
@@ -59,44 +61,63 @@ def tensors(state: TrainState) -> list[torch.Tensor]:
     return [*state.model.parameters(), *moments]
 
 
-def test_everything_comes_back_to_the_bit(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_restores_every_bit(tmp_path: Path, checkpoints: Checkpoints) -> None:
     saved, restored = trained(1, b"\x00 some place \xff"), trained(2)
     checkpoints.save(saved, 7)
     assert latest(tmp_path) == tmp_path / "step-00000007"
     assert checkpoints.load(restored, latest(tmp_path)) == 7
     assert restored.loader.state_dict() == {"cursor": b"\x00 some place \xff"}
     assert len(tensors(saved)) == 4 * len(list(saved.model.parameters()))
-    assert all(torch.equal(one, other) for one, other in zip(tensors(saved), tensors(restored), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(tensors(saved), tensors(restored), strict=True)
+    )
 
 
-def test_the_newest_stay_and_what_a_kill_left_goes(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_the_newest_checkpoints_stay_and_unfinished_ones_are_deleted(
+    tmp_path: Path, checkpoints: Checkpoints
+) -> None:
     torn = tmp_path / ".writing-step-00000002"
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half of")
     for step in range(1, 5):
         checkpoints.save(trained(step), step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-00000003",
+        "step-00000004",
+    ]
 
 
-def test_a_run_that_goes_on_from_an_older_checkpoint_has_that_as_its_latest(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_run_that_goes_on_from_an_older_checkpoint_has_that_as_its_latest(
+    tmp_path: Path, checkpoints: Checkpoints
+) -> None:
     for step in (1, 2):
         checkpoints.save(trained(step), step)
     checkpoints.load(trained(9), tmp_path / "step-00000001")
     assert latest(tmp_path).name == "step-00000001"
-    checkpoints.save(trained(3), 2)  # written anew, by other weights
+    checkpoints.save(trained(3), 2)  # written again, with other weights
     assert latest(tmp_path).name == "step-00000002"
     restored = trained(9)
     checkpoints.load(restored, latest(tmp_path))
-    assert all(torch.equal(one, other) for one, other in zip(tensors(trained(3)), tensors(restored), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(tensors(trained(3)), tensors(restored), strict=True)
+    )
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, checkpoints: Checkpoints
+) -> None:
     checkpoints.save(trained(1), 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the kernel's answer to a write beyond it is an error
+    # the kernel's answer to a write beyond it is an error
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(CheckpointFailed, match=r"step-00000002 cannot be written: .*") as caught:
+        with pytest.raises(
+            CheckpointFailed, match=r"step-00000002 cannot be written: .*"
+        ) as caught:
             checkpoints.save(trained(2), 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -105,9 +126,16 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
     assert latest(tmp_path).name == "step-00000001"
     restored = trained(9)
     assert checkpoints.load(restored, latest(tmp_path)) == 1
-    assert all(torch.equal(one, other) for one, other in zip(tensors(trained(1)), tensors(restored), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(tensors(trained(1)), tensors(restored), strict=True)
+    )
     checkpoints.save(trained(2), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "step-00000001",
+        "step-00000002",
+    ]
 
 
 def test_a_torn_checkpoint_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
@@ -122,7 +150,7 @@ def test_a_torn_checkpoint_is_refused(tmp_path: Path, checkpoints: Checkpoints) 
         checkpoints.load(trained(2), latest(tmp_path))
 
 
-def test_a_checkpoint_says_of_what_it_is(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def test_a_checkpoint_names_its_model(tmp_path: Path, checkpoints: Checkpoints) -> None:
     checkpoints.save(trained(1), 1)
     manifest = json.loads((latest(tmp_path) / "checkpoint.json").read_text())
     assert manifest["model"] == asdict(CONFIG)

@@ -1,4 +1,4 @@
-"""The launcher with ranks that are small scripts: who failed is told, and nothing is left behind."""
+"""The launcher names the rank that failed and leaves nothing behind; ranks are small scripts."""
 
 import contextlib
 import os
@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-LAUNCHER = (
-    "import sys; from gyre_trainer.training.launcher import Launcher; sys.exit(Launcher(sys.argv[2:], int(sys.argv[1])).run())"
-)
+LAUNCHER = """
+import sys
+from gyre_trainer.training.launcher import Launcher
+sys.exit(Launcher(sys.argv[2:], int(sys.argv[1])).run())
+"""
 PREAMBLE = """
 import os, sys, time
 from pathlib import Path
@@ -36,8 +38,18 @@ class Job:
         self._num_ranks = num_ranks
         path = folder / "rank.py"
         path.write_text(PREAMBLE + textwrap.dedent(script))
-        command = [sys.executable, "-c", LAUNCHER, str(num_ranks), sys.executable, str(path), str(folder)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        command = [
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            str(num_ranks),
+            sys.executable,
+            str(path),
+            str(folder),
+        ]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of all ranks, once all have begun."""
@@ -49,12 +61,12 @@ class Job:
         return [psutil.Process(int(path.read_text())) for path in paths]
 
     def end(self) -> tuple[int, str]:
-        """Exit status and standard error, when the launcher has ended."""
+        """Wait for the launcher to end; return its exit status and standard error."""
         _, errors = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, errors
 
     def clean_up(self) -> None:
-        """Leave nothing behind, even after a failure."""
+        """End all processes, even after a failure."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate(timeout=DEADLINE_S)
@@ -81,12 +93,15 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-def test_every_rank_knows_its_place_and_meets_the_others_at_one_store(tmp_path: Path, start: StartJob) -> None:
+def test_every_rank_knows_its_place_and_meets_the_others_at_one_store(
+    tmp_path: Path, start: StartJob
+) -> None:
     script = """
     import torch.distributed as dist
     dist.init_process_group("gloo")
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dist.get_rank(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]))
+    local_rank, local_world_size = os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    dist.all_gather_object(everyone, (dist.get_rank(), local_rank, local_world_size))
     (folder / f"seen-{rank}").write_text(repr(everyone))
     dist.destroy_process_group()
     """
@@ -95,7 +110,9 @@ def test_every_rank_knows_its_place_and_meets_the_others_at_one_store(tmp_path: 
     assert [(tmp_path / f"seen-{rank}").read_text() for rank in range(3)] == [expected] * 3
 
 
-def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_end_before_it(start: StartJob) -> None:
+def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_end_before_it(
+    start: StartJob,
+) -> None:
     script = """
     if rank == 1:
         pipe.send(1, "Traceback: the cause")
@@ -111,7 +128,7 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_en
     assert "echo" not in errors
 
 
-def test_what_the_user_can_mend_is_one_sentence_and_status_2(start: StartJob) -> None:
+def test_an_error_that_the_user_can_correct_is_one_sentence_and_status_2(start: StartJob) -> None:
     status, errors = start("pipe.send(2, 'no dataset of that name'); sys.exit(2)", 2).end()
     assert (status, errors) == (2, "gyre-train: error: no dataset of that name\n")
 
@@ -124,7 +141,9 @@ def test_a_traceback_longer_than_a_pipe_is_cut_at_its_beginning(start: StartJob)
     assert len(errors) < 20_000
 
 
-def test_a_killed_rank_ends_the_others_though_they_ignore_sigterm(tmp_path: Path, start: StartJob) -> None:
+def test_a_killed_rank_ends_the_others_though_they_ignore_sigterm(
+    tmp_path: Path, start: StartJob
+) -> None:
     script = """
     import signal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -175,7 +194,9 @@ def test_signals_pass_through_to_the_ranks(tmp_path: Path, start: StartJob, sign
     job.process.send_signal(signum)
     status, errors = job.end()
     assert (status, errors) == (128 + signum, "")
-    assert [(tmp_path / f"signal-{rank}").read_text() for rank in range(2)] == [str(int(signum))] * 2
+    assert [(tmp_path / f"signal-{rank}").read_text() for rank in range(2)] == [
+        str(int(signum))
+    ] * 2
     assert_gone(ranks)
 
 

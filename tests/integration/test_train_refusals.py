@@ -54,7 +54,7 @@ def write_checkpoint(folder: Path, manifest: object) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The sentence."""
+    """The sentence of the refusal."""
     assert main(["run", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -78,16 +78,29 @@ def test_wrong_flags(config_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert flags[0] in capsys.readouterr().err
 
 
-def test_resuming_what_was_never_saved(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_without_a_checkpoint(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "begin the run without --resume" in refused(capsys, str(config_path), "--resume")
-    assert "is not a checkpoint" in refused(capsys, str(config_path), "--resume", str(config_path.parent))
+    assert "is not a checkpoint" in refused(
+        capsys, str(config_path), "--resume", str(config_path.parent)
+    )
 
 
-def test_a_checkpoint_of_another_model_says_what_differs(config_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_model_says_what_differs(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = config_path.parent / "run" / "checkpoints"
-    write_checkpoint(folder / "step-00000005", {"format": 1, "step": 5, "model": MODEL | {"dim": 64, "norm": "layer"}})
+    write_checkpoint(
+        folder / "step-00000005",
+        {"format": 1, "step": 5, "model": MODEL | {"dim": 64, "norm": "layer"}},
+    )
     (folder / "latest").write_text("step-00000005\n")
-    for resume in (["--resume"], ["--resume", "latest"], ["--resume", str(folder / "step-00000005")]):
+    for resume in (
+        ["--resume"],
+        ["--resume", "latest"],
+        ["--resume", str(folder / "step-00000005")],
+    ):
         text = refused(capsys, str(config_path), *resume)
         assert "dim is 64 there and 32 here, norm is layer there and rms here" in text
 

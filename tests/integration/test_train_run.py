@@ -55,15 +55,28 @@ class Trainer:
     address: str
     processes: "list[subprocess.Popen[str]]" = field(default_factory=list)
 
-    def start(self, out: Path, *flags: str, launch: tuple[str, ...] = ("-m", "gyre_trainer")) -> "subprocess.Popen[str]":
-        command = [sys.executable, *launch, "run", str(self.config_path), f"--set=run.out={out}", *flags]
+    def start(
+        self, out: Path, *flags: str, launch: tuple[str, ...] = ("-m", "gyre_trainer")
+    ) -> "subprocess.Popen[str]":
+        command = [
+            sys.executable,
+            *launch,
+            "run",
+            str(self.config_path),
+            f"--set=run.out={out}",
+            *flags,
+        ]
         environment = {**os.environ, "GYRE_ADDRESS": self.address}
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
         self.processes.append(process)
         return process
 
-    def run(self, out: Path, *flags: str, launch: tuple[str, ...] = ("-m", "gyre_trainer")) -> tuple[int, str]:
-        """Exit status and standard error."""
+    def run(
+        self, out: Path, *flags: str, launch: tuple[str, ...] = ("-m", "gyre_trainer")
+    ) -> tuple[int, str]:
+        """Run to the end; return the exit status and standard error."""
         process = self.start(out, *flags, launch=launch)
         _, errors = process.communicate(timeout=DEADLINE_S)
         return process.returncode, errors
@@ -79,17 +92,29 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of one daemon, which all runs of this file read from."""
+    """The address of one daemon that serves all runs of this file."""
     folder = tmp_path_factory.mktemp("daemon")
     data = folder / "data"
     data.mkdir()
     generator = np.random.default_rng(3)
     for shard in range(2):
-        tokens = generator.integers(0, 256, NUM_SAMPLES // 2 * (SEQUENCE_LENGTH + 1), dtype=np.uint8)
+        tokens = generator.integers(
+            0, 256, NUM_SAMPLES // 2 * (SEQUENCE_LENGTH + 1), dtype=np.uint8
+        )
         (data / f"{shard}.bin").write_bytes(tokens.tobytes())
-    dataset = {"uri": str(data), "format": "tokens", "dtype": "uint8", "sequence_length": SEQUENCE_LENGTH + 1}
+    dataset = {
+        "uri": str(data),
+        "format": "tokens",
+        "dtype": "uint8",
+        "sequence_length": SEQUENCE_LENGTH + 1,
+    }
     address = f"unix:{folder}/run/gyre.sock"
-    config = {"listen": [address], "index_dir": str(folder / "index"), "drain_timeout_s": 3.0, "datasets": {"bytes": dataset}}
+    config = {
+        "listen": [address],
+        "index_dir": str(folder / "index"),
+        "drain_timeout_s": 3.0,
+        "datasets": {"bytes": dataset},
+    }
     (folder / "gyre.toml").write_text(to_toml(config))
     daemon = Daemon(folder / "gyre.toml", address, folder / "log", {}).start()
     yield address
@@ -106,22 +131,32 @@ def trainer(tmp_path: Path, address: str) -> Iterator[Trainer]:
 
 
 def planned(address: str, step: int, **flags: object) -> list[int]:
-    """What `gyre plan` says of a step."""
+    """The sample ids that `gyre plan` prints for a step."""
     order = {"batch-size": BATCH_SIZE, "seed": SEED, "step": step, **flags}
     words = [f"--{name}={value}" for name, value in order.items()]
-    command = [str(Path(sys.executable).with_name("gyre")), "plan", "bytes", "--address", address, "--json", *words]
+    command = [
+        str(Path(sys.executable).with_name("gyre")),
+        "plan",
+        "bytes",
+        "--address",
+        address,
+        "--json",
+        *words,
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=120)
     return [int(sample_id) for sample_id in json.loads(done.stdout)["sample_ids"]]
 
 
 def assert_planned(out: Path, address: str, num_steps: int) -> None:
-    """Each step is committed once, with the samples of its place in the order."""
+    """Each step is committed once, with the samples that the order has for it."""
     records = committed(out / "history.jsonl")
     assert [record.step for record in records] == list(range(num_steps))
     ids = planned(address, 0, **{"batch-size": BATCH_SIZE * num_steps})
     batches = [ids[start : start + BATCH_SIZE] for start in range(0, len(ids), BATCH_SIZE)]
     assert [record.sample_ids for record in records] == [digest(batch) for batch in batches]
-    assert [record.epoch for record in records] == [step * BATCH_SIZE // NUM_SAMPLES for step in range(num_steps)]
+    assert [record.epoch for record in records] == [
+        step * BATCH_SIZE // NUM_SAMPLES for step in range(num_steps)
+    ]
 
 
 def weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
@@ -140,7 +175,7 @@ def weights(checkpoint: Path) -> Mapping[str, torch.Tensor]:
 def wait_for_lines(path: Path, num_lines: int, process: "subprocess.Popen[str]") -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate(timeout=DEADLINE_S)[1]
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
 
@@ -155,24 +190,31 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, trainer
     assert (report["steps"], report["world_size"], report["position"]) == (12, 2, 96)
     assert report["num_tokens"] == 12 * BATCH_SIZE * SEQUENCE_LENGTH
     assert report["epochs"] == pytest.approx(96 / NUM_SAMPLES)
-    assert report["shuffle"]["passed"]
     assert len(report["peak_memory_bytes"]) == 2
     assert all(100 << 20 < peak < 4 << 30 for peak in report["peak_memory_bytes"])
     assert 0 <= report["data_wait_share"] < 1
     assert (whole / "loss.png").stat().st_size > 10_000
     assert len(list((whole / "tensorboard").glob("events.*"))) == 1
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["latest", "step-00000008", "step-00000012"]
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
+        "latest",
+        "step-00000008",
+        "step-00000012",
+    ]
 
     job = trainer.start(killed, "--nproc=2")
     wait_for_lines(killed / "history.jsonl", 6, job)
     os.killpg(job.pid, signal.SIGKILL)
     job.wait()
-    resumed_from = int((killed / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    resumed_from = int(
+        (killed / "checkpoints" / "latest").read_text().strip().removeprefix("step-")
+    )
     status, errors = trainer.run(killed, "--nproc=2", "--resume")
     assert status == 0, errors
     assert resumes(killed / "history.jsonl") == [resumed_from]
     assert_planned(killed, trainer.address, 12)
-    losses = [[record.loss for record in committed(out / "history.jsonl")] for out in (whole, killed)]
+    losses = [
+        [record.loss for record in committed(out / "history.jsonl")] for out in (whole, killed)
+    ]
     assert losses[0] == losses[1]
     expected, found = (weights(out / "checkpoints" / "step-00000012") for out in (whole, killed))
     assert expected.keys() == found.keys()
@@ -181,28 +223,47 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(tmp_path: Path, trainer
         assert torch.equal(tensor, found[name]), name
 
 
-def test_torchrun_and_another_world_size_consume_and_learn_the_same(tmp_path: Path, trainer: Trainer) -> None:
+def test_torchrun_and_another_world_size_consume_and_learn_the_same(
+    tmp_path: Path, trainer: Trainer
+) -> None:
     launched, under_torchrun = tmp_path / "launched", tmp_path / "torchrun"
-    status, errors = trainer.run(launched, "--set=run.steps=4", "--set=optimizer.accumulation_steps=2")
+    status, errors = trainer.run(
+        launched, "--set=run.steps=4", "--set=optimizer.accumulation_steps=2"
+    )
     assert status == 0, errors
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gyre_trainer")
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "gyre_trainer",
+    )
     status, errors = trainer.run(under_torchrun, "--set=run.steps=4", launch=torchrun)
     assert status == 0, errors
     for out in (launched, under_torchrun):
         assert_planned(out, trainer.address, 4)
-    one_rank, two_ranks = ([record.loss for record in committed(out / "history.jsonl")] for out in (launched, under_torchrun))
+    one_rank, two_ranks = (
+        [record.loss for record in committed(out / "history.jsonl")]
+        for out in (launched, under_torchrun)
+    )
     assert one_rank == pytest.approx(two_ranks, rel=1e-5)
 
     # A checkpoint of two ranks goes on on one.
     status, errors = trainer.run(
-        under_torchrun, "--set=run.steps=6", "--resume", str(under_torchrun / "checkpoints/step-00000004")
+        under_torchrun,
+        "--set=run.steps=6",
+        "--resume",
+        str(under_torchrun / "checkpoints/step-00000004"),
     )
     assert status == 0, errors
     assert_planned(under_torchrun, trainer.address, 6)
 
 
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path, trainer: Trainer) -> None:
-    job = trainer.start(tmp_path / "run", "--nproc=2", "--set=run.steps=100000", "--set=checkpoint.every=0")
+    job = trainer.start(
+        tmp_path / "run", "--nproc=2", "--set=run.steps=100000", "--set=checkpoint.every=0"
+    )
     wait_for_lines(tmp_path / "run" / "history.jsonl", 2, job)
     ranks = psutil.Process(job.pid).children(recursive=True)
     assert len(ranks) == 2
@@ -215,12 +276,17 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, trainer: Trainer) -> None
 
 
 def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Trainer) -> None:
-    """Stopped ranks do not end, so it is the others that find out, after the timeout."""
+    """A stopped rank does not end, so the other ranks find out when their wait times out.
+
+    The timeout holds for the start as well: while ranks still import modules and take their first
+    step, each of them waits for the slowest. So it is several times what that takes on a busy
+    machine; else the job ends before this test stops a rank.
+    """
     flags = [
         "--nproc=3",
         "--set=data.batch_size=6",
         "--set=run.steps=100000",
-        "--set=run.timeout_s=6",
+        "--set=run.timeout_s=30",
         "--set=checkpoint.every=0",
     ]
     job = trainer.start(tmp_path / "run", *flags)
@@ -237,24 +303,42 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Train
 
 
 def test_padding_evaluation_and_bfloat16_in_one_run(tmp_path: Path, trainer: Trainer) -> None:
-    """An epoch of 60 samples is 7 batches of 8 and one of 4: with `pad`, the eighth counts half its targets."""
+    """An epoch of 60 samples is 7 batches of 8 and one of 4.
+
+    With `pad`, the eighth counts half its targets.
+    """
     out = tmp_path / "run"
-    flags = ["data.tail=pad", "run.steps=9", "eval.dataset=bytes", "eval.every=5", "eval.batches=2", "checkpoint.every=0"]
-    flags += ["precision.compute_dtype=bfloat16", "precision.grad_dtype=bfloat16", "run.log_every=4"]
+    flags = [
+        "data.tail=pad",
+        "run.steps=9",
+        "eval.dataset=bytes",
+        "eval.every=5",
+        "eval.batches=2",
+        "checkpoint.every=0",
+    ]
+    flags += [
+        "precision.compute_dtype=bfloat16",
+        "precision.grad_dtype=bfloat16",
+        "run.log_every=4",
+    ]
     status, errors = trainer.run(out, "--nproc=2", *(f"--set={flag}" for flag in flags))
     assert status == 0, errors
     records = committed(out / "history.jsonl")
-    assert [record.num_targets for record in records] == [BATCH_SIZE * SEQUENCE_LENGTH] * 7 + [4 * SEQUENCE_LENGTH, 128]
+    assert [record.num_targets for record in records] == [BATCH_SIZE * SEQUENCE_LENGTH] * 7 + [
+        4 * SEQUENCE_LENGTH,
+        128,
+    ]
     assert [record.epoch for record in records] == [0] * 8 + [1]
     assert records[7].sample_ids == digest(planned(trainer.address, 7, tail="pad"))
     report = json.loads((out / "report.json").read_text())
     assert report["epochs"] == pytest.approx(9 / 8)
-    assert report["shuffle"]["num_repeats"] == 0
     assert report["eval_loss"] == pytest.approx(np.log(256), abs=0.5)
     assert not (out / "checkpoints").exists()
 
 
-def test_what_cannot_be_trained_ends_with_status_2_and_one_sentence(tmp_path: Path, trainer: Trainer) -> None:
+def test_a_run_that_cannot_train_ends_with_status_2_and_one_sentence(
+    tmp_path: Path, trainer: Trainer
+) -> None:
     expected = {
         "data.dataset=words": "words",
         "data.sequence_length=15": "needs samples of 16 tokens",

@@ -42,18 +42,27 @@ def test_documents_of_any_length_are_learned_from(tmp_path: Path) -> None:
     with webdataset.TarWriter(str(tmp_path / "shards" / "text-000000.tar")) as writer:
         for index, document in enumerate(DOCUMENTS):
             writer.write({"__key__": f"{index:04}", "txt": document})
-    (tmp_path / "train.toml").write_text(CONFIG.format(out=tmp_path / "run", shards=tmp_path / "shards"))
+    (tmp_path / "train.toml").write_text(
+        CONFIG.format(out=tmp_path / "run", shards=tmp_path / "shards")
+    )
 
     environment = {name: value for name, value in os.environ.items() if name != "GYRE_ADDRESS"}
     command = [sys.executable, "-m", "gyre_trainer", "run", str(tmp_path / "train.toml")]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
 
     assert done.returncode == 0, done.stderr
     records = committed(tmp_path / "run" / "history.jsonl")
-    targets_of_an_epoch = (
-        0 + 1 + 10 + 14 + 14 + 14
-    )  # of each document its bytes and its end but for the first token, or a full row
-    assert [sum(record.num_targets for record in records[start : start + 2]) for start in (0, 2)] == [targets_of_an_epoch] * 2
+    # of each document its bytes and its end but for the first token, or a full row
+    targets_of_an_epoch = 0 + 1 + 10 + 14 + 14 + 14
+    assert [
+        sum(record.num_targets for record in records[start : start + 2]) for start in (0, 2)
+    ] == [targets_of_an_epoch] * 2
     assert all(4 < record.loss < 7 for record in records)
-    left = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or [])]
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ]
     assert not left

@@ -41,37 +41,68 @@ def config(tmp_path: Path) -> str:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Lines by their first word."""
+    """The lines of a table by their first word."""
     return {line.split()[0]: line.split() for line in text.splitlines() if line}
 
 
-def test_plan_says_what_becomes_of_each_module_and_what_a_step_takes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_how_each_module_is_treated_and_the_cost_of_a_step(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", config, "--ranks", "4"]) == 0
     said = rows(capsys.readouterr().out)
     embedding, attention, mlp = 256 * 32 * 4, 4 * 32 * 32 * 4, 3 * 32 * 64 * 4
     norms = 7 * 32 * 4
     whole = embedding + 3 * (attention + mlp)
     mib = "{:.4f}".format
-    assert said["embedding"] == ["embedding", "EmbeddingRule", mib(embedding / KIB**2), mib(embedding / 4 / KIB**2)]
-    assert said["blocks.*.mlp"] == ["blocks.*.mlp", "x3", "MLPRule", mib(3 * mlp / KIB**2), mib(3 * mlp / 4 / KIB**2)]
+    assert said["embedding"] == [
+        "embedding",
+        "EmbeddingRule",
+        mib(embedding / KIB**2),
+        mib(embedding / 4 / KIB**2),
+    ]
+    assert said["blocks.*.mlp"] == [
+        "blocks.*.mlp",
+        "x3",
+        "MLPRule",
+        mib(3 * mlp / KIB**2),
+        mib(3 * mlp / 4 / KIB**2),
+    ]
     assert "head" not in said  # tied: it stands with the embedding
     assert said["norm"][1] == "replicated"
-    assert said["total"] == ["total", mib((whole + norms) / KIB**2), mib((whole / 4 + norms) / KIB**2)]
+    assert said["total"] == [
+        "total",
+        mib((whole + norms) / KIB**2),
+        mib((whole / 4 + norms) / KIB**2),
+    ]
     gyre, *others = (float(cell) for cell in said["peak"][1:])
     assert len(others) == 3
     assert all(gyre < other for other in others)
     assert said["parameters"][1] == mib((whole / 4 + norms) / KIB**2)
 
 
-def test_memory_draws_a_step_and_prints_the_peaks(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_draws_a_step_and_prints_the_peaks(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["memory", config, "--ranks", "2", "--out", str(tmp_path / "step.png")]) == 0
-    assert set(rows(capsys.readouterr().out)) >= {"parameters", "optimizer", "activations", "logits", "peak", "sent"}
+    assert set(rows(capsys.readouterr().out)) >= {
+        "parameters",
+        "optimizer",
+        "activations",
+        "logits",
+        "peak",
+        "sent",
+    }
     height, width, _ = image.imread(tmp_path / "step.png").shape
     assert width > 2 * height > 1000
 
 
-@pytest.mark.parametrize(("flags", "reason"), [(["--ranks", "3"], "multiple of 3"), (["--set", "model.dims=3"], "model.dim")])
-def test_what_cannot_be_is_one_sentence(flags: list[str], reason: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [(["--ranks", "3"], "multiple of 3"), (["--set", "model.dims=3"], "model.dim")],
+)
+def test_an_impossible_plan_is_one_sentence(
+    flags: list[str], reason: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", config, *flags]) == 2
     said = capsys.readouterr()
     assert reason in said.err
@@ -80,10 +111,16 @@ def test_what_cannot_be_is_one_sentence(flags: list[str], reason: str, config: s
 
 def test_trace_names_every_step_of_every_rotation(config: str, tmp_path: Path) -> None:
     flags = ["--nproc", "2", "--steps", "2", "--out", str(tmp_path / "traces")]
-    subprocess.run([sys.executable, "-m", "gyre_trainer", "trace", config, *flags], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "gyre_trainer", "trace", config, *flags], check=True, timeout=120
+    )
     for rank in range(2):
         names = Counter(_annotations(tmp_path / "traces" / f"rank-{rank}.json"))
-        modules = ["embedding", "head", *(f"blocks.{block}.{part}" for block in range(3) for part in ("attention", "mlp"))]
+        modules = [
+            "embedding",
+            "head",
+            *(f"blocks.{block}.{part}" for block in range(3) for part in ("attention", "mlp")),
+        ]
         for module in modules:
             for phase in ("forward", "backward"):
                 assert names[f"{module} {phase}: slice {rank}, hop 0"] == 2
@@ -91,7 +128,9 @@ def test_trace_names_every_step_of_every_rotation(config: str, tmp_path: Path) -
         assert sum(" hop " in name for name in names) == 4 * len(modules)
         assert names["step 2"] == names["step 3"] == 1
         assert names["forward"] == names["backward"] == names["update"] == 2
-        assert names[f"rank {rank}: receiving weights from rank {1 - rank}"] >= 2 * (2 * len(modules) - 1)
+        assert names[f"rank {rank}: receiving weights from rank {1 - rank}"] >= 2 * (
+            2 * len(modules) - 1
+        )
 
 
 def _annotations(path: Path) -> list[str]:

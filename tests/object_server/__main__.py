@@ -21,7 +21,9 @@ _BACKLOG = 4096
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, help="folders of this folder are buckets")
-    parser.add_argument("--processes", type=int, default=1, help="that share the port; each has a script of its own")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="that share the port; each has a script of its own"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=0, help="0 for any that is free")
     args = parser.parse_args()
@@ -41,7 +43,7 @@ def main() -> None:
 
 
 def _fork(num_processes: int, children: list[int]) -> int:
-    """Which of so many processes this is; the first has the others as children."""
+    """Fork into `num_processes`; return the number of this one. All others are children of 0."""
     for number in range(1, num_processes):
         child = os.fork()
         if not child:
@@ -64,11 +66,15 @@ async def _serve(sockets: list[socket.socket], root: Path | None, seed: int) -> 
     if root:
         objects.map_folder(root)
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)  # requests are in no cycles: a server must not be what a benchmark measures
+    # requests are in no cycles: a server must not be what a benchmark measures
+    gc.set_threshold(50_000, 20, 50)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    servers = [await loop.create_server(lambda: Connection(objects, director), sock=one, backlog=_BACKLOG) for one in sockets]
+    servers = [
+        await loop.create_server(lambda: Connection(objects, director), sock=one, backlog=_BACKLOG)
+        for one in sockets
+    ]
     await stopping.wait()
     for server in servers:
         server.close()

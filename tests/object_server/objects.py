@@ -37,7 +37,9 @@ class Objects:
         return self._stored.get(path)
 
     def put(self, path: str, data: bytes) -> None:
-        self._stored[path] = Stored(memoryview(data), f'"{hashlib.md5(data).hexdigest()}"', formatdate(usegmt=True))
+        self._stored[path] = Stored(
+            memoryview(data), f'"{hashlib.md5(data).hexdigest()}"', formatdate(usegmt=True)
+        )
 
     def delete(self, path: str) -> None:
         self._stored.pop(path, None)
@@ -47,7 +49,9 @@ class Objects:
         for file in sorted(path for path in root.rglob("*") if path.is_file()):
             with file.open("rb") as opened:
                 empty = file.stat().st_size == 0
-                data = memoryview(b"" if empty else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ))
+                data = memoryview(
+                    b"" if empty else mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+                )
             etag = f'"{file.stat().st_mtime_ns:x}-{len(data):x}"'
             self._stored[f"/{file.relative_to(root)}"] = Stored(data, etag, formatdate(usegmt=True))
 
@@ -61,7 +65,9 @@ class Objects:
         page = names[: int(wanted.get("max-keys", _PAGE_KEYS))]
         more = len(page) < len(names)
         entries = [
-            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" if name in folders else _entry(name, keys[name])
+            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+            if name in folders
+            else _entry(name, keys[name])
             for name in page
         ]
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
@@ -71,7 +77,9 @@ class Objects:
             f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{''.join(entries)}</ListBucketResult>"
         ).encode()
 
-    def _names(self, bucket: str, prefix: str, delimiter: str) -> tuple[dict[str, Stored], set[str]]:
+    def _names(
+        self, bucket: str, prefix: str, delimiter: str
+    ) -> tuple[dict[str, Stored], set[str]]:
         keys, folders = {}, set()
         for path, stored in self._stored.items():
             key = path.removeprefix(f"/{bucket}/")

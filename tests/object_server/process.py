@@ -98,7 +98,15 @@ def object_server(
         seed: of what is drawn at random.
         port: where it listens; 0 for any that is free.
     """
-    command = [sys.executable, "-m", "tests.object_server", "--processes", str(num_processes), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.object_server",
+        "--processes",
+        str(num_processes),
+        "--seed",
+        str(seed),
+    ]
     command += ["--port", str(port)]
     command += ["--root", str(root)] if root else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY) as process:
@@ -110,6 +118,8 @@ def object_server(
 
 
 def _ask(url: str, method: str, path: str, body: bytes | None = None) -> bytes:
-    with _direct.open(Request(url + quote(path), body, method=method), timeout=_TIMEOUT_S) as answer:
+    with _direct.open(
+        Request(url + quote(path), body, method=method), timeout=_TIMEOUT_S
+    ) as answer:
         content: bytes = answer.read()
         return content

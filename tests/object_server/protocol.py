@@ -95,15 +95,21 @@ class Connection(asyncio.Protocol):
         if method == "GET":
             rule = self._director.begin(path)
             self._is_reading = True
-        delay_s = self._director.first_byte_s() + (rule.delay_s if rule and rule.fault == "delay" else 0.0)
+        delay_s = self._director.first_byte_s() + (
+            rule.delay_s if rule and rule.fault == "delay" else 0.0
+        )
         if rule and rule.fault == "silence":
             return
         if delay_s:
-            self._timer = self._loop.call_later(delay_s, self._send_read, method, stored, head, rule)
+            self._timer = self._loop.call_later(
+                delay_s, self._send_read, method, stored, head, rule
+            )
         else:
             self._send_read(method, stored, head, rule)
 
-    def _send_read(self, method: str, stored: Stored | None, head: bytes, rule: Rule | None) -> None:
+    def _send_read(
+        self, method: str, stored: Stored | None, head: bytes, rule: Rule | None
+    ) -> None:
         if rule is None or rule.fault != "slow":
             self._end_read()
         if rule and rule.fault == "status":
@@ -138,11 +144,15 @@ class Connection(asyncio.Protocol):
         elif fault in ("reset", "truncate"):
             self._send(status, body[: len(body) // 2], about, declared=len(body))
             if fault == "reset":
-                self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HANG_UP)
+                self._transport.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, _HANG_UP
+                )
             self._transport.close()
         elif rule and fault == "slow":
             self._send(status, body[: len(body) // 2], about, declared=len(body))
-            self._timer = self._loop.call_later(rule.delay_s, self._send_rest, body[len(body) // 2 :])
+            self._timer = self._loop.call_later(
+                rule.delay_s, self._send_rest, body[len(body) // 2 :]
+            )
         else:
             self._send(status, body, about)
 
@@ -150,10 +160,15 @@ class Connection(asyncio.Protocol):
         self._transport.write(rest)
         self._end_read()
 
-    def _send(self, status: int, body: bytes | memoryview, about: str = "", declared: int | None = None) -> None:
+    def _send(
+        self, status: int, body: bytes | memoryview, about: str = "", declared: int | None = None
+    ) -> None:
         self._director.counts.answers[status] += 1
         length = len(body) if declared is None else declared
-        head = f"HTTP/1.1 {status} {_REASONS.get(status, 'No')}\r\n{about}Content-Length: {length}\r\n\r\n".encode("latin-1")
+        reason = _REASONS.get(status, "No")
+        head = f"HTTP/1.1 {status} {reason}\r\n{about}Content-Length: {length}\r\n\r\n".encode(
+            "latin-1"
+        )
         self._transport.write(head + body)
 
     def _end_read(self) -> None:

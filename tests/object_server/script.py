@@ -1,4 +1,7 @@
-"""How the server behaves: a latency for all answers, and rules for those that go wrong. A script travels as JSON."""
+"""How the server behaves: a latency for all answers, and rules for those that go wrong.
+
+A script travels as JSON.
+"""
 
 import math
 import random
@@ -15,9 +18,10 @@ class Rule:
     """What happens to some of the reads.
 
     Attributes:
-        fault: an HTTP `status` instead of an answer, a connection that is `reset` or closed in mid-body (`truncate`), a body of
-            half the length that declares itself as such (`short`), the right bytes with an `other etag`, no answer at all
-            (`silence`), an answer that comes late (`delay`), or a body whose second half comes late (`slow`).
+        fault: an HTTP `status` instead of an answer, a connection that is `reset` or closed in
+            mid-body (`truncate`), a body of half the length that declares itself as such (`short`),
+            the right bytes with an `other etag`, no answer at all (`silence`), an answer that comes
+            late (`delay`), or a body whose second half comes late (`slow`).
         share: of the reads that match, drawn at random.
         match: text in the path.
         count: how many reads at most; None for no end.
@@ -41,7 +45,8 @@ class Script:
         first_byte_p50_s: median of the time to the first byte, which is lognormal; 0 for at once.
         first_byte_p99_s: its 99th percentile.
         rules: the first one that applies to a read does.
-        accepted_key: the only access key that is served; empty for all and for requests without one.
+        accepted_key: the only access key that is served; empty for all and for requests without
+            one.
         issued_key: what the instance's metadata service hands out.
     """
 
@@ -92,7 +97,11 @@ class Director:
         self._num_in_flight += 1
         counts.most_in_flight = max(counts.most_in_flight, self._num_in_flight)
         for rule in self.script.rules:
-            if rule.match in path and rule.count != 0 and (rule.share >= 1 or self._random.random() < rule.share):
+            if (
+                rule.match in path
+                and rule.count != 0
+                and (rule.share >= 1 or self._random.random() < rule.share)
+            ):
                 if rule.count is not None:
                     rule.count -= 1
                 counts.faults[rule.fault] += 1
@@ -106,4 +115,8 @@ class Director:
     def first_byte_s(self) -> float:
         """How long the next answer takes to begin."""
         p50, p99 = self.script.first_byte_p50_s, self.script.first_byte_p99_s
-        return self._random.lognormvariate(math.log(p50), math.log(p99 / p50) / _SIGMAS_TO_P99) if p50 else 0.0
+        return (
+            self._random.lognormvariate(math.log(p50), math.log(p99 / p50) / _SIGMAS_TO_P99)
+            if p50
+            else 0.0
+        )

@@ -1,5 +1,6 @@
-"""Processes that are forked from an interpreter which has imported already: most of what a daemon's start costs.
+"""Test processes that are forked from an interpreter which has imported their modules already.
 
-Each is a process of its own, with the memory, the threads and the files of one that was just started: the interpreter that
-it is forked from imports, and does nothing else. What differs is the seed of `hash`, which is one for all.
+Imports are most of what a daemon's start costs. Each forked process has the memory, threads and
+files of one that was just started, because the interpreter only imports before it forks. One thing
+differs: all of them share the seed of `hash`.
 """

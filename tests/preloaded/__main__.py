@@ -1,4 +1,4 @@
-"""The interpreter: imports what its first message names, then forks a process for each request."""
+"""The interpreter: imports the modules in its first message, then forks a process per request."""
 
 import gc
 import importlib
@@ -11,17 +11,18 @@ import sys
 from typing import Any
 
 MAX_REQUEST_BYTES = 128 << 10
-NUM_DESCRIPTORS = 4  # the three standard streams, and where the process's fate is told
+NUM_DESCRIPTORS = 4  # the three standard streams, and the pipe for the pid and the exit status
 
 
 def main() -> None:
-    """Fork until the other end of standard input, a socket, is closed."""
+    """Forks until the other end of standard input, a socket, is closed."""
     requests = socket.socket(fileno=os.dup(0))
     for name in json.loads(requests.recv(MAX_REQUEST_BYTES)):
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that no collection copies the pages that all share
-    tellers: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its pid, and where its end is told
+    gc.freeze()  # a collection would copy the pages that all processes share
+    # By the pidfd of a process: its pid, and the pipe for its exit status.
+    tellers: dict[int, tuple[int, int]] = {}
     poll = select.poll()
     poll.register(requests, select.POLLIN)
     while True:
@@ -30,7 +31,9 @@ def main() -> None:
                 poll.unregister(descriptor)
                 tell_end(descriptor, *tellers.pop(descriptor))
                 continue
-            message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
+            message, descriptors, _, _ = socket.recv_fds(
+                requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS
+            )
             if not message:
                 return
             *streams, teller = descriptors
@@ -49,7 +52,7 @@ def main() -> None:
 
 
 def tell_end(descriptor: int, pid: int, teller: int) -> None:
-    """A process has ended: whoever asked for it learns with which status."""
+    """Writes the exit status of a process that has ended to its pipe."""
     _, status = os.waitpid(pid, 0)
     os.write(teller, f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os.close(teller)
@@ -57,7 +60,7 @@ def tell_end(descriptor: int, pid: int, teller: int) -> None:
 
 
 def become(request: dict[str, Any], streams: list[int]) -> None:
-    """Do as `python` with the request's arguments would."""
+    """Does what `python` with the request's arguments would do."""
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
         os.close(stream)

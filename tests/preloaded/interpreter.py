@@ -1,4 +1,4 @@
-"""An interpreter that has imported, and the processes that are forked from it, as tests see them."""
+"""The preloaded interpreter and the processes forked from it, as tests see them."""
 
 import json
 import os
@@ -16,32 +16,32 @@ _END_DEADLINE_S = 120.0
 
 
 class Forked:
-    """A process, with the part of Popen's interface that tests use.
+    """A running process, with the part of Popen's interface that tests use.
 
     Attributes:
-        pid: its own.
-        returncode: as Popen has it; None while it is not known to have ended.
+        pid: The process id.
+        returncode: As Popen has it; None while the process is not known to have ended.
     """
 
     def __init__(self, told: int) -> None:
-        """It runs.
+        """Reads the pid.
 
         Args:
-            told: a descriptor from which its pid can be read, and its exit status when it has ended; is owned from now on.
+            told: The pipe for the pid and, later, the exit status; this object owns it.
         """
         self._told = os.fdopen(told, "rb", buffering=0)
         self.pid = int(self._told.readline())
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status, if it has ended."""
+        """Returns the exit status; None while the process runs."""
         return self._look(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, once it has ended.
+        """Waits for the process to end and returns its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it has not, in so many seconds.
+            subprocess.TimeoutExpired: It still runs after `timeout` seconds.
         """
         status = self._look(timeout)
         if status is None:
@@ -49,40 +49,56 @@ class Forked:
         return status
 
     def send_signal(self, signum: int) -> None:
-        """Nothing, if it has ended."""
+        """Sends a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and select.select([self._told], [], [], timeout_s)[0]:
-            self.returncode = int(self._told.readline())
-            self._told.close()
+        if self.returncode is None:
+            told = select.poll()  # `select.select` takes no descriptor above 1023
+            told.register(self._told, select.POLLIN)
+            if told.poll(None if timeout_s is None else timeout_s * 1000):
+                self.returncode = int(self._told.readline())
+                self._told.close()
         return self.returncode
 
 
 class Interpreter:
-    """One that imports once."""
+    """An interpreter that imports once and forks many processes."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """It imports from now on; its first process has to wait for that.
+        """Starts the imports; the first forked process waits for them.
 
         Args:
-            modules: what it imports.
+            modules: The modules to import.
         """
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.preloaded"]  # without names: nobody who looks for a daemon takes it for one
+        # The command line has no module's name: a search for daemons does not find it.
+        command = [sys.executable, "-m", "tests.preloaded"]
         self._process = subprocess.Popen(command, stdin=theirs.fileno(), cwd=_REPOSITORY)
         theirs.close()
         self._requests.send(json.dumps(list(modules)).encode())
 
-    def start(self, command: Sequence[str], stderr: IO[Any], environment: Mapping[str, str]) -> Forked:
-        """A process that does what `python` with this command does: `-m MODULE` or `-c PROGRAM`, and arguments."""
+    def start(
+        self, command: Sequence[str], stderr: IO[Any], environment: Mapping[str, str]
+    ) -> Forked:
+        """Forks a process that does what `python` with this command does.
+
+        Args:
+            command: `-m MODULE` or `-c PROGRAM`, and arguments.
+            stderr: The process's standard error.
+            environment: The process's whole environment.
+        """
         told, teller = os.pipe()
-        request = {"command": list(command), "environment": dict(environment), "folder": str(Path.cwd())}
+        request = {
+            "command": list(command),
+            "environment": dict(environment),
+            "folder": str(Path.cwd()),
+        }
         with Path(os.devnull).open("rb") as stdin:
             streams = [stdin.fileno(), 1, stderr.fileno()]
             socket.send_fds(self._requests, [json.dumps(request).encode()], [*streams, teller])
@@ -90,6 +106,6 @@ class Interpreter:
         return Forked(told)
 
     def close(self) -> None:
-        """It has ended; what was forked from it goes on."""
+        """Ends the interpreter; the processes forked from it go on."""
         self._requests.close()
         self._process.wait(_END_DEADLINE_S)

@@ -1,4 +1,4 @@
-"""The deepest model within a budget is found from few counts, whatever lines a peak is the largest of."""
+"""The deepest model within a budget is found from few counts, whatever a peak consists of."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,9 @@ lines = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 100)), min_size=
 
 
 @given(lines, st.integers(1, 5000))
-def test_it_is_the_depth_that_a_search_of_all_finds(of_peak: list[tuple[int, int]], budget: int) -> None:
+def test_it_is_the_depth_that_a_search_of_all_finds(
+    of_peak: list[tuple[int, int]], budget: int
+) -> None:
     counted: list[int] = []
 
     def peak_of(depth: int) -> int:

@@ -1,4 +1,8 @@
-"""The order `block`: a bijection at any size, in which a block is read within one stretch, and batch-mates come from afar."""
+"""The order `block`.
+
+A bijection at any size, in which a block is read within one stretch, and batch-mates come from
+afar.
+"""
 
 import hashlib
 from itertools import pairwise
@@ -53,8 +57,14 @@ def test_every_sample_is_in_one_block_of_one_run_of_ids(table: BlockTable) -> No
     assert table.irregular().tolist() == irregular.tolist()
 
 
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=5).filter(any), st.integers(1, 20), st.integers(1, 300))
-def test_blocks_of_equal_samples_are_about_as_long_as_asked_for(counts: list[int], stride: int, wanted: int) -> None:
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=5).filter(any),
+    st.integers(1, 20),
+    st.integers(1, 300),
+)
+def test_blocks_of_equal_samples_are_about_as_long_as_asked_for(
+    counts: list[int], stride: int, wanted: int
+) -> None:
     table = equal_table(counts, stride, wanted)
     size = max(1, wanted // stride)
     begin = 0
@@ -64,11 +74,18 @@ def test_blocks_of_equal_samples_are_about_as_long_as_asked_for(counts: list[int
         assert (sizes[:-1] == size).all()
         assert sizes[-1] == count or size <= 2 * sizes[-1] <= 3 * size
         begin += count
-        assert begin in table.first_sample(np.arange(table.num_blocks + 1)), "no block spans two shards"
+        assert begin in table.first_sample(np.arange(table.num_blocks + 1)), (
+            "no block spans two shards"
+        )
 
 
-@given(st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=60), min_size=1, max_size=4), st.integers(1, 500))
-def test_blocks_of_unequal_samples_are_about_as_long_as_asked_for(shards: list[list[int]], wanted: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=60), min_size=1, max_size=4),
+    st.integers(1, 500),
+)
+def test_blocks_of_unequal_samples_are_about_as_long_as_asked_for(
+    shards: list[list[int]], wanted: int
+) -> None:
     table = unequal_table(shards, wanted)
     begins = table.first_sample(np.arange(table.num_blocks + 1)).tolist()
     first = 0
@@ -89,7 +106,9 @@ def test_every_sample_once(table: BlockTable, window_blocks: int, seed: int, epo
     assert np.array_equal(np.sort(ids), everywhere)
     assert np.array_equal(order.inverse(ids), everywhere)
     some = everywhere[:: max(1, len(everywhere) // 5)]
-    assert np.array_equal(np.concatenate([order(some[i : i + 1]) for i in range(len(some))]), order(some)), "from any place"
+    assert np.array_equal(
+        np.concatenate([order(some[i : i + 1]) for i in range(len(some))]), order(some)
+    ), "from any place"
 
 
 @pytest.mark.parametrize(
@@ -104,12 +123,20 @@ def test_every_sample_once(table: BlockTable, window_blocks: int, seed: int, epo
         (10**6 + 3, 10**5, 4096),
     ],
 )
-def test_large_sizes_at_random_places(num_samples: int, shard_samples: int, window_blocks: int) -> None:
+def test_large_sizes_at_random_places(
+    num_samples: int, shard_samples: int, window_blocks: int
+) -> None:
     num_shards, rest = divmod(num_samples, shard_samples)
     table = equal_table([shard_samples] * num_shards + [rest], 2048, 1 << 20)
     generator = np.random.default_rng(num_samples)
     places = np.unique(
-        np.concatenate((generator.integers(num_samples, size=4000), np.arange(64), num_samples - 1 - np.arange(64)))
+        np.concatenate(
+            (
+                generator.integers(num_samples, size=4000),
+                np.arange(64),
+                num_samples - 1 - np.arange(64),
+            )
+        )
     )
     order = BlockOrder(3, 5, table, window_blocks)
     ids = order(places)
@@ -119,10 +146,16 @@ def test_large_sizes_at_random_places(num_samples: int, shard_samples: int, wind
     assert np.array_equal(order(order.inverse(places)), places)
 
 
-@pytest.mark.parametrize("table", [equal_table([4000, 3777, 5], 10, 1000), unequal_table([[5] * 900, [1, 30] * 700], 200)])
+@pytest.mark.parametrize(
+    "table",
+    [equal_table([4000, 3777, 5], 10, 1000), unequal_table([[5] * 900, [1, 30] * 700], 200)],
+)
 @pytest.mark.parametrize("window_blocks", [1, 8, 33])
 def test_a_block_is_read_within_one_stretch(table: BlockTable, window_blocks: int) -> None:
-    """No block is alive outside a window of its turn, so each is read once; and few are alive at a time."""
+    """No block is alive outside a window of its turn, so each is read once.
+
+    And few are alive at a time.
+    """
     blocks = table.block_of(BlockOrder(1, 2, table, window_blocks)(np.arange(table.num_samples)))
     first, last = np.full(table.num_blocks, -1), np.zeros(table.num_blocks, np.int64)
     for place, block in enumerate(blocks.tolist()):
@@ -141,7 +174,9 @@ def test_a_block_is_read_within_one_stretch(table: BlockTable, window_blocks: in
 def test_blocks_come_one_after_the_other() -> None:
     """In steady state a group of places asks for one block that was not alive before."""
     table = equal_table([64 * 1000], 1, 64)
-    blocks = table.block_of(BlockOrder(1, 2, table, 33)(np.arange(table.num_samples))).reshape(1000, 64)
+    blocks = table.block_of(BlockOrder(1, 2, table, 33)(np.arange(table.num_samples))).reshape(
+        1000, 64
+    )
     seen: set[int] = set()
     new = []
     for group in blocks:
@@ -153,7 +188,10 @@ def test_blocks_come_one_after_the_other() -> None:
 
 @pytest.mark.parametrize(("size", "window_blocks"), [(64, 33), (512, 129), (8, 65), (3, 65)])
 def test_successive_samples_come_from_different_blocks(size: int, window_blocks: int) -> None:
-    """A quarter of the window, from anywhere: nearly all are of different blocks where a random choice would double up."""
+    """A quarter of the window, from anywhere.
+
+    Nearly all are of different blocks where a random choice would double up.
+    """
     table = equal_table([size * 600], 1, size)
     blocks = table.block_of(BlockOrder(4, 0, table, window_blocks)(np.arange(table.num_samples)))
     batch = window_blocks // 4
@@ -164,10 +202,14 @@ def test_successive_samples_come_from_different_blocks(size: int, window_blocks:
 
 @pytest.mark.parametrize("window_blocks", [1, 16, 200])
 def test_epochs_and_seeds_share_nothing(window_blocks: int) -> None:
-    """Orders that have nothing to do with each other agree at one place on average, as Poisson(1): 12 is beyond one in 10⁹."""
+    """Orders that have nothing to do with each other agree at one place on average, as Poisson(1).
+
+    12 is beyond one in 10⁹.
+    """
     table = equal_table([5000], 1, 25)
     orders = [
-        BlockOrder(seed, epoch, table, window_blocks)(np.arange(5000)) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
+        BlockOrder(seed, epoch, table, window_blocks)(np.arange(5000))
+        for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
     ]
     for one in range(4):
         for other in range(one):
@@ -185,21 +227,28 @@ def test_every_sample_may_come_anywhere(place: int, window_blocks: int) -> None:
     A stretch that comes there twice as often as it should is found 99 times in a hundred.
     """
     table = equal_table([500], 1, 10)
-    ids = np.array([BlockOrder(key, 0, table, window_blocks)(np.array([place]))[0] for key in range(NUM_KEYS)])
+    ids = np.array(
+        [BlockOrder(key, 0, table, window_blocks)(np.array([place]))[0] for key in range(NUM_KEYS)]
+    )
     assert stats.chisquare(np.bincount(ids // 10, minlength=50)).pvalue > ALPHA
     assert stats.chisquare(np.bincount(ids % 10, minlength=10)).pvalue > ALPHA
 
 
 @pytest.mark.parametrize("apart", [1, 100])
-def test_mates_lie_apart_as_uniformly_random_ones_do(apart: int) -> None:
-    """The distance in the dataset of two samples `apart` places from each other, over 1000 keys, against its distribution.
+def test_samples_of_a_batch_lie_as_far_apart_as_uniformly_random_ones(apart: int) -> None:
+    """Two samples `apart` places from each other have the right distances in the dataset.
 
-    The Kolmogorov-Smirnov test finds a deviation of 0.05 from its distribution 99 times in a hundred at this size.
+    There are 1000 keys.
+
+    The Kolmogorov-Smirnov test finds a deviation of 0.05 from its distribution 99 times in a
+    hundred at this size.
     """
     table = equal_table([100_000], 1, 10)
     first = np.array([10_000, 40_000, 60_000, 90_000])
     places = np.concatenate((first, first + apart))
-    pairs = np.concatenate([BlockOrder(key, 1, table, 256)(places).reshape(2, 4).T for key in range(NUM_KEYS // 4)])
+    pairs = np.concatenate(
+        [BlockOrder(key, 1, table, 256)(places).reshape(2, 4).T for key in range(NUM_KEYS // 4)]
+    )
     distance = np.abs(pairs[:, 0] - pairs[:, 1]) / 100_000
     assert stats.kstest(distance, lambda x: 1 - (1 - x) ** 2).pvalue > ALPHA
 
@@ -212,13 +261,21 @@ def test_mates_lie_apart_as_uniformly_random_ones_do(apart: int) -> None:
         (unequal_table([[3, 1, 4, 1, 5, 9, 2, 6] * 50], 100), 9, "996e64f7203fe469"),
     ],
 )
-def test_orders_of_this_version_never_change(table: BlockTable, window_blocks: int, digest: str) -> None:
-    """A cursor promises the order of its algorithm's version: whoever changes an order changes the number too."""
+def test_orders_of_this_version_never_change(
+    table: BlockTable, window_blocks: int, digest: str
+) -> None:
+    """A cursor promises the order of its algorithm's version.
+
+    A change of any order needs a new version number.
+    """
     ids = BlockOrder(7, 3, table, window_blocks)(np.arange(min(table.num_samples, 5000)))
     assert hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8).hexdigest() == digest
 
 
-@pytest.mark.parametrize(("batch", "window", "io_block"), [(1, 256, 2 << 20), (256, 1024, 512 << 10), (4096, 4096, 128 << 10)])
+@pytest.mark.parametrize(
+    ("batch", "window", "io_block"),
+    [(1, 256, 2 << 20), (256, 1024, 512 << 10), (4096, 4096, 128 << 10)],
+)
 def test_defaults_follow_from_the_batch_alone(batch: int, window: int, io_block: int) -> None:
     assert default_window_blocks(batch) == window
     assert default_io_block_bytes(window) == io_block

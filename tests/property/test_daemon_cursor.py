@@ -1,4 +1,4 @@
-"""A job that resumes at any cursor reads on as if it had never stopped, and no damaged or foreign cursor gets that far."""
+"""A job that resumes at a cursor reads on as if it had never stopped; bad cursors are refused."""
 
 import json
 import zlib
@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.cursor import NUM_BEFORE, Cursor, check_cursor, decode_cursor
-from gyre_daemon.order.plan import Order, Plan, Tail
+from gyre_daemon.order.planner import BatchPlanner, Order, Tail
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def cursors(draw: st.DrawFn) -> Cursor:
 
 
 def sealed(body: bytes) -> bytes:
-    """A cursor whose checksum is right, whatever it says."""
+    """A cursor of any content with the right checksum."""
     return b"GYRE" + zlib.crc32(body).to_bytes(4, "little") + body
 
 
@@ -50,14 +50,16 @@ def test_an_encoder_writes_what_encode_writes(cursor: Cursor, position: int) -> 
 
 
 @given(tails, st.integers(0, 2**64 - 1), st.integers(1, 30), st.integers(1, 30), st.integers(0, 60))
-def test_resuming_anywhere_is_the_uninterrupted_run(tail: Tail, seed: int, num_samples: int, size: int, stop: int) -> None:
+def test_resuming_anywhere_is_the_uninterrupted_run(
+    tail: Tail, seed: int, num_samples: int, size: int, stop: int
+) -> None:
     if tail == "drop" and size > num_samples:
         return
     order = Order("full", tail, seed, size)
-    whole = [Plan(order, num_samples).batch(step).sample_ids.tolist() for step in range(64)]
+    whole = [BatchPlanner(order, num_samples).batch(step).sample_ids.tolist() for step in range(64)]
     cursor = decode_cursor(Cursor("f", order, position=stop * size).encode())
     check_cursor(cursor, "wiki", "f", order)
-    resumed = Plan(cursor.order, num_samples)
+    resumed = BatchPlanner(cursor.order, num_samples)
     first = cursor.position // size
     assert [resumed.batch(step).sample_ids.tolist() for step in range(first, 64)] == whole[stop:]
 
@@ -90,7 +92,9 @@ def test_random_bytes_are_no_cursor(data: bytes) -> None:
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
@@ -104,7 +108,7 @@ def test_a_right_checksum_over_nonsense(value: Any) -> None:
 
 @given(st.sampled_from(sorted(asdict(CURSOR))), values)
 def test_a_right_checksum_over_one_wrong_field(name: str, value: Any) -> None:
-    """Whatever a forger writes is refused, or is what an honest cursor may say."""
+    """A forged cursor is refused, or says what an honest one may say."""
     try:
         cursor = decode_cursor(changed(**{name: value}))
         check_cursor(cursor, "wiki", CURSOR.fingerprint, ORDER)
@@ -153,7 +157,10 @@ def test_bad_cursors(data: bytes) -> None:
 
 
 def test_a_newer_version_says_so() -> None:
-    with pytest.raises(CursorRejected, match=r"format version 2, but this daemon reads version 1; upgrade the daemon"):
+    with pytest.raises(
+        CursorRejected,
+        match=r"format version 2, but this daemon reads version 1; upgrade the daemon",
+    ):
         decode_cursor(sealed(b'[2, "whatever"]'))
 
 
@@ -165,9 +172,21 @@ def test_a_newer_version_says_so() -> None:
             "fingerprint",
             r"other data: .* fingerprint is fedc, that of `wiki` is 0123456789abcdef",
         ),
-        (replace(CURSOR, algorithm=1), "the order algorithm's version", r"the order algorithm's version is 1 there and 2 here"),
-        (replace(CURSOR, order=replace(ORDER, tail="drop")), "the tail", r"the tail is drop there and wrap here"),
-        (replace(CURSOR, order=replace(ORDER, seed=18)), "the seed", r"the seed is 18 there and 17 here"),
+        (
+            replace(CURSOR, algorithm=1),
+            "the order algorithm's version",
+            r"the order algorithm's version is 1 there and 2 here",
+        ),
+        (
+            replace(CURSOR, order=replace(ORDER, tail="drop")),
+            "the tail",
+            r"the tail is drop there and wrap here",
+        ),
+        (
+            replace(CURSOR, order=replace(ORDER, seed=18)),
+            "the seed",
+            r"the seed is 18 there and 17 here",
+        ),
         (
             replace(CURSOR, order=replace(ORDER, global_batch_size=4)),
             "the global batch size",
@@ -175,7 +194,9 @@ def test_a_newer_version_says_so() -> None:
         ),
     ],
 )
-def test_a_cursor_that_does_not_fit_says_what_differs(cursor: Cursor, differs: str, sentence: str) -> None:
+def test_a_cursor_that_does_not_fit_says_what_differs(
+    cursor: Cursor, differs: str, sentence: str
+) -> None:
     with pytest.raises(CursorRejected, match=sentence) as caught:
         check_cursor(decode_cursor(cursor.encode()), "wiki", CURSOR.fingerprint, ORDER)
     assert str(caught.value).count(".") == 0, "one sentence"
@@ -183,4 +204,7 @@ def test_a_cursor_that_does_not_fit_says_what_differs(cursor: Cursor, differs: s
 
 
 def test_a_cursor_is_tiny() -> None:
-    assert len(Cursor("f" * 32, Order("full", "wrap", 2**64 - 1, 2**32), position=(1 << 62)).encode()) < 300
+    assert (
+        len(Cursor("f" * 32, Order("full", "wrap", 2**64 - 1, 2**32), position=(1 << 62)).encode())
+        < 300
+    )

@@ -1,4 +1,7 @@
-"""Eviction: never more than the limit, never what is pinned, never a job's own future; as good as anything can be."""
+"""Eviction: never more than the limit, never what is pinned, never a job's own future.
+
+As good as anything can be.
+"""
 
 from collections.abc import Sequence
 
@@ -14,7 +17,7 @@ def nobody(_: int) -> bool:
 
 
 class Machine(RuleBasedStateMachine):
-    """Any sequence of events, beside a model that looks at everything each time."""
+    """Any sequence of events, beside a model that examines everything each time."""
 
     LIMIT = 100
 
@@ -25,12 +28,20 @@ class Machine(RuleBasedStateMachine):
         self.held: dict[int, tuple[int, int]] = {}  # bytes, next use
         self.next_key = 0
 
-    @rule(num_bytes=st.integers(0, 60), next_use=st.integers(0, 20) | st.just(NEVER), again=st.booleans())
+    @rule(
+        num_bytes=st.integers(0, 60),
+        next_use=st.integers(0, 20) | st.just(NEVER),
+        again=st.booleans(),
+    )
     def admit(self, num_bytes: int, next_use: int, *, again: bool) -> None:
         key = self.next_key
         self.next_key += 1
         excess = sum(its for its, _ in self.held.values()) + num_bytes - self.LIMIT
-        later = {one: its for one, (its, use) in self.held.items() if use > next_use and one not in self.pinned}
+        later = {
+            one: its
+            for one, (its, use) in self.held.items()
+            if use > next_use and one not in self.pinned
+        }
         victims = self.eviction.admit(key, num_bytes, next_use)
         if victims is None:
             assert excess > sum(later.values())
@@ -80,7 +91,7 @@ TestMachine = Machine.TestCase
 
 
 def next_uses(trace: Sequence[int]) -> list[int]:
-    """For each point of a trace, when the same is used next."""
+    """For each point of a trace, when the same block is used next."""
     seen: dict[int, int] = {}
     uses = [NEVER] * len(trace)
     for point in range(len(trace) - 1, -1, -1):
@@ -102,7 +113,7 @@ def hits(trace: Sequence[int], limit: int) -> int:
 
 
 def best_hits(trace: Sequence[int], limit: int) -> int:
-    """Belady's, by looking at the whole future each time, and passing over what is used latest."""
+    """The hits of Belady's rule, by examining the whole future each time."""
     uses, held, num_hits = next_uses(trace), {}, 0
     for key, use in zip(trace, uses, strict=True):
         num_hits += key in held
@@ -113,13 +124,16 @@ def best_hits(trace: Sequence[int], limit: int) -> int:
 
 
 @given(st.lists(st.integers(0, 12), max_size=120), st.integers(1, 8))
-def test_as_many_hits_as_belady(trace: list[int], limit: int) -> None:
+def test_it_has_as_many_hits_as_belady(trace: list[int], limit: int) -> None:
     assert hits(trace, limit) == best_hits(trace, limit)
 
 
 @given(st.integers(2, 40), st.integers(1, 40), st.integers(0, 100))
 def test_one_job_never_loses_its_own_future(num_blocks: int, limit: int, seed: int) -> None:
-    """Where next uses are not known, whatever was taken in first stays: each epoch hits all of it. LRU would hit nothing."""
+    """Where next uses are not known, whatever was taken in first stays: each epoch hits all of it.
+
+    LRU would hit nothing.
+    """
     eviction: NextUseEviction[int] = NextUseEviction(limit, nobody)
     for epoch in range(3):
         num_hits = 0

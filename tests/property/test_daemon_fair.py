@@ -1,3 +1,5 @@
+"""Fair queues and executors: who gets the next turn, and for how long."""
+
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-async def _serve(queue: FairQueue, wanted: list[tuple[Flow, float, int]]) -> list[tuple[Flow, float, int]]:
-    """The order in which turns are granted, one at a time, to those who all wait already."""
+async def _serve(
+    queue: FairQueue, wanted: list[tuple[Flow, float, int]]
+) -> list[tuple[Flow, float, int]]:
+    """The order in which turns are granted, one at a time, when all are waited for already."""
     blocker = Flow("blocker")
     await queue.acquire(blocker, 1)
     granted: list[tuple[Flow, float, int]] = []
@@ -27,10 +31,14 @@ async def _serve(queue: FairQueue, wanted: list[tuple[Flow, float, int]]) -> lis
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1.0, 3.0, 8.0]), st.integers(0, 3)), min_size=1, max_size=60),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from([1.0, 3.0, 8.0]), st.integers(0, 3)),
+        min_size=1,
+        max_size=60,
+    ),
     st.sampled_from([(1.0, 1.0, 1.0), (1.0, 2.0, 4.0)]),
 )
-def test_what_flows_were_served_differs_by_no_more_than_their_largest_turns(
+def test_waiting_flows_never_differ_by_more_than_their_largest_turns(
     wanted: list[tuple[int, float, int]], weights: tuple[float, float, float]
 ) -> None:
     flows = [Flow(str(index), weight) for index, weight in enumerate(weights)]
@@ -51,22 +59,31 @@ def test_what_flows_were_served_differs_by_no_more_than_their_largest_turns(
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_within_a_flow_the_most_urgent_goes_first_and_then_the_oldest(urgencies: list[int]) -> None:
     flow = Flow("job")
-    granted = asyncio.run(_serve(FairQueue(1), [(flow, float(index), urgency) for index, urgency in enumerate(urgencies)]))
+    granted = asyncio.run(
+        _serve(
+            FairQueue(1), [(flow, float(index), urgency) for index, urgency in enumerate(urgencies)]
+        )
+    )
     assert [(urgency, cost) for _, cost, urgency in granted] == sorted(
         (urgency, float(index)) for index, urgency in enumerate(urgencies)
     )
 
 
-def test_a_flow_that_was_idle_has_saved_nothing_up() -> None:
+def test_an_idle_flow_earns_no_credit() -> None:
     async def run() -> list[str]:
         queue, early, late = FairQueue(1), Flow("early"), Flow("late")
         for _ in range(50):
             async with queue.turn(early, 1):
                 pass
-        return [flow.name for flow, _, _ in await _serve(queue, [(early, 1.0, 0)] * 4 + [(late, 1.0, 0)] * 4)]
+        return [
+            flow.name
+            for flow, _, _ in await _serve(queue, [(early, 1.0, 0)] * 4 + [(late, 1.0, 0)] * 4)
+        ]
 
     order = asyncio.run(run())
-    assert order[:4].count("early") >= 1  # one that had saved up would go last
+    assert (
+        order[:4].count("early") >= 1
+    )  # with credit for its idle time, "late" would get the first four
 
 
 def test_turns_are_bounded_and_the_bound_can_change() -> None:
@@ -89,7 +106,7 @@ def test_turns_are_bounded_and_the_bound_can_change() -> None:
     asyncio.run(run())
 
 
-def test_who_gives_up_waiting_holds_nobody_back() -> None:
+def test_a_cancelled_waiter_does_not_block_the_queue() -> None:
     async def run() -> None:
         queue, flow = FairQueue(1), Flow("job")
         await queue.acquire(flow, 1)

@@ -1,4 +1,7 @@
-"""Gathering out of mapped files: every byte lands, and a file that shrinks is a failed range, never a crash."""
+"""Gathering out of mapped files.
+
+Every byte lands, and a file that shrinks is a failed range, never a crash.
+"""
 
 import mmap
 from pathlib import Path
@@ -10,7 +13,9 @@ from gyre_daemon.storage.local.gather import address_of, gather, is_allowed, mem
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.skipif(not is_allowed(), reason="this sandbox forbids process_vm_readv and process_vm_writev")
+pytestmark = pytest.mark.skipif(
+    not is_allowed(), reason="this sandbox forbids process_vm_readv and process_vm_writev"
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -25,7 +30,11 @@ def test_every_range_lands(ranges: list[tuple[int, int]]) -> None:
     sizes = [size for _, size in ranges]
     target = np.zeros(sum(sizes) + 32, np.uint8)
     places = [16 + sum(sizes[:index]) for index in range(len(sizes))]
-    failed = gather(addresses(source, [start for start, _ in ranges]), np.array(sizes, np.int64), addresses(target, places))
+    failed = gather(
+        addresses(source, [start for start, _ in ranges]),
+        np.array(sizes, np.int64),
+        addresses(target, places),
+    )
     assert failed is None
     expected = b"".join(source[start : start + size].tobytes() for start, size in ranges)
     assert target.tobytes() == bytes(16) + expected + bytes(16)
@@ -37,18 +46,27 @@ def test_more_ranges_than_one_call_takes(num_ranges: int) -> None:
     starts = np.random.default_rng(2).integers(0, 9_900, num_ranges).tolist()
     target = np.zeros(num_ranges * 100, np.uint8)
     offsets = list(range(0, num_ranges * 100, 100))
-    assert gather(addresses(source, starts), np.full(num_ranges, 100, np.int64), addresses(target, offsets)) is None
+    assert (
+        gather(
+            addresses(source, starts),
+            np.full(num_ranges, 100, np.int64),
+            addresses(target, offsets),
+        )
+        is None
+    )
     assert target.tobytes() == b"".join(source[start : start + 100].tobytes() for start in starts)
 
 
 @given(st.integers(0, 40), st.sets(st.integers(1, 39)), st.sampled_from([100, 20_000]))
-def test_places_in_a_row_and_apart(num_ranges: int, gaps: set[int], size: int) -> None:
-    """Small ranges and large ones, which the kernel is asked for in different ways."""
+def test_adjacent_and_separate_targets(num_ranges: int, gaps: set[int], size: int) -> None:
+    """Small ranges are written and large ones are read, by different system calls."""
     source = np.random.default_rng(3).integers(0, 256, size + 40, np.uint8)
     places = [size * index + 8 * sum(gap <= index for gap in gaps) for index in range(num_ranges)]
     target = np.zeros(40 * (size + 8), np.uint8)
     sizes = np.full(num_ranges, size, np.int64)
-    assert gather(addresses(source, list(range(num_ranges))), sizes, addresses(target, places)) is None
+    assert (
+        gather(addresses(source, list(range(num_ranges))), sizes, addresses(target, places)) is None
+    )
     expected = np.zeros_like(target)
     for index, place in enumerate(places):
         expected[place : place + size] = source[index : index + size]
@@ -57,8 +75,8 @@ def test_places_in_a_row_and_apart(num_ranges: int, gaps: set[int], size: int) -
 
 @pytest.mark.parametrize("size", [20, 3 * PAGE])
 @pytest.mark.parametrize("broken", [0, 1, 500, 1023, 1024, 1500, 2999])
-def test_a_page_that_is_gone_fails_its_range(tmp_path: Path, broken: int, size: int) -> None:
-    """The first of its ranges is told; a plain copy would have ended the process with SIGBUS."""
+def test_a_missing_page_fails_its_range(tmp_path: Path, broken: int, size: int) -> None:
+    """The first failed range is returned; a plain copy would end the process with SIGBUS."""
     path = tmp_path / "shard"
     path.write_bytes(bytes(range(251)) * 8 * PAGE)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
@@ -69,10 +87,14 @@ def test_a_page_that_is_gone_fails_its_range(tmp_path: Path, broken: int, size: 
         starts[2999] = 6 * PAGE
         target = np.zeros(3000 * size, np.uint8)
         sizes = np.full(3000, size, np.int64)
-        failed = gather(addresses(source, starts), sizes, addresses(target, list(range(0, 3000 * size, size))))
+        failed = gather(
+            addresses(source, starts), sizes, addresses(target, list(range(0, 3000 * size, size)))
+        )
         assert failed == broken
         assert target[: broken * size].tobytes() == source[10 : 10 + size].tobytes() * broken
-        straddling = gather(addresses(source, [10, 4 * PAGE - 10]), sizes[:2], addresses(target, [0, size]))
+        straddling = gather(
+            addresses(source, [10, 4 * PAGE - 10]), sizes[:2], addresses(target, [0, size])
+        )
         assert straddling == 1
         del source
 

@@ -1,7 +1,9 @@
-"""Mirrors: what was written whole is found again, and nothing else ever is: whatever happened to the files meanwhile."""
+"""Mirrors: what was written whole is found again, and nothing else ever is.
+
+Whatever happened to the files meanwhile.
+"""
 
 import errno
-import gc
 import os
 import subprocess
 import sys
@@ -37,17 +39,24 @@ def open_mirror(folder: Path) -> Mirror:
 
 
 def read(mirror: Mirror, blocks: Iterable[int]) -> dict[int, bytes | None]:
-    """Each block whole; None where it is damaged."""
+    """The bytes of each block; None for a damaged one."""
     wanted = np.array(list(blocks), np.int64)
     memory = [np.zeros(SIZES[block], np.uint8) for block in wanted.tolist()]
     targets = np.array([each.ctypes.data for each in memory], np.uint64)
     nothing = np.zeros(len(wanted), np.int64)
-    damaged = mirror.copy(wanted, nothing, Reads(nothing, nothing, BLOCKS.sizes()[wanted], targets, nothing, tuple(memory)))
-    return {block: None if block in damaged else each.tobytes() for block, each in zip(wanted.tolist(), memory, strict=True)}
+    damaged = mirror.copy(
+        wanted,
+        nothing,
+        Reads(nothing, nothing, BLOCKS.sizes()[wanted], targets, nothing, tuple(memory)),
+    )
+    return {
+        block: None if block in damaged else each.tobytes()
+        for block, each in zip(wanted.tolist(), memory, strict=True)
+    }
 
 
 def check(mirror: Mirror, seeds: dict[int, int]) -> None:
-    """It has these blocks and no other, or knows that they are damaged."""
+    """Check that the mirror has these blocks and no other, or knows that they are damaged."""
     assert set(mirror.blocks().tolist()) == set(seeds)
     for block, data in read(mirror, seeds).items():
         assert data == content(block, seeds[block]).tobytes()
@@ -62,7 +71,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=25))
 @on_disk
-def test_what_was_written_is_there_until_it_is_dropped(
+def test_a_written_block_is_stored_until_it_is_dropped(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, bool, bool]]
 ) -> None:
     folder = tmp_path_factory.mktemp("mirror")
@@ -83,16 +92,24 @@ def test_parts_of_blocks(tmp_path: Path, way: str) -> None:
     mirror = open_mirror(tmp_path)
     for block in (0, 3):
         mirror.write(block, content(block))
-    blocks, starts, sizes = np.array([3, 0, 3, 0]), np.array([11_999, 10, 0, 4999]), np.array([1, 300, 20, 1])
+    blocks, starts, sizes = (
+        np.array([3, 0, 3, 0]),
+        np.array([11_999, 10, 0, 4999]),
+        np.array([1, 300, 20, 1]),
+    )
     memory = np.zeros(322, np.uint8)
     targets = (memory.ctypes.data + np.array([0, 1, 301, 321])).astype(np.uint64)
-    assert mirror.copy(blocks, starts, Reads(blocks, starts, sizes, targets, blocks, (memory,))) == set()
+    assert (
+        mirror.copy(blocks, starts, Reads(blocks, starts, sizes, targets, blocks, (memory,)))
+        == set()
+    )
     assert memory.tobytes() == b"".join(
-        content(block)[start : start + size].tobytes() for block, start, size in zip(blocks, starts, sizes, strict=True)
+        content(block)[start : start + size].tobytes()
+        for block, start, size in zip(blocks, starts, sizes, strict=True)
     )
 
 
-def test_space_comes_back(tmp_path: Path) -> None:
+def test_dropped_blocks_free_their_space(tmp_path: Path) -> None:
     mirror = open_mirror(tmp_path)
     path = tmp_path / ("set" + BLOCKS_SUFFIX)
     for block in range(6):
@@ -130,7 +147,7 @@ def test_no_flipped_byte_of_a_block_is_served(tmp_path: Path, way: str) -> None:
                 assert data == content(block).tobytes()
 
 
-def test_no_flipped_byte_of_the_journal_makes_anything_up(tmp_path: Path) -> None:
+def test_no_flipped_byte_of_the_journal_invents_a_block(tmp_path: Path) -> None:
     mirror = open_mirror(tmp_path)
     for block in range(6):
         mirror.write(block, content(block))
@@ -140,14 +157,14 @@ def test_no_flipped_byte_of_the_journal_makes_anything_up(tmp_path: Path) -> Non
         for block, data in read(again, again.blocks().tolist()).items():
             assert data in (None, content(block).tobytes())
         del again
-        # opening writes the journal anew and makes holes: begin again from the whole
+        # opening rewrites the journal and makes holes: start again from the original
         fresh = open_mirror(tmp_path)
         for block in set(range(6)) - set(fresh.blocks().tolist()):
             fresh.write(block, content(block))
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 27, 28, 29, 55, 56, 83, 84])
-def test_a_torn_journal_has_what_was_whole(tmp_path: Path, num_bytes: int) -> None:
+def test_a_torn_journal_keeps_its_whole_records(tmp_path: Path, num_bytes: int) -> None:
     mirror = open_mirror(tmp_path)
     for block in range(3):
         mirror.write(block, content(block))
@@ -159,7 +176,7 @@ def test_a_torn_journal_has_what_was_whole(tmp_path: Path, num_bytes: int) -> No
 
 
 def test_data_that_never_reached_the_disk_is_not_served(tmp_path: Path) -> None:
-    """After a crash of the machine a record may be there without its block."""
+    """After a crash of the machine, a record may exist without its block."""
     mirror = open_mirror(tmp_path)
     mirror.write(0, content(0))
     mirror.write(4, content(4))
@@ -172,7 +189,7 @@ def test_data_that_never_reached_the_disk_is_not_served(tmp_path: Path) -> None:
     check(open_mirror(tmp_path), {0: 7, 4: 0})
 
 
-def test_who_writes_to_the_file_beside_us_is_noticed(tmp_path: Path, way: str) -> None:
+def test_writes_of_another_process_are_noticed(tmp_path: Path, way: str) -> None:
     mirror = open_mirror(tmp_path)
     mirror.write(0, content(0))
     mirror.write(4, content(4))
@@ -185,7 +202,7 @@ def test_who_writes_to_the_file_beside_us_is_noticed(tmp_path: Path, way: str) -
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 5000, 10_000])
-def test_a_file_cut_off_underneath_is_damage_and_no_crash(tmp_path: Path, way: str, num_bytes: int) -> None:
+def test_a_truncated_file_is_damage_and_no_crash(tmp_path: Path, way: str, num_bytes: int) -> None:
     mirror = open_mirror(tmp_path)
     for block in range(6):
         mirror.write(block, content(block))
@@ -207,7 +224,9 @@ def fail_once(number: int) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "write"])
-def test_a_full_disk_leaves_nothing_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_full_disk_leaves_nothing_of_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     mirror = open_mirror(tmp_path)
     mirror.write(0, content(0))
     monkeypatch.setattr(os, call, fail_once(errno.ENOSPC))
@@ -219,7 +238,9 @@ def test_a_full_disk_leaves_nothing_of_the_block(tmp_path: Path, monkeypatch: py
     check(open_mirror(tmp_path), {0: 0, 3: 0})
 
 
-def test_a_record_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_does_not_fit_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mirror = open_mirror(tmp_path)
     mirror.write(0, content(0))
     write = os.write
@@ -245,10 +266,12 @@ for number in range(10_000):
 """
 
 
-def test_a_writer_that_is_killed_leaves_only_what_is_whole(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_only_whole_blocks(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     for round_ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), root], stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), root], stdout=subprocess.PIPE
+        )
         assert process.stdout
         assert process.stdout.readline() == b"begins\n"
         threading.Event().wait(0.01 * round_)
@@ -264,18 +287,17 @@ def test_only_one_daemon_has_a_folder(tmp_path: Path) -> None:
     first = open_disk_cache(tmp_path / "cache", 1 << 20)
     assert first
     assert open_disk_cache(tmp_path / "cache", 1 << 20) is None
-    del first
-    gc.collect()
+    first.close()
     assert open_disk_cache(tmp_path / "cache", 1 << 20)
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert open_disk_cache(tmp_path / "file", 1 << 20) is None
     assert open_disk_cache(tmp_path / "file" / "cache", 1 << 20) is None
 
 
-def test_what_nobody_opened_counts_and_goes_oldest_first(tmp_path: Path) -> None:
+def test_unopened_mirrors_count_and_the_oldest_goes_first(tmp_path: Path) -> None:
     disk = open_disk_cache(tmp_path, 1 << 20)
     assert disk
     for number, identity in enumerate(("old", "new")):
@@ -285,8 +307,7 @@ def test_what_nobody_opened_counts_and_goes_oldest_first(tmp_path: Path) -> None
         os.utime(mirror._file, (1000 + number, 1000 + number))
         del mirror
     os.sync()
-    del disk
-    gc.collect()
+    disk.close()
     disk = open_disk_cache(tmp_path, 1 << 20)
     assert disk
     assert list(disk.unopened.values()) == [20_480, 20_480]

@@ -1,4 +1,4 @@
-"""The integrals of a window against a look at every single moment, and the bound on the jobs that are told apart."""
+"""The integrals of a window against sums over all moments, and the bound on the number of jobs."""
 
 from itertools import pairwise
 
@@ -7,29 +7,39 @@ from gyre_daemon.monitoring.occupancy import Occupancy, WindowTimes
 from hypothesis import given
 from hypothesis import strategies as st
 
-# What a window is like from some moment on: ready, size, credits, whether the head is ready; and for how many seconds.
+# States of a window: ready batches, size, credits, whether the next batch is ready, and how many
+# seconds it lasts.
 STATES = st.lists(
-    st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(0, 5)), max_size=12
+    st.tuples(
+        st.integers(0, 8), st.integers(0, 8), st.integers(0, 3), st.booleans(), st.integers(0, 5)
+    ),
+    max_size=12,
 )
-SHARE = 0.25  # of a wait, for storage
+SHARE = 0.25  # of storage in each wait
 
 
 @given(STATES)
-def test_integrals_are_the_sums_over_all_moments(states: list[tuple[int, int, int, bool, int]]) -> None:
+def test_integrals_are_the_sums_over_all_moments(
+    states: list[tuple[int, int, int, bool, int]],
+) -> None:
     now, expected = 100.0, WindowTimes()
     occupancy = Occupancy(now - 7)  # nothing counts before the first note
     for ready, size, num_credits, head, seconds in states:
         occupancy.note(now, ready, size, num_credits, is_head_ready=head, storage_share=SHARE)
         for _ in range(seconds):
             late_s = float(size > 0 and num_credits > 0 and not head)
-            expected += WindowTimes(ready, size, late_s * SHARE, float(head and not num_credits), late_s * (1 - SHARE))
+            expected += WindowTimes(
+                ready, size, late_s * SHARE, float(head and not num_credits), late_s * (1 - SHARE)
+            )
         now += seconds
     assert occupancy.at(now) == expected
     assert occupancy.at(now) == expected, "a reading changes nothing"
 
 
 @given(STATES)
-def test_no_integral_falls_and_none_waits_for_both(states: list[tuple[int, int, int, bool, int]]) -> None:
+def test_no_integral_falls_and_waits_do_not_overlap(
+    states: list[tuple[int, int, int, bool, int]],
+) -> None:
     now, readings = 0.0, [WindowTimes()]
     occupancy = Occupancy(now)
     for ready, size, num_credits, head, seconds in states:
@@ -47,12 +57,14 @@ def test_no_integral_falls_and_none_waits_for_both(states: list[tuple[int, int, 
     assert last.wait_storage_s + last.wait_trainer_s + last.wait_processor_s <= now
 
 
-# Sessions begin (the job's number) and end (how old, the youngest first).
+# A session opens, with the number of its job, or closes, with its age: the youngest is 0.
 EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=60)
 
 
 @given(EVENTS)
-def test_jobs_are_bounded_and_no_counter_falls_while_its_job_is_open(events: list[tuple[bool, int]]) -> None:
+def test_jobs_are_bounded_and_no_counter_falls_while_its_job_is_open(
+    events: list[tuple[bool, int]],
+) -> None:
     jobs, live, num_sent = Jobs(max_jobs=3), list[tuple[str, str]](), 0
     seen: dict[str, int] = {}
     for begins, number in events:
@@ -73,11 +85,11 @@ def test_jobs_are_bounded_and_no_counter_falls_while_its_job_is_open(events: lis
         assert sum(seen.values()) <= num_sent + len(live)
 
 
-def test_a_job_that_has_ended_makes_room_for_the_next_and_one_that_has_not_does_not() -> None:
+def test_only_a_job_without_a_session_makes_room_for_another() -> None:
     jobs = Jobs(max_jobs=2)
     assert [jobs.open(name) for name in ("a", "b", "c", "a")] == ["a", "b", OTHERS, "a"]
     jobs.close("b", SessionTotals(num_batches=5))
-    assert jobs.totals([])["b"].num_batches == 5, "what an ended job did can still be read"
+    assert jobs.totals([])["b"].num_batches == 5, "the totals of an ended job can still be read"
     assert jobs.open("d") == "d"
     assert jobs.open("b") == OTHERS
     jobs.close("a", SessionTotals())

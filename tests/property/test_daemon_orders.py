@@ -9,7 +9,7 @@ import pytest
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.blocks import BlockTable, blocks_of_equal_samples
 from gyre_daemon.order.cursor import Cursor, check_cursor, decode_cursor, joined_at
-from gyre_daemon.order.plan import NEVER, Order, Plan
+from gyre_daemon.order.planner import NEVER, BatchPlanner, Order
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,27 +23,35 @@ orders = st.builds(
     st.integers(1, 12),
     st.integers(0, 300),
 )
-shards = st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(lambda counts: sum(counts) >= 12)
+shards = st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(
+    lambda counts: sum(counts) >= 12
+)
 
 
-def plan_of(order: Order, counts: list[int]) -> Plan:
+def plan_of(order: Order, counts: list[int]) -> BatchPlanner:
     table = table_of(order, counts)
-    return Plan(order, table.num_samples, table if order.mode == "block" else None)
+    return BatchPlanner(order, table.num_samples, table if order.mode == "block" else None)
 
 
 def table_of(order: Order, counts: list[int]) -> BlockTable:
     return blocks_of_equal_samples(np.array(counts, np.int64), 2, order.io_block_bytes)
 
 
-def stream(plan: Plan, num_positions: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Ids and masks of at least so many positions."""
+def stream(
+    plan: BatchPlanner, num_positions: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Ids and masks of at least `num_positions`."""
     batches = plan.batches(0, -(-num_positions // plan.order.global_batch_size), 0, 1)
-    masks = [np.ones(len(each.sample_ids), bool) if each.mask is None else each.mask for each in batches]
+    masks = [
+        np.ones(len(each.sample_ids), bool) if each.mask is None else each.mask for each in batches
+    ]
     return np.concatenate([each.sample_ids for each in batches]), np.concatenate(masks)
 
 
 @given(orders, shards)
-def test_every_sample_once_in_every_epoch_wherever_the_job_joined(order: Order, counts: list[int]) -> None:
+def test_every_sample_once_in_every_epoch_wherever_the_job_joined(
+    order: Order, counts: list[int]
+) -> None:
     plan = plan_of(order, counts)
     ids, mask = stream(plan, 3 * plan.epoch_length)
     for epoch in range(3):
@@ -53,11 +61,16 @@ def test_every_sample_once_in_every_epoch_wherever_the_job_joined(order: Order, 
 
 
 @given(orders, shards, st.integers(0, 10))
-def test_every_world_size_reads_the_same_global_batches(order: Order, counts: list[int], step: int) -> None:
+def test_every_world_size_reads_the_same_global_batches(
+    order: Order, counts: list[int], step: int
+) -> None:
     whole = plan_of(order, counts).batch(step).sample_ids.tolist()
     for world_size in (2, 3, 4, 6, 12):
         if order.global_batch_size % world_size == 0:
-            parts = [plan_of(order, counts).batch(step, rank, world_size).sample_ids for rank in range(world_size)]
+            parts = [
+                plan_of(order, counts).batch(step, rank, world_size).sample_ids
+                for rank in range(world_size)
+            ]
             assert np.concatenate(parts).tolist() == whole
 
 
@@ -73,7 +86,9 @@ def test_a_job_resumes_at_its_cursor(order: Order, counts: list[int], step: int)
 
 
 @given(orders, shards, st.integers(0, 40))
-def test_who_joins_reads_what_the_other_reads_until_its_epoch_ends(order: Order, counts: list[int], step: int) -> None:
+def test_a_job_that_joins_reads_what_the_other_reads_until_its_epoch_ends(
+    order: Order, counts: list[int], step: int
+) -> None:
     running = plan_of(order, counts)
     late = plan_of(replace(order, start_position=running.running_position(step)), counts)
     start = late.order.start_position % late.epoch_length
@@ -86,10 +101,13 @@ def test_who_joins_reads_what_the_other_reads_until_its_epoch_ends(order: Order,
 
 
 def test_a_late_job_goes_round() -> None:
-    """Ten samples, joined at the sixth: its epoch is the running one's second half, then the first half it missed."""
-    running = Plan(Order("full", "wrap", 5, 2), 10)
+    """Ten samples, joined at the sixth.
+
+    Its epoch is the running one's second half, then the first half it missed.
+    """
+    running = BatchPlanner(Order("full", "wrap", 5, 2), 10)
     ids = stream(running, 30)[0].tolist()
-    late = Plan(replace(running.order, start_position=running.running_position(8)), 10)
+    late = BatchPlanner(replace(running.order, start_position=running.running_position(8)), 10)
     assert stream(late, 20)[0].tolist() == [*ids[16:20], *ids[10:16], *ids[26:30], *ids[20:26]]
     assert [late.batch(step).epoch for step in range(10)] == [0] * 5 + [1] * 5, "epochs are its own"
 
@@ -105,18 +123,24 @@ def test_next_uses_are_those_of_the_stream(order: Order, counts: list[int], posi
         if sample in ahead:
             assert use == position + ahead.index(sample)
         else:
-            assert use >= position + plan.epoch_length, "dropped this epoch: not before the next but one"
+            assert use >= position + plan.epoch_length, (
+                "dropped this epoch: not before the next but one"
+            )
     table = table_of(order, counts)
     blocks = table.block_of(everyone)
     by_block = [uses[blocks == block].min() for block in range(table.num_blocks)]
-    assert plan.next_use_of_blocks(table, np.arange(table.num_blocks), position).tolist() == by_block, "of any table"
+    assert (
+        plan.next_use_of_blocks(table, np.arange(table.num_blocks), position).tolist() == by_block
+    ), "of any table"
 
 
 @given(orders, shards, st.integers(0, 200))
-def test_the_window_has_a_block_when_it_is_used(order: Order, counts: list[int], position: int) -> None:
+def test_the_window_has_a_block_when_it_is_used(
+    order: Order, counts: list[int], position: int
+) -> None:
     order = replace(order, mode="block")
     table = table_of(order, counts)
-    plan, every = Plan(order, table.num_samples, table), np.arange(table.num_blocks)
+    plan, every = BatchPlanner(order, table.num_samples, table), np.arange(table.num_blocks)
     exact = plan.next_use_of_blocks(table_of(order, counts), every, position)
     fast = plan.next_use_of_blocks(table, every, position)
     assert (fast >= position).all()
@@ -124,10 +148,15 @@ def test_the_window_has_a_block_when_it_is_used(order: Order, counts: list[int],
 
 
 def test_the_window_has_a_block_not_long_before_and_after() -> None:
-    """32,000 samples in 500 blocks, seen from the middle: blocks that are done are not wanted before the next epoch."""
+    """32,000 samples in 500 blocks, seen from the middle.
+
+    Blocks that are done are not wanted before the next epoch.
+    """
     table = blocks_of_equal_samples(np.array([32_000]), 1, 64)
-    plan, every = Plan(Order("block", "wrap", 1, 16, 64, 32), 32_000, table), np.arange(500)
-    exact = plan.next_use_of_blocks(blocks_of_equal_samples(np.array([32_000]), 1, 64), every, 16_000)
+    plan, every = BatchPlanner(Order("block", "wrap", 1, 16, 64, 32), 32_000, table), np.arange(500)
+    exact = plan.next_use_of_blocks(
+        blocks_of_equal_samples(np.array([32_000]), 1, 64), every, 16_000
+    )
     fast = plan.next_use_of_blocks(table, every, 16_000)
     in_window = exact < 16_000 + 64
     assert (fast[in_window] == exact[in_window]).all()
@@ -136,15 +165,24 @@ def test_the_window_has_a_block_not_long_before_and_after() -> None:
     assert (fast >= 32_000).sum() == pytest.approx(250, abs=20)
 
 
-def test_what_is_dropped_for_ever_is_never_used() -> None:
-    plan = Plan(Order("sequential", "drop", 0, 4), 10)
+def test_a_sample_that_is_always_dropped_is_never_used() -> None:
+    plan = BatchPlanner(Order("sequential", "drop", 0, 4), 10)
     assert plan.next_use(np.array([7, 8, 9]), 0).tolist() == [7, NEVER, NEVER]
-    assert plan.next_use_of_blocks(table_of(replace(plan.order, io_block_bytes=4), [10]), np.array([], int), 0).tolist() == []
+    assert (
+        plan.next_use_of_blocks(
+            table_of(replace(plan.order, io_block_bytes=4), [10]), np.array([], int), 0
+        ).tolist()
+        == []
+    )
 
 
 def test_by_sample_id() -> None:
-    plan = Plan(Order("sequential", "pad", 9, 4), 6)
-    assert [plan.batch(step).sample_ids.tolist() for step in range(3)] == [[0, 1, 2, 3], [4, 5, 0, 1], [0, 1, 2, 3]]
+    plan = BatchPlanner(Order("sequential", "pad", 9, 4), 6)
+    assert [plan.batch(step).sample_ids.tolist() for step in range(3)] == [
+        [0, 1, 2, 3],
+        [4, 5, 0, 1],
+        [0, 1, 2, 3],
+    ]
 
 
 BLOCK = Order("block", "wrap", 17, 8, 1 << 20, 256, 640)
@@ -154,9 +192,15 @@ BLOCK = Order("block", "wrap", 17, 8, 1 << 20, 256, 640)
     ("change", "sentence"),
     [
         ({"mode": "full"}, "the order mode is full there and block here"),
-        ({"io_block_bytes": 4096}, r"the block size \(io_block\) in bytes is 4096 there and 1048576 here"),
+        (
+            {"io_block_bytes": 4096},
+            r"the block size \(io_block\) in bytes is 4096 there and 1048576 here",
+        ),
         ({"window_blocks": 64}, "the window in blocks is 64 there and 256 here"),
-        ({"start_position": 0}, "the position of another job at which it joined is 0 there and 640 here"),
+        (
+            {"start_position": 0},
+            "the position of another job at which it joined is 0 there and 640 here",
+        ),
     ],
 )
 def test_a_cursor_of_another_order_says_what_differs(change: dict[str, Any], sentence: str) -> None:
@@ -175,7 +219,7 @@ def test_the_cursor_of_a_global_shuffle_is_what_it_was_before_there_were_blocks(
 
 
 @pytest.mark.parametrize("start", [-1, (1 << 62) + 1, 1.5, True, "7"])
-def test_a_start_that_nobody_can_have_had(start: object) -> None:
+def test_an_impossible_start_position_is_refused(start: object) -> None:
     data = Cursor("abc", replace(BLOCK, start_position=start), 80).encode()  # type: ignore[arg-type]
     with pytest.raises(CursorRejected, match="cursor"):
         decode_cursor(data)
@@ -184,8 +228,12 @@ def test_a_start_that_nobody_can_have_had(start: object) -> None:
 def test_the_far_end_of_the_positions_in_blocks() -> None:
     num_samples = 10**12
     table = blocks_of_equal_samples(np.full(1000, 10**9), 2048, 1 << 20)
-    plan = Plan(replace(BLOCK, start_position=1 << 62, global_batch_size=1024), num_samples, table)
+    plan = BatchPlanner(
+        replace(BLOCK, start_position=1 << 62, global_batch_size=1024), num_samples, table
+    )
     for step in (0, 10**9 // 2, (1 << 62) // 1024):
         assert len(set(plan.batch(step).sample_ids.tolist())) == 1024
     ids = plan.batch(10**9 // 2).sample_ids
-    assert plan.next_use(ids, 10**9 // 2 * 1024).tolist() == list(range(10**9 // 2 * 1024, (10**9 // 2 + 1) * 1024))
+    assert plan.next_use(ids, 10**9 // 2 * 1024).tolist() == list(
+        range(10**9 // 2 * 1024, (10**9 // 2 + 1) * 1024)
+    )

@@ -8,7 +8,7 @@ import pytest
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.epochs import EpochOrder
 from gyre_daemon.order.permutation import MAX_SAMPLES, Permutation, epoch_key
-from gyre_daemon.order.plan import Order, Plan, Tail, check_ranks
+from gyre_daemon.order.planner import BatchPlanner, Order, Tail, check_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,11 @@ sizes = st.integers(1, 40)
 def by_definition(order: Order, num_samples: int, step: int) -> tuple[list[int], list[bool]]:
     """Sample ids and mask of a global step."""
     size = order.global_batch_size
-    lengths = {"wrap": num_samples, "drop": num_samples - num_samples % size, "pad": num_samples + -num_samples % size}
+    lengths = {
+        "wrap": num_samples,
+        "drop": num_samples - num_samples % size,
+        "pad": num_samples + -num_samples % size,
+    }
     length = lengths[order.tail]
     ids, mask = [], []
     for position in range(step * size, (step + 1) * size):
@@ -42,11 +46,13 @@ def usable(tail: Tail, num_samples: int, size: int) -> bool:
 
 
 @given(tails, seeds, sizes, sizes, st.integers(0, 50))
-def test_a_step_is_what_its_definition_says(tail: Tail, seed: int, num_samples: int, size: int, step: int) -> None:
+def test_a_step_is_what_its_definition_says(
+    tail: Tail, seed: int, num_samples: int, size: int, step: int
+) -> None:
     if not usable(tail, num_samples, size):
         return
     order = Order("full", tail, seed, size)
-    batch = Plan(order, num_samples).batch(step)
+    batch = BatchPlanner(order, num_samples).batch(step)
     ids, mask = by_definition(order, num_samples, step)
     assert batch.sample_ids.tolist() == ids
     assert batch.sample_ids.dtype == np.int64
@@ -56,58 +62,99 @@ def test_a_step_is_what_its_definition_says(tail: Tail, seed: int, num_samples: 
 
 
 @given(tails, seeds, sizes, sizes, st.integers(0, 50))
-def test_every_world_size_reads_the_same_global_batches(tail: Tail, seed: int, num_samples: int, size: int, step: int) -> None:
+def test_every_world_size_reads_the_same_global_batches(
+    tail: Tail, seed: int, num_samples: int, size: int, step: int
+) -> None:
     if not usable(tail, num_samples, size):
         return
     order = Order("full", tail, seed, size)
-    whole = Plan(order, num_samples).batch(step)
+    whole = BatchPlanner(order, num_samples).batch(step)
     for world_size in world_sizes(size):
-        plans = [Plan(order, num_samples) for _ in range(world_size)]  # one daemon each
+        plans = [BatchPlanner(order, num_samples) for _ in range(world_size)]  # one daemon each
         parts = [plans[rank].batch(step, rank, world_size) for rank in range(world_size)]
         assert {len(part.sample_ids) for part in parts} == {size // world_size}
-        assert np.concatenate([part.sample_ids for part in parts]).tolist() == whole.sample_ids.tolist()
-        assert {part.epoch for part in parts} == {whole.epoch}, "an epoch is the global batch's, not the rank's"
+        assert (
+            np.concatenate([part.sample_ids for part in parts]).tolist()
+            == whole.sample_ids.tolist()
+        )
+        assert {part.epoch for part in parts} == {whole.epoch}, (
+            "an epoch is the global batch's, not the rank's"
+        )
         if whole.mask is not None:
-            assert np.concatenate([_mask(part.mask) for part in parts]).tolist() == whole.mask.tolist()
+            assert (
+                np.concatenate([_mask(part.mask) for part in parts]).tolist() == whole.mask.tolist()
+            )
 
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(
-    ("num_samples", "size"), [(24, 6), (25, 6), (29, 6), (6, 6), (7, 6), (5, 6), (1, 6), (1, 1), (4097, 1022), (10_000, 1000)]
+    ("num_samples", "size"),
+    [
+        (24, 6),
+        (25, 6),
+        (29, 6),
+        (6, 6),
+        (7, 6),
+        (5, 6),
+        (1, 6),
+        (1, 1),
+        (4097, 1022),
+        (10_000, 1000),
+    ],
 )
 def test_ranks_share_an_epoch_out_once(tail: Tail, num_samples: int, size: int) -> None:
     if not usable(tail, num_samples, size):
         with pytest.raises(InvalidRequest, match="no whole batch"):
-            Plan(Order("full", tail, 3, size), num_samples)
+            BatchPlanner(Order("full", tail, 3, size), num_samples)
         return
     for world_size in world_sizes(size):
-        plan = Plan(Order("full", tail, 3, size), num_samples)
+        plan = BatchPlanner(Order("full", tail, 3, size), num_samples)
         num_steps = -(-num_samples // size) if tail != "drop" else num_samples // size
-        ranks = [[plan.batch(step, rank, world_size) for step in range(num_steps)] for rank in range(world_size)]
+        ranks = [
+            [plan.batch(step, rank, world_size) for step in range(num_steps)]
+            for rank in range(world_size)
+        ]
         # positions in order: step by step, rank by rank
-        ids = np.concatenate([ranks[rank][step].sample_ids for step in range(num_steps) for rank in range(world_size)])
+        ids = np.concatenate(
+            [
+                ranks[rank][step].sample_ids
+                for step in range(num_steps)
+                for rank in range(world_size)
+            ]
+        )
         if tail == "pad":
-            mask = np.concatenate([_mask(ranks[rank][step].mask) for step in range(num_steps) for rank in range(world_size)])
+            mask = np.concatenate(
+                [
+                    _mask(ranks[rank][step].mask)
+                    for step in range(num_steps)
+                    for rank in range(world_size)
+                ]
+            )
             assert sorted(ids[mask]) == list(range(num_samples))
             assert (~mask).sum() == -num_samples % size
         elif tail == "wrap":
-            assert sorted(ids[:num_samples]) == list(range(num_samples)), "the rest belongs to the next epoch"
+            assert sorted(ids[:num_samples]) == list(range(num_samples)), (
+                "the rest belongs to the next epoch"
+            )
         else:
             assert len(set(ids.tolist())) == len(ids) == num_samples // size * size
 
 
 def test_wrapping_loses_nothing_between_epochs() -> None:
-    """Three epochs of 7 in batches of 4: each sample three times, each epoch's positions one permutation."""
-    plan = Plan(Order("full", "wrap", 1, 4), 7)
+    """Three epochs of 7 in batches of 4.
+
+    Each sample three times, each epoch's positions one permutation.
+    """
+    plan = BatchPlanner(Order("full", "wrap", 1, 4), 7)
     stream = np.concatenate([plan.batch(step).sample_ids for step in range(6)])[:21]
     for epoch in range(3):
         assert sorted(stream[7 * epoch : 7 * epoch + 7]) == list(range(7))
     assert [plan.batch(step).epoch for step in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_plan_answers_in_any_order() -> None:
+def test_steps_may_be_planned_in_any_order() -> None:
     order, num_samples = Order("full", "wrap", 8, 64), 50
-    plan = Plan(order, num_samples)
+    plan = BatchPlanner(order, num_samples)
     forward = [plan.batch(step).sample_ids.tolist() for step in range(40)]
     for step in (39, 0, 20, 1, 39, 38, 5):
         assert plan.batch(step).sample_ids.tolist() == forward[step]
@@ -115,8 +162,11 @@ def test_a_plan_answers_in_any_order() -> None:
 
 
 def test_each_epoch_s_order_is_made_once_by_a_job_that_plans_an_epoch_ahead() -> None:
-    """It needs three at a time: that of the samples that are read now, that of their next use, and that of what is planned."""
-    plan, made = Plan(Order("full", "wrap", 8, 16), 100), list[int]()
+    """It needs three at a time.
+
+    That of the samples that are read now, that of their next use, and that of what is planned.
+    """
+    plan, made = BatchPlanner(Order("full", "wrap", 8, 16), 100), list[int]()
     make = plan._epochs._make
 
     def counted(epoch: int) -> EpochOrder:
@@ -141,11 +191,14 @@ def test_many_steps_at_once_are_the_same_steps(
         return
     world_size = data.draw(st.sampled_from(world_sizes(size)))
     rank = data.draw(st.integers(0, world_size - 1))
-    plan, order = Plan(Order("full", tail, 5, size), num_samples), Order("full", tail, 5, size)
+    plan, order = (
+        BatchPlanner(Order("full", tail, 5, size), num_samples),
+        Order("full", tail, 5, size),
+    )
     together = plan.batches(first, num_steps, rank, world_size)
     assert [batch.step for batch in together] == list(range(first, first + num_steps))
     for batch in together:
-        alone = Plan(order, num_samples).batch(batch.step, rank, world_size)
+        alone = BatchPlanner(order, num_samples).batch(batch.step, rank, world_size)
         assert batch.sample_ids.tolist() == alone.sample_ids.tolist()
         assert batch.epoch == alone.epoch
         assert (batch.mask is None) == (alone.mask is None)
@@ -153,10 +206,12 @@ def test_many_steps_at_once_are_the_same_steps(
 
 
 @given(tails, sizes, sizes, st.integers(1, 5))
-def test_steps_that_begin_in_so_many_epochs(tail: Tail, num_samples: int, size: int, num_epochs: int) -> None:
+def test_the_number_of_steps_that_begin_in_some_epochs(
+    tail: Tail, num_samples: int, size: int, num_epochs: int
+) -> None:
     if not usable(tail, num_samples, size):
         return
-    plan = Plan(Order("full", tail, 0, size), num_samples)
+    plan = BatchPlanner(Order("full", tail, 0, size), num_samples)
     expected = {
         "wrap": -(-num_epochs * num_samples // size),
         "drop": num_epochs * (num_samples // size),
@@ -166,11 +221,11 @@ def test_steps_that_begin_in_so_many_epochs(tail: Tail, num_samples: int, size: 
 
 
 def test_the_far_end_of_the_positions() -> None:
-    plan = Plan(Order("full", "wrap", 2**64 - 1, 1 << 10), MAX_SAMPLES)
+    plan = BatchPlanner(Order("full", "wrap", 2**64 - 1, 1 << 10), MAX_SAMPLES)
     last = plan.batch((1 << 62) // (1 << 10) - 1)
     assert len(set(last.sample_ids.tolist())) == 1 << 10
     assert last.epoch == 0
-    tiny = Plan(Order("full", "wrap", 0, 1), 1)
+    tiny = BatchPlanner(Order("full", "wrap", 0, 1), 1)
     assert tiny.batch((1 << 63) - 1).sample_ids.tolist() == [0]
 
 
@@ -188,16 +243,18 @@ def test_the_far_end_of_the_positions() -> None:
 )
 def test_orders_that_make_no_sense(num_samples: int, size: int, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        Plan(Order("full", "wrap", 0, size), num_samples)
+        BatchPlanner(Order("full", "wrap", 0, size), num_samples)
 
 
 def test_a_batch_of_many_epochs() -> None:
-    ids = Plan(Order("full", "wrap", 0, 4096), 1).batch(3).sample_ids
+    ids = BatchPlanner(Order("full", "wrap", 0, 4096), 1).batch(3).sample_ids
     assert ids.tolist() == [0] * 4096
 
 
 @given(st.integers(-2, 20), st.integers(-2, 20), st.integers(1, 60))
-def test_ranks_that_do_not_divide_the_batch_are_refused(rank: int, world_size: int, size: int) -> None:
+def test_ranks_that_do_not_divide_the_batch_are_refused(
+    rank: int, world_size: int, size: int
+) -> None:
     order = Order("full", "wrap", 0, size)
     if world_size >= 1 and 0 <= rank < world_size and gcd(size, world_size) == world_size:
         check_ranks(order, rank, world_size)

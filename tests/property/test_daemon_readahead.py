@@ -1,4 +1,7 @@
-"""Announcing cold files: all that is read is covered, nothing twice, and nothing at all where it is in memory."""
+"""Announcing cold files.
+
+All that is read is covered, nothing twice, and nothing at all where it is in memory.
+"""
 
 import itertools
 import mmap
@@ -12,8 +15,8 @@ import numpy as np
 import pytest
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.local import readahead
-from gyre_daemon.storage.local.local import stat_shard
-from gyre_daemon.storage.local.openfiles import OpenShard, OpenShards
+from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.local.open_files import OpenShard, OpenShards
 from gyre_daemon.storage.local.readahead import ReadAhead, blocks, is_mapped_in_memory
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,26 +24,39 @@ from hypothesis import strategies as st
 NUM_BYTES = 4 << 20
 
 ranges = st.lists(
-    st.tuples(st.sampled_from([0, 1, 5, 90_000]), st.integers(0, 300), st.integers(1, 120)), min_size=1, max_size=30
+    st.tuples(st.sampled_from([0, 1, 5, 90_000]), st.integers(0, 300), st.integers(1, 120)),
+    min_size=1,
+    max_size=30,
 )
 
 
 @given(ranges, st.sampled_from([1, 16, 64]))
-def test_ranges_cover_what_is_read_once_and_touch_nowhere(reads: list[tuple[int, int, int]], grain: int) -> None:
+def test_ranges_cover_what_is_read_once_and_touch_nowhere(
+    reads: list[tuple[int, int, int]], grain: int
+) -> None:
     shard, start, size = (np.array(column, np.int64) for column in zip(*reads, strict=True))
-    found = list(zip(*(column.tolist() for column in blocks(shard, start, start + size, grain)), strict=True))
+    found = list(
+        zip(*(column.tolist() for column in blocks(shard, start, start + size, grain)), strict=True)
+    )
     wanted = {
-        (its, block) for its, begin, length in reads for block in range(begin // grain, (begin + length - 1) // grain + 1)
+        (its, block)
+        for its, begin, length in reads
+        for block in range(begin // grain, (begin + length - 1) // grain + 1)
     }
-    covered = [(its, block) for its, begin, end in found for block in range(begin // grain, end // grain)]
+    covered = [
+        (its, block) for its, begin, end in found for block in range(begin // grain, end // grain)
+    ]
     assert sorted(wanted) == covered
     assert all(one[0] != other[0] or one[2] < other[1] for one, other in itertools.pairwise(found))
 
 
-def test_shards_as_large_as_they_come() -> None:
+def test_very_large_shards() -> None:
     start = np.array([(1 << 50) - 4096, 0, (1 << 50) - 4096], np.int64)
     shard, begin, end = blocks(np.array([1_000_000, 3, 7]), start, start + 100, 4096)
-    assert (shard.tolist(), begin.tolist()) == ([3, 7, 1_000_000], [0, (1 << 50) - 4096, (1 << 50) - 4096])
+    assert (shard.tolist(), begin.tolist()) == (
+        [3, 7, 1_000_000],
+        [0, (1 << 50) - 4096, (1 << 50) - 4096],
+    )
     assert (end - begin == 4096).all()
 
 
@@ -52,19 +68,32 @@ def shard(tmp_path: Path) -> OpenShard:
 
 
 def evict(shard: OpenShard) -> None:
-    """Write the file out and drop it from memory; where nothing can be dropped (a tmpfs), there is nothing to test."""
+    """Write the file out and drop it from memory.
+
+    Where nothing can be dropped (a tmpfs), there is nothing to test.
+    """
     os.fsync(shard.descriptor)
     deadline = time.monotonic() + 120
-    while any(is_mapped_in_memory(shard.address + offset) for offset in range(0, NUM_BYTES, mmap.PAGESIZE)):
+    while any(
+        is_mapped_in_memory(shard.address + offset) for offset in range(0, NUM_BYTES, mmap.PAGESIZE)
+    ):
         if time.monotonic() > deadline:
             pytest.skip("this file system keeps all files in memory")
         shard.mapping.madvise(mmap.MADV_DONTNEED)
-        os.posix_fadvise(shard.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # leaves what is just being read
+        # this leaves pages that are being read
+        os.posix_fadvise(shard.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def some_reads() -> Reads:
     start = np.random.default_rng(0).permutation(NUM_BYTES // 4096)[:100] * 4096
-    return Reads(np.zeros(100, np.int64), start, np.full(100, 2000), start.astype(np.uint64), np.arange(100), ())
+    return Reads(
+        np.zeros(100, np.int64),
+        start,
+        np.full(100, 2000),
+        start.astype(np.uint64),
+        np.arange(100),
+        (),
+    )
 
 
 def test_a_cold_file_is_announced_and_a_hot_one_is_not(shard: OpenShard) -> None:
@@ -78,8 +107,10 @@ def test_a_cold_file_is_announced_and_a_hot_one_is_not(shard: OpenShard) -> None
     assert ahead.announce(some_reads(), {0: shard}) == 0
 
 
-def test_the_longer_a_file_is_hot_the_less_it_is_looked_at(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that turns cold again is noticed all the same, and from then on always looked at."""
+def test_the_longer_a_file_is_hot_the_less_it_is_looked_up(
+    shard: OpenShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that turns cold is still noticed, and from then on always looked up."""
     ahead = ReadAhead([shard.listed])
     looks = Mock(wraps=os.preadv)
     monkeypatch.setattr(os, "preadv", looks)
@@ -92,21 +123,23 @@ def test_the_longer_a_file_is_hot_the_less_it_is_looked_at(shard: OpenShard, mon
     assert ahead.announce(some_reads(), {0: shard})
 
 
-def test_a_copy_that_waits_for_the_disk_brings_the_looks_back(shard: OpenShard) -> None:
+def test_a_copy_that_waits_for_the_disk_resets_the_stride(shard: OpenShard) -> None:
     ahead = ReadAhead([shard.listed])
     for _ in range(300):
         ahead.announce(some_reads(), {0: shard})
     evict(shard)
     with ahead.around(some_reads(), {0: shard}) as wait:
-        assert not wait.is_sure, "nobody looked"
+        assert not wait.is_certain, "nobody looked"
         assert shard.mapping[NUM_BYTES // 2] == 0
     assert wait.was_seen
     evict(shard)
     with ahead.around(some_reads(), {0: shard}) as wait:
-        assert wait.is_sure
+        assert wait.is_certain
 
 
-def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_nonblocking_reads(
+    shard: OpenShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(*_: object) -> int:
         raise OSError(95, "Operation not supported")
 
@@ -116,15 +149,19 @@ def test_where_reads_cannot_refuse_to_wait(shard: OpenShard, monkeypatch: pytest
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) > 0
 
 
-def test_a_disk_that_answers_at_once_is_no_memory(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that refuses to wait begins to read ahead, and may find what it has just had read."""
+def test_a_fast_disk_is_not_taken_for_memory(
+    shard: OpenShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A nonblocking read starts readahead, and may find the page that it has just requested."""
     monkeypatch.setattr(os, "preadv", lambda *_: 1)
     evict(shard)
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) > 0
 
 
-def test_a_file_of_which_the_kernel_tells_nothing(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file of another's, the kernel says that every page is in memory."""
+def test_a_file_whose_residency_the_kernel_hides(
+    shard: OpenShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports every page of another user's file as resident."""
 
     def would_wait(*_: object) -> int:
         raise BlockingIOError
@@ -135,7 +172,7 @@ def test_a_file_of_which_the_kernel_tells_nothing(shard: OpenShard, monkeypatch:
     assert ReadAhead([shard.listed]).announce(some_reads(), {0: shard}) > 0
 
 
-def test_advice_that_nobody_takes_is_no_error(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_advice_is_no_error(shard: OpenShard, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(22, "Invalid argument")
 

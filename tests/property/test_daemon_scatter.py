@@ -1,4 +1,7 @@
-"""Many small permutations at once: each is a bijection of its range with an inverse, and none leans to any value."""
+"""Many small permutations at once.
+
+Each is a bijection of its range with an inverse, and none leans to any value.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +32,9 @@ def test_each_range_is_permuted(key: bytes, data: st.DataObject) -> None:
         assert sorted(moved[begin : begin + size]) == list(range(size))
         begin += size
     assert np.array_equal(scatter.inverse(names, moved, each_size), values)
-    assert np.array_equal(scatter(names[::-1], values[::-1], each_size[::-1])[::-1], moved), "each value is on its own"
+    assert np.array_equal(scatter(names[::-1], values[::-1], each_size[::-1])[::-1], moved), (
+        "each value is on its own"
+    )
 
 
 @pytest.mark.parametrize("size", [2**16 + 1, 2**31 - 1])
@@ -44,7 +49,10 @@ def test_wide_ranges(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6, 17, 40, 257])
 def test_every_value_is_equally_likely_everywhere(size: int) -> None:
-    """A value that comes to a place a fifth too often (size 17) is found 97 times in a hundred; alpha is 0.001 each."""
+    """A value that comes to a place a fifth too often (size 17) is found 97 times in a hundred.
+
+    Alpha is 0.001 each.
+    """
     num_ranges = 20_000
     moved = every_value(np.arange(num_ranges), size)
     for place in {0, 1, size // 2, size - 1}:
@@ -53,8 +61,10 @@ def test_every_value_is_equally_likely_everywhere(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 5, 6, 8, 16, 41, 257])
-def test_neighbours_go_apart(size: int) -> None:
-    """Where the values 0 and 1 go differs by anything but 0 with equal probability; 20,000 ranges, alpha 0.001.
+def test_neighbours_are_separated(size: int) -> None:
+    """Where the values 0 and 1 go differs by anything but 0 with equal probability.
+
+    20,000 ranges, alpha 0.001.
 
     With six rounds sizes 5, 6 and 8 fail, with a network of three bits too.
     """
@@ -64,7 +74,7 @@ def test_neighbours_go_apart(size: int) -> None:
     assert stats.chisquare(counts[1:]).pvalue > 0.001
 
 
-def test_ranges_have_nothing_to_do_with_each_other() -> None:
+def test_ranges_are_independent() -> None:
     """Neighbouring ranges agree at one place on average, as Poisson(1)."""
     moved = every_value(np.arange(500), 101)
     agreeing = (moved[1:] == moved[:-1]).sum(axis=1)

@@ -1,9 +1,10 @@
 """The order is indistinguishable from a uniformly random one, as far as these tests can see.
 
-Each test gives one p-value, two-sided where too even is a fault as well. All together may reject a perfect shuffle once in
-a hundred times (`FAMILY_ALPHA`, divided by the number of p-values: Bonferroni); the keys are fixed, so a run never differs
-from the last. What each test would see is shown on orders that are broken on purpose, and, for the chi-square tests, stated
-as the smallest bias that is found 99 times in a hundred.
+Each test gives one p-value, two-sided where too even is a fault as well. All together may reject a
+perfect shuffle once in a hundred times (`FAMILY_ALPHA`, divided by the number of p-values:
+Bonferroni); the keys are fixed, so a run never differs from the last. What each test would see is
+shown on orders that are broken on purpose, and, for the chi-square tests, stated as the smallest
+bias that is found 99 times in a hundred.
 """
 
 import random
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gyre_daemon.order.permutation import Permutation, _Network, _Tabled, epoch_key
+from gyre_daemon.order.permutation import Permutation, _FeistelNetwork, _TabledRounds, epoch_key
 from scipy import stats
 
 Orders = npt.NDArray[np.int64]  # [K, N]: the ids of K epochs at places 0 to N - 1
@@ -49,27 +50,31 @@ def shuffle_buffer(key: int, num_samples: int) -> npt.NDArray[np.int64]:
 
 
 def two_rounds(key: int, num_samples: int) -> npt.NDArray[np.int64]:
-    short = _Network(epoch_key(key, 0), num_samples)
-    assert isinstance(short._rounds, _Tabled)
+    short = _FeistelNetwork(epoch_key(key, 0), num_samples)
+    assert isinstance(short._rounds, _TabledRounds)
     short._rounds._tables = short._rounds._tables[:2]
     return short.forward(np.arange(num_samples))
 
 
 def network(key: int, num_samples: int) -> npt.NDArray[np.int64]:
     """The network, where the table should be."""
-    return _Network(epoch_key(key, 0), num_samples).forward(np.arange(num_samples))
+    return _FeistelNetwork(epoch_key(key, 0), num_samples).forward(np.arange(num_samples))
 
 
 def network_without_exchange(key: int, num_samples: int) -> npt.NDArray[np.int64]:
     """Even permutations of a power of two."""
-    even = _Network(epoch_key(key, 0), num_samples)
+    even = _FeistelNetwork(epoch_key(key, 0), num_samples)
     even._exchanges = 0
     return even.forward(np.arange(num_samples))
 
 
 def affine(key: int, num_samples: int) -> npt.NDArray[np.int64]:
     generator = random.Random(key)
-    factor = next(a for a in iter(lambda: generator.randrange(1, num_samples), 0) if np.gcd(a, num_samples) == 1)
+    factor = next(
+        a
+        for a in iter(lambda: generator.randrange(1, num_samples), 0)
+        if np.gcd(a, num_samples) == 1
+    )
     return (np.arange(num_samples) * factor + generator.randrange(num_samples)) % num_samples
 
 
@@ -94,36 +99,49 @@ def chi_square(counts: npt.NDArray[Any], expected: npt.NDArray[Any] | float) -> 
 
 
 def ids_at_places(orders: Orders) -> float:
-    """Every id comes at every place equally often. The cells of permutations vary a little more than those of a multinomial."""
+    """Every id comes at every place equally often.
+
+    The cells of permutations vary a little more than those of a multinomial.
+    """
     num_keys, num_samples = orders.shape
     cells = (orders + np.arange(num_samples) * num_samples).ravel()
     counts = np.bincount(cells, minlength=num_samples**2)
-    return two_sided(chi_square(counts, num_keys / num_samples) * (num_samples - 1) / num_samples, (num_samples - 1) ** 2)
+    return two_sided(
+        chi_square(counts, num_keys / num_samples) * (num_samples - 1) / num_samples,
+        (num_samples - 1) ** 2,
+    )
 
 
 def pairs_at_places(orders: Orders) -> float:
     """Every ordered pair of ids comes equally often at the first two places."""
     num_keys, num_samples = orders.shape
-    table = np.bincount(orders[:, 0] * num_samples + orders[:, 1], minlength=num_samples**2).reshape(num_samples, -1)
+    table = np.bincount(
+        orders[:, 0] * num_samples + orders[:, 1], minlength=num_samples**2
+    ).reshape(num_samples, -1)
     counts = table[~np.eye(num_samples, dtype=bool)]
     return two_sided(chi_square(counts, num_keys / len(counts)), len(counts) - 1)
 
 
 def places_against_ids(orders: Orders, num_bins: int = 16) -> float:
-    """Within each order, sixteenths of the epoch take as much from each sixteenth of the ids as chance gives."""
+    """Each sixteenth of an epoch takes from each sixteenth of the ids as much as chance gives."""
     num_keys, num_samples = orders.shape
     bins = np.arange(num_samples) * num_bins // num_samples
     sizes = np.bincount(bins)
     expected = np.outer(sizes, sizes) / num_samples
     total = 0.0
     for ids in orders:
-        counts = np.bincount(bins * num_bins + bins[ids], minlength=num_bins**2).reshape(num_bins, num_bins)
+        counts = np.bincount(bins * num_bins + bins[ids], minlength=num_bins**2).reshape(
+            num_bins, num_bins
+        )
         total += chi_square(counts, expected) * (num_samples - 1) / num_samples
     return two_sided(total, num_keys * (num_bins - 1) ** 2)
 
 
 def displacements(orders: Orders) -> float:
-    """How far samples move: |id - place| / N has the distribution function 1 - (1 - x)² (Kolmogorov-Smirnov)."""
+    """How far samples move.
+
+    |id - place| / N has the distribution function 1 - (1 - x)² (Kolmogorov-Smirnov).
+    """
     num_keys, num_samples = orders.shape
     places = np.random.default_rng(1).integers(num_samples, size=(num_keys, 1000))
     moved = np.abs(np.take_along_axis(orders, places, axis=1) - places) / num_samples
@@ -152,12 +170,17 @@ def batch_mates(orders: Orders, batch_size: int = 64, shard_size: int = 256) -> 
     num_keys, num_samples = orders.shape
     num_batches, num_shards = num_samples // batch_size, num_samples // shard_size
     shards = orders[:, : num_batches * batch_size].reshape(-1, batch_size) // shard_size
-    num_kept = num_shards * shard_size  # ids beyond the last whole shard make pairs with nobody
-    counts = np.stack([np.bincount(batch[batch < num_shards], minlength=num_shards) for batch in shards])
+    num_kept = num_shards * shard_size  # ids beyond the last whole shard are in no pair
+    counts = np.stack(
+        [np.bincount(batch[batch < num_shards], minlength=num_shards) for batch in shards]
+    )
     num_pairs = (counts * (counts - 1) // 2).sum()
     places = num_keys * num_batches * batch_size * (batch_size - 1) / 2
     chance = (num_kept / num_samples) * (shard_size - 1) / (num_samples - 1)
-    return float(2 * stats.norm.sf(abs(num_pairs - places * chance) / np.sqrt(places * chance * (1 - chance))))
+    return float(
+        2
+        * stats.norm.sf(abs(num_pairs - places * chance) / np.sqrt(places * chance * (1 - chance)))
+    )
 
 
 def fixed_points(orders: Orders) -> float:
@@ -169,23 +192,34 @@ def fixed_points(orders: Orders) -> float:
 
 
 def cycles(orders: Orders) -> float:
-    """The number of cycles is a sum of Bernoulli variables of means 1, 1/2, ..., 1/N; so its mean is H_N."""
+    """The number of cycles is a sum of Bernoulli variables of means 1, 1/2, ..., 1/N.
+
+    So its mean is H_N.
+    """
     num_keys, num_samples = orders.shape
     smallest, ahead = np.broadcast_to(np.arange(num_samples), orders.shape), orders
-    for _ in range(num_samples.bit_length()):  # `ahead` looks 2^k places ahead, `smallest` is the least id on the way
+    # `ahead` looks 2^k places ahead, `smallest` is the least id on the way
+    for _ in range(num_samples.bit_length()):
         smallest = np.minimum(smallest, np.take_along_axis(smallest, ahead, axis=1))
         ahead = np.take_along_axis(ahead, ahead, axis=1)
     observed = (smallest == np.arange(num_samples)).sum(axis=1)
     shares = np.ones(1)
     for length in range(1, num_samples + 1):
         shares = np.convolve(shares, [1 - 1 / length, 1 / length])
-    common = np.flatnonzero(shares * num_keys >= 10)  # the others are counted with the nearest of these
+    # the others are counted with the nearest of these
+    common = np.flatnonzero(shares * num_keys >= 10)
     nearest = np.clip(np.arange(num_samples + 1), common[0], common[-1]) - common[0]
     counts = np.bincount(nearest[observed], minlength=len(common))
     return two_sided(chi_square(counts, num_keys * np.bincount(nearest, shares)), len(common) - 1)
 
 
-LARGE_TESTS: list[Test] = [places_against_ids, displacements, steps_between_neighbours, serial_correlation, batch_mates]
+LARGE_TESTS: list[Test] = [
+    places_against_ids,
+    displacements,
+    steps_between_neighbours,
+    serial_correlation,
+    batch_mates,
+]
 CASES: list[tuple[Test, int, int]] = [
     *((ids_at_places, MANY_KEYS, size) for size in SMALL_SIZES),
     *((pairs_at_places, MANY_KEYS, size) for size in SMALL_SIZES),
@@ -229,7 +263,7 @@ def test_a_uniform_order_passes(test: Test, num_keys: int, num_samples: int) -> 
     ],
 )
 def test_power(num_observations: int, degrees: int, bias: float) -> None:
-    """The chi-square tests find cells that are off by `bias` of what is expected (root mean square) 99 times in a hundred."""
+    """The chi-square tests find cells that are off by `bias` (root mean square) 99 times in 100."""
     rejected_above = stats.chi2.isf(ALPHA / 2, degrees)
     assert stats.ncx2.sf(rejected_above, degrees, num_observations * bias**2) > 0.99
 
@@ -254,5 +288,7 @@ def test_power(num_observations: int, degrees: int, bias: float) -> None:
     ],
     ids=name_of,
 )
-def test_a_broken_order_fails(test: Test, shuffle: Shuffle, num_keys: int, num_samples: int) -> None:
+def test_a_broken_order_fails(
+    test: Test, shuffle: Shuffle, num_keys: int, num_samples: int
+) -> None:
     assert test(orders_of(shuffle, num_keys, num_samples)) < ALPHA

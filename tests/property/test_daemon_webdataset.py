@@ -1,4 +1,8 @@
-"""Tar shards: what the WebDataset library writes is found where it lies and grouped as the library itself groups it."""
+"""Tar shards.
+
+What the WebDataset library writes is found where it lies and grouped as the library itself groups
+it.
+"""
 
 import io
 import tarfile
@@ -16,7 +20,9 @@ from gyre_daemon.storage.shard import Shard
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-folders = st.lists(st.text("ab.-_ é", min_size=1, max_size=4).filter(lambda t: t not in (".", "..")), max_size=2)
+folders = st.lists(
+    st.text("ab.-_ é", min_size=1, max_size=4).filter(lambda t: t not in (".", "..")), max_size=2
+)
 stems = st.text("abcXYZ019-_ é", min_size=1, max_size=6)
 keys = st.tuples(folders, stems).map(lambda parts: "/".join([*parts[0], parts[1]]))
 extensions = st.sampled_from(["jpg", "png", "pyd", "bin", "JPG", "a.jpg", "seg.b", "x_y", "é"])
@@ -42,9 +48,11 @@ class Unseekable(io.RawIOBase):
 def scan(data: bytes, fields: tuple[str, ...] = ()) -> Arrays:
     """The same from a file that can seek and from one that cannot."""
     dataset_format = WebdatasetFormat(WebdatasetOptions(fields))
-    found = dataset_format.scan("a.tar", io.BytesIO(data))
-    streamed = dataset_format.scan("a.tar", _binary(Unseekable(data)))
-    assert {name: array.tolist() for name, array in found.items()} == {n: a.tolist() for n, a in streamed.items()}
+    found = dataset_format.inspection.run("a.tar", io.BytesIO(data))
+    streamed = dataset_format.inspection.run("a.tar", _binary(Unseekable(data)))
+    assert {name: array.tolist() for name, array in found.items()} == {
+        n: a.tolist() for n, a in streamed.items()
+    }
     return found
 
 
@@ -54,7 +62,9 @@ def _binary(file: Any) -> BinaryIO:
 
 def index_of(shards: list[bytes], fields: tuple[str, ...] = ()) -> SampleIndex:
     listed = [Shard(f"{number}.tar", len(data), "") for number, data in enumerate(shards)]
-    return WebdatasetFormat(WebdatasetOptions(fields)).assemble(listed, [scan(data, fields) for data in shards])
+    return WebdatasetFormat(WebdatasetOptions(fields)).assemble(
+        listed, [scan(data, fields) for data in shards]
+    )
 
 
 def stored(shards: list[bytes], index: SampleIndex) -> list[dict[str, bytes]]:
@@ -64,7 +74,10 @@ def stored(shards: list[bytes], index: SampleIndex) -> list[dict[str, bytes]]:
         {
             spec.name: shards[extents.shard[sample]][start : start + size]
             for spec, start, size in zip(
-                index.fields, extents.start[sample].tolist(), extents.size[sample].tolist(), strict=True
+                index.fields,
+                extents.start[sample].tolist(),
+                extents.size[sample].tolist(),
+                strict=True,
             )
         }
         for sample in range(index.num_samples)
@@ -74,7 +87,10 @@ def stored(shards: list[bytes], index: SampleIndex) -> list[dict[str, bytes]]:
 def as_the_library_reads(data: bytes) -> list[dict[str, bytes]]:
     files = webdataset.tariterators.tar_file_iterator(io.BytesIO(data))
     samples = webdataset.tariterators.group_by_keys(dict(file, __url__="a.tar") for file in files)
-    return [{name: value for name, value in sample.items() if not name.startswith("__")} for sample in samples]
+    return [
+        {name: value for name, value in sample.items() if not name.startswith("__")}
+        for sample in samples
+    ]
 
 
 def tar_of(members: list[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMAT) -> bytes:
@@ -92,8 +108,12 @@ def tar_of(members: list[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMA
     st.lists(extensions, min_size=1, max_size=4, unique_by=str.lower),
     st.data(),
 )
-def test_sets_of_the_library_s_writer(names: list[str], fields: list[str], data: st.DataObject) -> None:
-    samples = [{"__key__": key, **{field: data.draw(contents) for field in fields}} for key in names]
+def test_sets_of_the_library_s_writer(
+    names: list[str], fields: list[str], data: st.DataObject
+) -> None:
+    samples = [
+        {"__key__": key, **{field: data.draw(contents) for field in fields}} for key in names
+    ]
     stream = io.BytesIO()
     with webdataset.TarWriter(stream, encoder=False) as writer:
         for sample in samples:
@@ -101,7 +121,10 @@ def test_sets_of_the_library_s_writer(names: list[str], fields: list[str], data:
     tar = stream.getvalue()
     index = index_of([tar])
     assert {spec.name for spec in index.fields} == {field.lower() for field in fields}
-    expected = [{key.lower(): value for key, value in sample.items() if key != "__key__"} for sample in samples]
+    expected = [
+        {key.lower(): value for key, value in sample.items() if key != "__key__"}
+        for sample in samples
+    ]
     assert stored([tar], index) == as_the_library_reads(tar) == expected
 
 
@@ -109,8 +132,11 @@ def test_sets_of_the_library_s_writer(names: list[str], fields: list[str], data:
     st.lists(st.tuples(keys, extensions, contents), max_size=12),
     st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT]),
 )
-@example([("a", "txt", b"1"), ("b", "txt", b"2"), ("a", "txt", b"3")], tarfile.PAX_FORMAT)  # a key that comes again
-def test_any_members_are_grouped_as_the_library_groups_them(members: list[tuple[str, str, bytes]], tar_format: int) -> None:
+# a key that comes again
+@example([("a", "txt", b"1"), ("b", "txt", b"2"), ("a", "txt", b"3")], tarfile.PAX_FORMAT)
+def test_any_members_are_grouped_as_the_library_groups_them(
+    members: list[tuple[str, str, bytes]], tar_format: int
+) -> None:
     tar = tar_of([(f"{key}.{extension}", data) for key, extension, data in members], tar_format)
     try:
         expected = as_the_library_reads(tar)
@@ -123,7 +149,10 @@ def test_any_members_are_grouped_as_the_library_groups_them(members: list[tuple[
     meta = scan(tar)
     assert len(meta["first"]) - 1 == len(expected)
     assert np.diff(meta["first"]).tolist() == [len(sample) for sample in expected]
-    found = [tar[start : start + size] for start, size in zip(meta["start"].tolist(), meta["size"].tolist(), strict=True)]
+    found = [
+        tar[start : start + size]
+        for start, size in zip(meta["start"].tolist(), meta["size"].tolist(), strict=True)
+    ]
     assert found == [value for sample in expected for value in sample.values()]
 
 
@@ -134,7 +163,10 @@ def test_shards_follow_each_other(sizes: list[list[bytes]]) -> None:
     index = index_of(shards)
     assert stored(shards, index) == [{"bin": data} for members in sizes for data in members]
     extents = index.locate(np.array([index.num_samples - 1, 0], np.int64))
-    assert extents.shard.tolist() == [max(i for i, m in enumerate(sizes) if m), min(i for i, m in enumerate(sizes) if m)]
+    assert extents.shard.tolist() == [
+        max(i for i, m in enumerate(sizes) if m),
+        min(i for i, m in enumerate(sizes) if m),
+    ]
 
 
 def test_shards_of_the_library_s_shard_writer(tmp_path: Path) -> None:
@@ -155,7 +187,10 @@ def test_shards_of_the_library_s_shard_writer(tmp_path: Path) -> None:
     shards = [path.read_bytes() for path in sorted(tmp_path.glob("*.tar"))]
     assert len(shards) == 3
     index = index_of(shards)
-    assert [(spec.name, spec.codec, spec.ragged) for spec in sorted(index.fields, key=lambda spec: spec.name)] == [
+    assert [
+        (spec.name, spec.codec, spec.ragged)
+        for spec in sorted(index.fields, key=lambda spec: spec.name)
+    ] == [
         ("bin", "bytes", True),
         ("cls", "integer", False),
         ("json", "json", True),
@@ -164,13 +199,23 @@ def test_shards_of_the_library_s_shard_writer(tmp_path: Path) -> None:
     ]
     (array,) = (spec for spec in index.fields if spec.name == "npy")
     assert (array.dtype, array.shape) == (np.dtype("<f4"), (3, 4))
-    assert stored(shards, index) == [sample for data in shards for sample in as_the_library_reads(data)]
+    assert stored(shards, index) == [
+        sample for data in shards for sample in as_the_library_reads(data)
+    ]
 
 
-GOOD = tar_of([(f"sample-{number}.{extension}", b"x" * 700) for number in range(3) for extension in ("txt", "bin")])
+GOOD = tar_of(
+    [
+        (f"sample-{number}.{extension}", b"x" * 700)
+        for number in range(3)
+        for extension in ("txt", "bin")
+    ]
+)
 
 
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=5))
+@given(
+    st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=5)
+)
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 def test_damage_is_noticed_or_is_in_the_data(positions: list[tuple[int, int]]) -> None:
     """Never fewer samples than there were, and never another exception."""
@@ -179,7 +224,7 @@ def test_damage_is_noticed_or_is_in_the_data(positions: list[tuple[int, int]]) -
         data[position] = value
     for file in (io.BytesIO(data), _binary(Unseekable(bytes(data)))):
         try:
-            found = WebdatasetFormat(WebdatasetOptions()).scan("a.tar", file)
+            found = WebdatasetFormat.inspection.run("a.tar", file)
         except CorruptSample:
             continue
         assert found["size"].tolist() == [700] * 6
@@ -189,10 +234,11 @@ def test_damage_is_noticed_or_is_in_the_data(positions: list[tuple[int, int]]) -
 @given(st.integers(0, len(GOOD) - 1))
 @settings(max_examples=300)
 def test_truncation_is_noticed(length: int) -> None:
-    end_mark = len(GOOD.rstrip(b"\0")) // 512 * 512 + 512  # everything after the last member's last block is end mark
+    # everything after the last member's last block is end mark
+    end_mark = len(GOOD.rstrip(b"\0")) // 512 * 512 + 512
     for file in (io.BytesIO(GOOD[:length]), _binary(Unseekable(GOOD[:length]))):
         try:
-            found = WebdatasetFormat(WebdatasetOptions()).scan("a.tar", file)
+            found = WebdatasetFormat.inspection.run("a.tar", file)
         except CorruptSample:
             assert length < end_mark + 512
             continue
@@ -204,7 +250,7 @@ def test_truncation_is_noticed(length: int) -> None:
 def test_noise_is_no_archive(data: bytes) -> None:
     for file in (io.BytesIO(data), _binary(Unseekable(data))):
         try:
-            found = WebdatasetFormat(WebdatasetOptions()).scan("a.tar", file)
+            found = WebdatasetFormat.inspection.run("a.tar", file)
         except CorruptSample:
             continue
         assert data[:512] == bytes(512)

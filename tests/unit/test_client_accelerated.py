@@ -1,7 +1,7 @@
 """Samples of a batch, as a framework that collates by itself wants them."""
 
 import torch
-from gyre_client.accelerated import samples_of
+from gyre_client.loader.accelerated import samples_of
 
 
 def test_samples_of_plain_and_ragged_fields() -> None:
@@ -11,10 +11,14 @@ def test_samples_of_plain_and_ragged_fields() -> None:
         "txt": torch.tensor([1, 2, 3, 4], dtype=torch.uint8),
         "txt.offsets": torch.tensor([0, 2, 2, 4]),
     }
-    found = [{name: tensor.tolist() for name, tensor in sample.items()} for sample in samples_of(batch)]
+    found = [
+        {name: tensor.tolist() for name, tensor in sample.items()} for sample in samples_of(batch)
+    ]
     assert found == [
         {"sample_id": 7, "tokens": [0, 1], "txt": [1, 2]},
         {"sample_id": 3, "tokens": [2, 3], "txt": []},
         {"sample_id": 5, "tokens": [4, 5], "txt": [3, 4]},
     ]
-    assert samples_of({"txt": torch.arange(3), "txt.offsets": torch.tensor([0, 3])})[0]["txt"].tolist() == [0, 1, 2]
+    assert samples_of({"txt": torch.arange(3), "txt.offsets": torch.tensor([0, 3])})[0][
+        "txt"
+    ].tolist() == [0, 1, 2]

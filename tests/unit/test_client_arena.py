@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from gyre_client.arena import Arenas
+from gyre_client.transport.arena import Arenas
 
 
 class Files:
@@ -14,6 +14,9 @@ class Files:
         descriptor = os.memfd_create(f"{session_id} {number}")
         os.ftruncate(descriptor, 4096)
         return descriptor
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -25,7 +28,7 @@ def _eager_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_eager_threads")
-def test_what_is_lent_is_counted_while_arenas_are_added() -> None:
+def test_lent_batches_are_counted_while_arenas_are_added() -> None:
     arenas = Arenas(Files(), "abc")  # type: ignore[arg-type]
     adding = threading.Thread(target=lambda: [arenas.get(number) for number in range(1, 2000)])
     adding.start()
@@ -33,3 +36,4 @@ def test_what_is_lent_is_counted_while_arenas_are_added() -> None:
         assert arenas.num_lent == 0
     adding.join()
     assert arenas.get(1999).num_lent == 0
+    arenas.close()

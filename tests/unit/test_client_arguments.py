@@ -2,16 +2,18 @@ import math
 
 import numpy as np
 import pytest
-from gyre_client.arguments import order, reader, whole
-from gyre_client.cli import main
+from gyre_client.command.cli import main
+from gyre_client.command.formatting import duration, facts, size, table
 from gyre_client.errors import InvalidRequest
-from gyre_client.loader import Loader
-from gyre_client.report import duration, facts, size, table
+from gyre_client.loader.loader import Loader
+from gyre_client.transport.requests import order, reader, whole
 from gyre_protos.v1 import loader_pb2 as pb
 
 
 def test_an_order() -> None:
-    assert order(8, 4, 7, "drop") == pb.OrderSpec(mode=pb.ORDER_MODE_FULL, tail=pb.TAIL_DROP, seed=7, global_batch_size=8)
+    assert order(8, 4, 7, "drop") == pb.OrderSpec(
+        mode=pb.ORDER_MODE_FULL, tail=pb.TAIL_DROP, seed=7, global_batch_size=8
+    )
 
 
 def test_an_order_in_blocks() -> None:
@@ -30,13 +32,20 @@ def test_an_order_in_blocks() -> None:
     ("mode", "io_block_bytes", "window_blocks", "complaint"),
     [
         ("blocks", 0, 0, "order is 'blocks'; it can be 'full', 'block', 'sequential'"),
-        ("full", 4096, 0, "io_block_bytes and window_blocks belong to order='block', not to 'full'"),
+        (
+            "full",
+            4096,
+            0,
+            "io_block_bytes and window_blocks belong to order='block', not to 'full'",
+        ),
         ("sequential", 0, 3, "not to 'sequential'"),
         ("block", -1, 0, "io_block_bytes is -1"),
         ("block", 0, 2**64, "window_blocks is 18446744073709551616"),
     ],
 )
-def test_blocks_that_cannot_be_meant(mode: str, io_block_bytes: int, window_blocks: int, complaint: str) -> None:
+def test_invalid_blocks_are_refused(
+    mode: str, io_block_bytes: int, window_blocks: int, complaint: str
+) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         order(8, 1, 0, "wrap", mode, io_block_bytes, window_blocks)
 
@@ -44,7 +53,13 @@ def test_blocks_that_cannot_be_meant(mode: str, io_block_bytes: int, window_bloc
 @pytest.mark.parametrize(
     ("batch_size", "world_size", "seed", "tail", "complaint"),
     [
-        (10, 4, 0, "wrap", "batch_size is the global batch size, over all ranks; 10 is not divisible by the world size, 4"),
+        (
+            10,
+            4,
+            0,
+            "wrap",
+            "batch_size is the global batch size, over all ranks; 10 is not divisible",
+        ),
         (0, 1, 0, "wrap", "batch_size is 0"),
         (-8, 1, 0, "wrap", "batch_size is -8"),
         (8, 0, 0, "wrap", "world_size is 0"),
@@ -53,7 +68,9 @@ def test_blocks_that_cannot_be_meant(mode: str, io_block_bytes: int, window_bloc
         (8, 1, 0, "keep", "tail is 'keep'"),
     ],
 )
-def test_orders_that_cannot_be_meant(batch_size: int, world_size: int, seed: int, tail: str, complaint: str) -> None:
+def test_invalid_orders_are_refused(
+    batch_size: int, world_size: int, seed: int, tail: str, complaint: str
+) -> None:
     with pytest.raises(InvalidRequest, match=complaint) as caught:
         order(batch_size, world_size, seed, tail)
     assert isinstance(caught.value, ValueError)
@@ -75,14 +92,24 @@ def test_readers_are_apart_unless_named_and_younger_ones_are_newer() -> None:
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "complaint"),
-    [(0, None, "go together"), (None, 2, "go together"), (2, 2, "rank is 2"), (-1, 2, "rank is -1"), (0, 0, "world_size is 0")],
+    [
+        (0, None, "go together"),
+        (None, 2, "go together"),
+        (2, 2, "rank is 2"),
+        (-1, 2, "rank is -1"),
+        (0, 0, "world_size is 0"),
+    ],
 )
-def test_a_loader_refuses_a_rank_that_does_not_exist(rank: int | None, world_size: int | None, complaint: str) -> None:
+def test_a_loader_refuses_a_rank_that_does_not_exist(
+    rank: int | None, world_size: int | None, complaint: str
+) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         Loader("d", batch_size=8, rank=rank, world_size=world_size, address="unix:/nowhere.sock")
 
 
-def test_one_rank_of_several_must_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_ranks_without_a_process_group_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidRequest, match="init_process_group"):
         Loader("d", batch_size=8, address="unix:/nowhere.sock")
@@ -90,7 +117,10 @@ def test_one_rank_of_several_must_say_which(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_name_needs_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GYRE_ADDRESS", raising=False)
-    with pytest.raises(InvalidRequest, match="no address was given, and a private daemon knows no dataset by the name 'wiki'"):
+    with pytest.raises(
+        InvalidRequest,
+        match="no address was given, and a private daemon knows no dataset by the name 'wiki'",
+    ):
         Loader("wiki", batch_size=8)
 
 
@@ -100,20 +130,82 @@ def test_a_name_needs_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
         ["status"],
         ["status", "--address", "nowhere"],
         ["describe", "wiki"],
-        ["describe", "x.bin", "--format", "tokens", "--option", "when=1979-05-27", "--address", "unix:/nowhere.sock"],
-        ["plan", "d", "--step", "0", "--batch-size", "7", "--world-size", "2", "--address", "unix:/nowhere.sock"],
+        [
+            "describe",
+            "x.bin",
+            "--format",
+            "tokens",
+            "--option",
+            "when=1979-05-27",
+            "--address",
+            "unix:/nowhere.sock",
+        ],
+        [
+            "plan",
+            "d",
+            "--step",
+            "0",
+            "--batch-size",
+            "7",
+            "--world-size",
+            "2",
+            "--address",
+            "unix:/nowhere.sock",
+        ],
         ["plan", "d", "--step", "-1", "--batch-size", "8", "--address", "unix:/nowhere.sock"],
-        ["plan", "d", "--step", "0", "--batch-size", "8", "--rank", "1", "--address", "unix:/nowhere.sock"],
+        [
+            "plan",
+            "d",
+            "--step",
+            "0",
+            "--batch-size",
+            "8",
+            "--rank",
+            "1",
+            "--address",
+            "unix:/nowhere.sock",
+        ],
         ["cat", "d", "--num", "0", "--address", "unix:/nowhere.sock"],
         ["plan", "d", "--batch-size", "8", "--address", "unix:/nowhere.sock"],
-        ["plan", "d", "--batch-size", "8", "--cost", "--step", "3", "--address", "unix:/nowhere.sock"],
+        [
+            "plan",
+            "d",
+            "--batch-size",
+            "8",
+            "--cost",
+            "--step",
+            "3",
+            "--address",
+            "unix:/nowhere.sock",
+        ],
         ["plan", "d", "--batch-size", "8", "--step", "3:3", "--address", "unix:/nowhere.sock"],
         ["plan", "d", "--batch-size", "8", "--step", "0:1001", "--address", "unix:/nowhere.sock"],
-        ["plan", "d", "--batch-size", "8", "--step", "0", "--window", "9", "--address", "unix:/nowhere.sock"],
-        ["plan", "d", "--batch-size", "8", "--cost", "--epochs", "0", "--address", "unix:/nowhere.sock"],
+        [
+            "plan",
+            "d",
+            "--batch-size",
+            "8",
+            "--step",
+            "0",
+            "--window",
+            "9",
+            "--address",
+            "unix:/nowhere.sock",
+        ],
+        [
+            "plan",
+            "d",
+            "--batch-size",
+            "8",
+            "--cost",
+            "--epochs",
+            "0",
+            "--address",
+            "unix:/nowhere.sock",
+        ],
     ],
 )
-def test_commands_that_cannot_be_meant_exit_with_2_and_one_line(
+def test_invalid_commands_exit_with_2_and_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GYRE_ADDRESS", raising=False)
@@ -124,16 +216,21 @@ def test_commands_that_cannot_be_meant_exit_with_2_and_one_line(
     assert captured.err.count("\n") == 1
 
 
-def test_an_option_that_is_no_pair_is_shown_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parser_refuses_an_option_that_is_no_pair(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["describe", "x", "--format", "tokens", "--option", "dtype"])
     assert "'dtype' is not KEY=VALUE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("option", "text"), [("--step", "1:x"), ("--step", "first"), ("--io-block", "1 Mb"), ("--cache", "-1B")]
+    ("option", "text"),
+    [("--step", "1:x"), ("--step", "first"), ("--io-block", "1 Mb"), ("--cache", "-1B")],
 )
-def test_numbers_that_are_none_are_shown_by_the_parser(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parser_refuses_text_for_a_number(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "x", "--batch-size", "8", f"{option}={text}"])
     assert repr(text) in capsys.readouterr().err
@@ -145,10 +242,24 @@ def test_a_daemon_that_is_not_there_exits_with_1(capsys: pytest.CaptureFixture[s
 
 
 def test_tables_align_text_to_the_left_and_numbers_to_the_right() -> None:
-    assert table(("NAME", "STEPS"), [("a", 7), ("bcdef", 1000)]) == "NAME   STEPS\na          7\nbcdef   1000"
+    assert (
+        table(("NAME", "STEPS"), [("a", 7), ("bcdef", 1000)])
+        == "NAME   STEPS\na          7\nbcdef   1000"
+    )
     assert facts([("pid", 7), ("state", "serving")]) == "pid    7\nstate  serving"
 
 
-def test_sizes_and_durations_as_people_say_them() -> None:
-    assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 50)] == ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3.0 PiB"]
-    assert [duration(s) for s in (0.04, 59.9, 61, 3700)] == ["0.0 s", "59.9 s", "1 min 1 s", "1 h 1 min"]
+def test_sizes_and_durations_have_units() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 50)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.0 PiB",
+    ]
+    assert [duration(s) for s in (0.04, 59.9, 61, 3700)] == [
+        "0.0 s",
+        "59.9 s",
+        "1 min 1 s",
+        "1 h 1 min",
+    ]

@@ -1,4 +1,4 @@
-"""The arithmetic of epochs, and the passes over a stream that is not there."""
+"""The arithmetic of epochs, and iterators over a loader that only counts."""
 
 import inspect
 from itertools import islice
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_client.epochs import Epochs, epochs_of
 from gyre_client.errors import InvalidRequest
-from gyre_client.passes import Pass, Turn
-from gyre_client.torch_names import refuse_unknown
+from gyre_client.loader.dataloader_keywords import refuse_unknown
+from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
+from gyre_client.loader.epochs import Epochs, epochs_of
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,14 @@ from gyre_client.torch_names import refuse_unknown
         (101, 10, "drop", 100, [10, 10, 10]),
         (101, 10, "pad", 110, [11, 11, 11]),
         (100, 10, "wrap", 100, [10, 10, 10]),
-        (7, 10, "wrap", 7, [1, 1, 1]),  # some epochs have no beginning of a step; a pass is one that has
+        # some epochs have no beginning of a step; a pass is one that has
+        (7, 10, "wrap", 7, [1, 1, 1]),
         (7, 10, "pad", 10, [1, 1, 1]),
     ],
 )
-def test_steps_of_epochs(num_samples: int, batch_size: int, tail: str, length: int, sizes: list[int]) -> None:
+def test_steps_of_epochs(
+    num_samples: int, batch_size: int, tail: str, length: int, sizes: list[int]
+) -> None:
     epochs = epochs_of(num_samples, batch_size, tail)
     assert epochs.length == length
     step, found = 0, []
@@ -37,7 +40,7 @@ def test_steps_of_epochs(num_samples: int, batch_size: int, tail: str, length: i
     assert all(epochs.epoch_of(epochs.first_step(epoch)) >= epoch for epoch in range(9))
 
 
-def test_passes_of_several_epochs_follow_each_other() -> None:
+def test_iterations_of_several_epochs_follow_each_other() -> None:
     epochs = Epochs(length=101, batch_size=10)
     assert epochs.max_steps(2) == 21
     assert epochs.stop_step(0, 2) == epochs.stop_step(20, 2) == 21
@@ -49,7 +52,7 @@ class Counted:
 
     def __init__(self, length: int = 5) -> None:
         self._step = 0
-        self._turn = Turn()
+        self._active = ActiveIteration()
         self.epochs = Epochs(length, 1)
 
     def __next__(self) -> Any:
@@ -61,17 +64,17 @@ class Counted:
 
     def go_to(self, step: int) -> None:
         self._step = step
-        self._turn.look_again()
+        self._active.forget_end()
 
     def _stop_step(self, num_epochs: int | None) -> int:
         return 1 << 64 if num_epochs is None else self.epochs.stop_step(self._step, num_epochs)
 
 
-def steps(stream: Counted, num_epochs: int | None = 1, *, restart: bool = False) -> Any:
-    return Pass(stream, num_epochs, restart=restart)
+def steps(stream: Any, num_epochs: int | None = 1, *, restart: bool = False) -> Any:
+    return EpochIterator(stream, num_epochs, restart=restart)
 
 
-def test_each_pass_is_an_epoch_and_a_left_one_is_gone_on_with() -> None:
+def test_each_iteration_is_an_epoch_or_the_rest_of_one() -> None:
     stream = Counted()
     assert list(steps(stream)) == [0, 1, 2, 3, 4]
     assert list(islice(steps(stream), 2)) == [5, 6]
@@ -80,7 +83,7 @@ def test_each_pass_is_an_epoch_and_a_left_one_is_gone_on_with() -> None:
     assert list(islice(steps(stream, None), 7)) == [20, 21, 22, 23, 24, 25, 26]
 
 
-def test_a_pass_that_has_ended_stays_so_and_is_its_own_iterator() -> None:
+def test_an_iterator_that_has_ended_stays_ended() -> None:
     stream = Counted()
     ended = steps(stream)
     assert iter(ended) is ended
@@ -90,7 +93,7 @@ def test_a_pass_that_has_ended_stays_so_and_is_its_own_iterator() -> None:
     assert list(ended) == []
 
 
-def test_a_pass_follows_where_its_stream_is_sent() -> None:
+def test_an_iterator_follows_its_loader_to_another_step() -> None:
     stream = Counted()
     one = steps(stream)
     assert next(one) == 0
@@ -98,7 +101,7 @@ def test_a_pass_follows_where_its_stream_is_sent() -> None:
     assert list(one) == [8, 9]
 
 
-def test_a_restarted_pass_begins_at_the_beginning_even_after_a_break() -> None:
+def test_a_restarted_iteration_begins_at_the_first_batch_even_after_a_break() -> None:
     stream = Counted()
     assert list(islice(steps(stream, restart=True), 3)) == [0, 1, 2]
     again = steps(stream, restart=True)
@@ -106,7 +109,7 @@ def test_a_restarted_pass_begins_at_the_beginning_even_after_a_break() -> None:
     assert list(again) == [0, 1, 2, 3, 4]
 
 
-def test_only_the_youngest_pass_goes_on() -> None:
+def test_only_the_youngest_iterator_goes_on() -> None:
     stream = Counted()
     older = steps(stream)
     next(older)
@@ -123,9 +126,12 @@ def test_the_end_is_known_with_the_last_batch() -> None:
     assert [(step, one.is_at_end) for step in one] == [(0, False), (1, False), (2, True)]
 
 
-def test_what_the_dataloader_has_and_a_loader_has_not_is_told() -> None:
+def test_an_unknown_keyword_is_refused_with_its_equivalent() -> None:
     refuse_unknown([])
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'shuffle': .*order='sequential' for shuffle=False"):
+    with pytest.raises(
+        TypeError,
+        match=r"unexpected keyword argument 'shuffle': .*order='sequential' for shuffle=False",
+    ):
         refuse_unknown(["shuffle"])
     with pytest.raises(TypeError, match=r"argument 'drop_last': use tail='drop'"):
         refuse_unknown(["drop_last"])
@@ -136,7 +142,11 @@ def test_what_the_dataloader_has_and_a_loader_has_not_is_told() -> None:
 
 
 def test_every_keyword_of_the_dataloader_is_explained() -> None:
-    names = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {"self", "dataset", "batch_size"}
+    names = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {
+        "self",
+        "dataset",
+        "batch_size",
+    }
     for name in names:
         with pytest.raises(TypeError, match=f"argument '{name}': "):
             refuse_unknown([name])

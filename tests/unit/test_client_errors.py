@@ -9,8 +9,8 @@ from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from gyre_client import errors
-from gyre_client.address import parse_address
-from gyre_client.connection import RETRY_AFTER, error_from
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import RETRY_AFTER, error_from
 
 ADDRESS = parse_address("unix:/run/gyre.sock")
 EVERY_CLASS = sorted(errors.BY_REASON.values(), key=lambda error_class: error_class.__name__)
@@ -19,7 +19,9 @@ EVERY_CLASS = sorted(errors.BY_REASON.values(), key=lambda error_class: error_cl
 class Failure(grpc.RpcError):
     """A failed call, as gRPC hands it over."""
 
-    def __init__(self, code: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, str | bytes]] = ()) -> None:
+    def __init__(
+        self, code: grpc.StatusCode, details: str, trailing: Sequence[tuple[str, str | bytes]] = ()
+    ) -> None:
         super().__init__()
         self._code, self._details, self._trailing = code, details, trailing
 
@@ -39,7 +41,9 @@ def explained(code: grpc.StatusCode, details: str, *parts: Message) -> Failure:
         packed = Any()
         packed.Pack(part)
         status.details.append(packed)
-    return Failure(code, details, [("x-other", "1"), ("grpc-status-details-bin", status.SerializeToString())])
+    return Failure(
+        code, details, [("x-other", "1"), ("grpc-status-details-bin", status.SerializeToString())]
+    )
 
 
 @pytest.mark.parametrize("error_class", EVERY_CLASS)
@@ -58,7 +62,9 @@ def test_every_error_survives_a_worker_process(error_class: type[errors.GyreErro
 
 
 def test_bad_input_is_a_value_error() -> None:
-    value_errors = {error_class for error_class in EVERY_CLASS if issubclass(error_class, ValueError)}
+    value_errors = {
+        error_class for error_class in EVERY_CLASS if issubclass(error_class, ValueError)
+    }
     assert value_errors == {errors.InvalidRequest, errors.ConfigError}
 
 
@@ -83,29 +89,38 @@ def test_without_a_reason_the_status_decides(code: grpc.StatusCode) -> None:
     assert "unix:/run/gyre.sock" in str(error)
 
 
-def test_a_reason_of_a_newer_daemon_keeps_its_sentence() -> None:
+def test_an_unknown_reason_keeps_the_daemons_message() -> None:
     info = ErrorInfo(domain="gyre", reason="SomethingNew")
     error = error_from(explained(grpc.StatusCode.UNAVAILABLE, "come back later", info), ADDRESS)
     assert (type(error), str(error)) == (errors.DaemonUnavailable, "come back later")
 
 
-def test_a_stranger_s_explanation_does_not_decide() -> None:
+def test_an_explanation_of_another_domain_is_ignored() -> None:
     info = ErrorInfo(domain="proxy", reason="Fenced")
-    assert type(error_from(explained(grpc.StatusCode.NOT_FOUND, "gone", info), ADDRESS)) is errors.UnknownDataset
+    assert (
+        type(error_from(explained(grpc.StatusCode.NOT_FOUND, "gone", info), ADDRESS))
+        is errors.UnknownDataset
+    )
     garbage = Failure(grpc.StatusCode.ABORTED, "late", [("grpc-status-details-bin", b"\xff\xff")])
     assert type(error_from(garbage, ADDRESS)) is errors.LeaseExpired
 
 
-def test_the_daemon_s_wish_to_be_left_alone_is_a_fact() -> None:
-    info, retry = ErrorInfo(domain="gyre", reason="Overloaded"), RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000))
+def test_the_pause_that_the_daemon_asks_for_is_a_fact() -> None:
+    info, retry = (
+        ErrorInfo(domain="gyre", reason="Overloaded"),
+        RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000)),
+    )
     error = error_from(explained(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", info, retry), ADDRESS)
     assert error.facts == {RETRY_AFTER: "1.5"}
 
 
 @pytest.mark.parametrize("side", ["CLIENT: Sent", "SERVER: Received"])
-def test_a_request_that_is_too_long_stays_so(side: str) -> None:
+def test_a_request_that_is_too_long_is_an_invalid_request(side: str) -> None:
     error = error_from(
-        Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{side} message larger than max (70000 vs. 65536)"), ADDRESS
+        Failure(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, f"{side} message larger than max (70000 vs. 65536)"
+        ),
+        ADDRESS,
     )
     assert type(error) is errors.InvalidRequest
     assert error.facts == {"num_bytes": "70000", "max_bytes": "65536"}

@@ -10,7 +10,7 @@ from gyre_client.errors import (
     Overloaded,
     StorageUnavailable,
 )
-from gyre_client.outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage
+from gyre_client.transport.outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage
 
 
 class Clock:
@@ -53,8 +53,10 @@ def test_a_pause_is_jittered_but_never_shorter_than_the_daemon_wishes() -> None:
 TOO_LARGE = Overloaded("no", {"needed_bytes": "4097", "free_bytes": "4096", "limit_bytes": "4096"})
 
 
-@pytest.mark.parametrize("failure", [CursorRejected("no"), Fenced("no"), GyreError("no"), TOO_LARGE])
-def test_what_will_not_pass_is_raised_at_once(failure: GyreError) -> None:
+@pytest.mark.parametrize(
+    "failure", [CursorRejected("no"), Fenced("no"), GyreError("no"), TOO_LARGE]
+)
+def test_an_error_that_no_retry_can_cure_is_raised_at_once(failure: GyreError) -> None:
     with pytest.raises(type(failure)) as caught:
         Outage(60.0, Clock(), longest).next_pause_s(failure)
     assert caught.value is failure
@@ -89,7 +91,9 @@ def test_a_daemon_that_speaks_does_not_excuse_a_storage_that_stays_away() -> Non
         outage.next_pause_s(StorageUnavailable("no answer"))
 
 
-def test_attempts_are_repeated_logged_once_and_bounded_by_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_attempts_are_repeated_logged_once_and_bounded_by_what_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = Clock()
     timeouts_s = []
 
@@ -101,13 +105,17 @@ def test_attempts_are_repeated_logged_once_and_bounded_by_what_is_left(caplog: p
         return "found"
 
     with caplog.at_level(logging.WARNING):
-        assert Outage(15.0, clock, longest).patiently(attempt, clock.wait) == "found"
+        assert Outage(15.0, clock, longest).retry(attempt, clock.wait) == "found"
     assert timeouts_s[1] == pytest.approx(15.0 - FIRST_PAUSE_S)
-    assert timeouts_s[2:] == pytest.approx([15.0 - 5 - 3 * FIRST_PAUSE_S, 15.0 - 10 - 7 * FIRST_PAUSE_S])
-    assert [record.getMessage() for record in caplog.records] == ["gone; trying again for up to 15 s"]
+    assert timeouts_s[2:] == pytest.approx(
+        [15.0 - 5 - 3 * FIRST_PAUSE_S, 15.0 - 10 - 7 * FIRST_PAUSE_S]
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "gone; trying again for up to 15 s"
+    ]
 
 
-def test_who_is_closing_does_not_try_again() -> None:
+def test_a_stream_that_is_closing_does_not_retry() -> None:
     failure = DaemonUnavailable("gone")
     with pytest.raises(DaemonUnavailable) as caught:
         Outage(60.0).pause(failure, lambda _: True)

@@ -1,5 +1,5 @@
 import pytest
-from gyre_client.outbox import LONG_WAIT_S, MAX_RELEASES, Outbox
+from gyre_client.transport.outbox import LONG_WAIT_S, MAX_RELEASES, Outbox
 from gyre_protos.v1 import loader_pb2 as pb
 
 
@@ -10,14 +10,16 @@ def test_it_attaches_first_and_then_grants_the_first_credits() -> None:
     assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=4))
 
 
-def test_what_came_up_meanwhile_travels_together() -> None:
+def test_credits_and_releases_are_coalesced() -> None:
     outbox = Outbox("abc", 0)
     messages = outbox.messages(60.0, lambda: None)
     next(messages)
     for step in (5, 6, 9):
         outbox.release(step)
         outbox.credit(1)
-    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=3, released_steps=[5, 6, 9]))
+    assert next(messages) == pb.StreamRequest(
+        credit=pb.Credit(num_batches=3, released_steps=[5, 6, 9])
+    )
     outbox.release(10)
     assert next(messages) == pb.StreamRequest(release=pb.Release(steps=[10]))
 
@@ -70,20 +72,22 @@ def test_closing_ends_it() -> None:
     assert list(messages) == []
 
 
-def test_the_time_that_was_waited_travels_once_with_the_credit_that_ended_it() -> None:
+def test_waiting_time_is_sent_once_with_the_credit_that_ended_it() -> None:
     outbox = Outbox("abc", 0, num_together=2)
     messages = outbox.messages(60.0, lambda: None)
     next(messages)
     outbox.credit(1, waited_s=0.5)
     outbox.release(1)
     outbox.release(2)
-    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=1, waited_s=0.5, released_steps=[1, 2]))
+    assert next(messages) == pb.StreamRequest(
+        credit=pb.Credit(num_batches=1, waited_s=0.5, released_steps=[1, 2])
+    )
     outbox.credit(1, waited_s=0.25)
     outbox.credit(1, waited_s=0.25)
     assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=2, waited_s=0.5))
 
 
-def test_a_long_wait_is_told_before_it_ends_and_a_short_one_with_the_next_credit() -> None:
+def test_a_long_wait_is_reported_before_it_ends() -> None:
     outbox = Outbox("abc", 0, num_together=2)
     messages = outbox.messages(0.001, lambda: None)
     next(messages)
@@ -94,10 +98,12 @@ def test_a_long_wait_is_told_before_it_ends_and_a_short_one_with_the_next_credit
     next(messages)
     outbox.note_wait(LONG_WAIT_S / 2)
     outbox.credit(2, waited_s=LONG_WAIT_S / 4)
-    assert next(messages) == pb.StreamRequest(credit=pb.Credit(num_batches=2, waited_s=LONG_WAIT_S * 3 / 4))
+    assert next(messages) == pb.StreamRequest(
+        credit=pb.Credit(num_batches=2, waited_s=LONG_WAIT_S * 3 / 4)
+    )
 
 
-def test_a_little_waits_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_credits_wait_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     outbox = Outbox("abc", 4, num_together=3)
@@ -114,10 +120,12 @@ def test_a_little_waits_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_daemon_is_told_how_many_batches_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gyre_client.outbox.REPORT_S", 0.001)
+    monkeypatch.setattr("gyre_client.transport.outbox.REPORT_S", 0.001)
     taken = iter([0, 0, 7, 7, 9])
     outbox = Outbox("abc", 0, num_taken=lambda: next(taken))
     messages = outbox.messages(60.0, lambda: None)
     next(messages)
-    assert next(messages) == pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=7), "silence where there is no news"
+    assert next(messages) == pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=7), (
+        "silence where there is no news"
+    )
     assert next(messages) == pb.StreamRequest(heartbeat=pb.Heartbeat(), num_taken=9)

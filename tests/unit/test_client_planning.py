@@ -3,10 +3,13 @@
 import argparse
 
 import pytest
-from gyre_client.planning import add_plan_arguments
+from gyre_client.command.planning import add_plan_arguments
 
 
-@pytest.mark.parametrize(("text", "num_bytes"), [("4096", 4096), ("1MB", 10**6), ("1.5MiB", 3 << 19), ("2 GB", 2 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4096", 4096), ("1MB", 10**6), ("1.5MiB", 3 << 19), ("2 GB", 2 * 10**9)],
+)
 def test_sizes_are_decimal_or_binary(text: str, num_bytes: int) -> None:
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
@@ -14,7 +17,7 @@ def test_sizes_are_decimal_or_binary(text: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MB", "1Mb", "-1", "1e6"])
-def test_no_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     with pytest.raises(SystemExit):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from gyre_client.batches.tokens import widen, widened
 from gyre_client.errors import InvalidRequest
-from gyre_client.tokens import widen, widened
 from gyre_protos.v1 import loader_pb2 as pb
 
 
@@ -12,7 +12,9 @@ def field(dtype: str, *, token_ids: bool = True) -> pb.Field:
 
 
 def test_only_unsigned_token_ids_are_widened() -> None:
-    ids = [field(dtype) for dtype in ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")]
+    ids = [
+        field(dtype) for dtype in ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")
+    ]
     unsigned = ("uint8", "uint16", "uint32", "uint64")
     assert widened(ids, "int64") == dict.fromkeys(unsigned, torch.int64)
     assert widened(ids, "stored") == {}
@@ -23,7 +25,8 @@ def test_only_unsigned_token_ids_are_widened() -> None:
 @pytest.mark.parametrize("dtype", ["uint32", "uint64"])
 def test_ids_that_do_not_fit_are_refused(dtype: str) -> None:
     with pytest.raises(
-        InvalidRequest, match=f"'int32', which cannot hold every {dtype} id of the field '{dtype}'; take 'int64'"
+        InvalidRequest,
+        match=f"'int32', which cannot hold every {dtype} id of the field '{dtype}'; take 'int64'",
     ):
         widened([field(dtype)], "int32")
     assert widened([field(dtype, token_ids=False)], "int32") == {}
@@ -36,7 +39,10 @@ def test_unknown_choices_are_refused(token_dtype: str) -> None:
 
 
 def test_a_widened_batch_is_in_memory_of_its_own() -> None:
-    batch = {"tokens": torch.tensor([[1, 65535]], dtype=torch.uint16), "sample_id": torch.tensor([7])}
+    batch = {
+        "tokens": torch.tensor([[1, 65535]], dtype=torch.uint16),
+        "sample_id": torch.tensor([7]),
+    }
     wider = widen(batch, {"tokens": torch.int64})
     assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in wider.items()} == {
         "tokens": (torch.int64, [[1, 65535]]),

@@ -4,7 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gyre_daemon.config import DaemonConfig, DatasetConfig, Size, load, parse_dataset, parse_options, parse_size
+from gyre_daemon.config import (
+    DaemonConfig,
+    DatasetConfig,
+    Size,
+    load,
+    parse_dataset,
+    parse_options,
+    parse_size,
+)
 from gyre_daemon.errors import ConfigError
 
 
@@ -24,9 +32,16 @@ class Options:
     limit: int | None = None
 
 
-def test_the_later_wins_and_origins_tell(tmp_path: Path) -> None:
-    path = written(tmp_path, 'lease_s = 11\nmax_requests = 12\nmemory_budget = "13MiB"\nindex_dir = "/a"')
-    environment = {"GYRE_MAX_REQUESTS": "22", "GYRE_MEMORY_BUDGET": "23MiB", "GYRE_NUM_IO_THREADS": "24", "HOME": "/root"}
+def test_flags_override_the_environment_and_that_the_file(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, 'lease_s = 11\nmax_requests = 12\nmemory_budget = "13MiB"\nindex_dir = "/a"'
+    )
+    environment = {
+        "GYRE_MAX_REQUESTS": "22",
+        "GYRE_MEMORY_BUDGET": "23MiB",
+        "GYRE_NUM_IO_THREADS": "24",
+        "HOME": "/root",
+    }
     flags = {"memory_budget": "33MiB", "log_level": "debug", "index_dir": None, "listen": None}
     effective = load(path, environment, flags)
     config, origins = effective.config, effective.origins
@@ -40,21 +55,24 @@ def test_the_later_wins_and_origins_tell(tmp_path: Path) -> None:
     assert isinstance(config.memory_budget, Size)
 
 
-def test_without_anything() -> None:
+def test_without_a_file_all_values_are_defaults() -> None:
     effective = load(None, {}, {})
     assert effective.config == DaemonConfig()
     assert set(effective.origins.values()) == {"default"}
     assert "datasets" not in effective.origins
 
 
-def test_lists_come_as_lists_or_with_commas(tmp_path: Path) -> None:
+def test_a_list_is_a_list_or_text_with_commas(tmp_path: Path) -> None:
     path = written(tmp_path, 'listen = ["unix:/a", "tcp:127.0.0.1:0"]')
     assert load(path, {}, {}).config.listen == ("unix:/a", "tcp:127.0.0.1:0")
-    assert load(path, {"GYRE_LISTEN": "unix:/b, unix:/c"}, {}).config.listen == ("unix:/b", "unix:/c")
+    assert load(path, {"GYRE_LISTEN": "unix:/b, unix:/c"}, {}).config.listen == (
+        "unix:/b",
+        "unix:/c",
+    )
     assert load(path, {}, {"listen": ["unix:/d"]}).config.listen == ("unix:/d",)
 
 
-def test_datasets(tmp_path: Path) -> None:
+def test_a_dataset_s_table_is_split_into_common_keys_and_options(tmp_path: Path) -> None:
     path = written(
         tmp_path,
         """
@@ -72,7 +90,9 @@ def test_datasets(tmp_path: Path) -> None:
     )
     datasets = load(path, {}, {}).config.datasets
     assert datasets == {
-        "wiki": DatasetConfig("s3://bucket/wiki", "tokens", {"sequence_length": 128}, {"secret_access_key": "hunter2"}),
+        "wiki": DatasetConfig(
+            "s3://bucket/wiki", "tokens", {"sequence_length": 128}, {"secret_access_key": "hunter2"}
+        ),
         "odd name": DatasetConfig("/data", "webdataset", {}, {}, cache=False),
     }
     assert "hunter2" not in repr(datasets), "nothing that prints a configuration prints credentials"
@@ -83,54 +103,72 @@ def test_datasets(tmp_path: Path) -> None:
     [
         ("lease = 3", r"unknown key `lease` in .*gyre\.toml; did you mean `lease_s`\?"),
         ("memory_buget = 3", r"did you mean `memory_budget`\?"),
-        ("zzz = 1", r"unknown key `zzz` in .*; known are cache_dir, .*datasets, drain_timeout_s, .*listen"),
+        (
+            "zzz = 1",
+            r"unknown key `zzz` in .*; known are cache_dir, .*datasets, drain_timeout_s, .*listen",
+        ),
         ("[dataset.wiki]\nuri='x'", r"unknown key `dataset` in .*; did you mean `datasets`\?"),
-        ("lease_s = 'soon'", r"lease_s in .*gyre\.toml must be of type float, but is 'soon'"),
-        ("lease_s = true", r"lease_s in .* must be of type float, but is True"),
-        ("max_requests = 1.5", r"max_requests in .* must be of type int, but is 1\.5"),
-        ("max_requests = true", r"max_requests in .* must be of type int"),
-        ("max_requests = []", r"max_requests in .* must be of type int"),
-        ("index_dir = 3", r"index_dir in .* must be of type str"),
-        ("listen = 3", r"listen in .* must be a list of texts"),
-        ("listen = [3]", r"listen in .* must be a list of texts"),
+        ("lease_s = 'soon'", r"lease_s in .*gyre\.toml is 'soon': expected `float`$"),
+        ("lease_s = true", r"lease_s in .* is True: expected `float`"),
+        ("max_requests = 1.5", r"max_requests in .* is 1\.5: expected `int`"),
+        ("max_requests = true", r"max_requests in .* is True: expected `int`"),
+        ("max_requests = []", r"max_requests in .* is \[\]: expected `int`"),
+        ("index_dir = 3", r"index_dir in .* is 3: expected `str`"),
+        ("listen = 3", r"listen in .* is 3: expected a list"),
+        ("listen = [3]", r"listen in .* is \[3\]: expected `str`"),
         ("listen = []", r"listen is empty"),
-        ("memory_budget = 'much'", r"memory_budget in .* must be a number of bytes such as"),
-        ("memory_budget = -1", r"memory_budget in .* must be a number of bytes"),
-        ("memory_budget = 0", r"memory_budget must be positive and finite, but is 0"),
-        ("session_memory = 0", r"session_memory must be positive"),
-        ("lease_s = 0", r"lease_s must be positive"),
-        ("lease_s = nan", r"lease_s must be positive and finite, but is nan"),
-        ("lease_s = inf", r"lease_s must be positive and finite"),
-        ("drain_timeout_s = -1", r"drain_timeout_s must not be negative and must be finite, but is -1"),
-        ("drain_timeout_s = nan", r"drain_timeout_s must not be negative"),
-        ("max_requests = 0", r"max_requests must be positive"),
-        ("num_io_threads = 0", r"num_io_threads must be positive"),
-        ("prefetch_batches = -1", r"prefetch_batches must not be negative"),
-        ("log_level = 'loud'", r'log_level is "loud"; it must be debug, info, warning or error'),
-        ("log_format = 'xml'", r'log_format is "xml"; it must be auto, text or json'),
-        ("datasets = 3", r"datasets must be a table, written \[datasets.NAME\]"),
-        ("job_weights = 3", r"job_weights must be a table"),
-        ('[job_weights]\n"prod-*" = 0', r"job_weights.prod-\* must be a number above 0, but is 0"),
-        ("[job_weights]\na = true", r"job_weights.a must be a number above 0"),
-        ("[datasets]\nwiki = 3", r"datasets\.wiki must be a table with `uri` and `format`"),
-        ("[datasets.wiki]", r"datasets\.wiki\.uri is missing or no text"),
-        ("[datasets.wiki]\nuri = ''", r"datasets\.wiki\.uri is missing or no text"),
-        ("[datasets.wiki]\nuri = 'x'", r"datasets\.wiki\.format is missing or no text"),
-        ("[datasets.wiki]\nuri = 'x'\nformat = 3", r"datasets\.wiki\.format is missing or no text"),
-        ("[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\nstorage = 's3'", r"datasets\.wiki\.storage must be a table"),
+        (
+            "memory_budget = 'much'",
+            r"memory_budget in .* is 'much': expected a number of bytes such as 10",
+        ),
+        ("memory_budget = -1", r"memory_budget in .* is -1: expected a number of bytes"),
+        ("memory_budget = 0", r"memory_budget is 0: no batch fits"),
+        ("session_memory = 0", r"session_memory is 0"),
+        ("lease_s = 0", r"lease_s in .* is 0: expected `float` > 0\.0"),
+        ("lease_s = nan", r"lease_s in .* is nan: expected `float` > 0\.0"),
+        ("lease_s = inf", r"lease_s in .* is inf: expected `float` <= 1"),
+        (
+            "drain_timeout_s = -1",
+            r"drain_timeout_s in .* is -1: expected `float` >= 0\.0",
+        ),
+        ("drain_timeout_s = nan", r"drain_timeout_s in .* is nan"),
+        ("max_requests = 0", r"max_requests in .* is 0: expected `int` >= 1"),
+        ("num_io_threads = 0", r"num_io_threads in .* is 0"),
+        ("prefetch_batches = -1", r"prefetch_batches in .* is -1: expected `int` >= 0"),
+        (
+            "log_level = 'loud'",
+            r"log_level in .* is 'loud': expected one of debug, info, warning, error",
+        ),
+        ("log_format = 'xml'", r"log_format in .* is 'xml': expected one of auto, text, json"),
+        ("datasets = 3", r"datasets is 3: expected a table"),
+        ("job_weights = 3", r"job_weights is 3: expected a table"),
+        ('[job_weights]\n"prod-*" = 0', r"job_weights.prod-\* is 0: expected `float` > 0\.0"),
+        ("[job_weights]\na = true", r"job_weights.a is True: expected `float`"),
+        ("[datasets]\nwiki = 3", r"datasets\.wiki is 3: expected a table"),
+        ("[datasets.wiki]", r"`uri` is missing in datasets\.wiki"),
+        ("[datasets.wiki]\nuri = ''", r"datasets\.wiki\.uri is '': expected `str` of length >= 1"),
+        ("[datasets.wiki]\nuri = 'x'", r"`format` is missing in datasets\.wiki"),
+        ("[datasets.wiki]\nuri = 'x'\nformat = 3", r"datasets\.wiki\.format is 3: expected `str`"),
+        (
+            "[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\nstorage = 's3'",
+            r"datasets\.wiki\.storage is 's3': expected a table",
+        ),
         (
             "[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\ncache = 'yes'",
-            r"datasets\.wiki\.cache must be of type bool, but is 'yes'",
+            r"datasets\.wiki\.cache is 'yes': expected `bool`",
         ),
-        ("cache_memory = -1", r"cache_memory in .* must be a number of bytes"),
-        ("cache_disk = 'all'", r"cache_disk in .* must be a number of bytes"),
-        ("cache_dir = '/x'\ncache_memory = 0", r"blocks reach the disk through memory; give it some"),
+        ("cache_memory = -1", r"cache_memory in .* is -1: expected a number of bytes"),
+        ("cache_disk = 'all'", r"cache_disk in .* is 'all': expected a number of bytes"),
+        (
+            "cache_dir = '/x'\ncache_memory = 0",
+            r"blocks reach the disk through memory; give it some",
+        ),
         ("lease_s = ", r"gyre\.toml is not valid TOML: Invalid value"),
         ("lease_s = 1\nlease_s = 2", r"gyre\.toml is not valid TOML"),
         ("a = " + "[" * 5000, r"gyre\.toml is not valid TOML"),
     ],
 )
-def test_mistakes_in_a_file(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load(written(tmp_path, text), {}, {})
 
@@ -138,16 +176,24 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("environment", "flags", "sentence"),
     [
-        ({"GYRE_LEASE_S": "soon"}, {}, r"GYRE_LEASE_S must be of type float, but is 'soon'"),
-        ({"GYRE_MAX_REQUESTS": ""}, {}, r"GYRE_MAX_REQUESTS must be of type int, but is ''"),
-        ({"GYRE_MAX_REQUESTS": "1.5"}, {}, r"GYRE_MAX_REQUESTS must be of type int"),
-        ({"GYRE_MEMORY_BUDGET": "1 Mb"}, {}, r"GYRE_MEMORY_BUDGET must be a number of bytes"),
-        ({"GYRE_CACHE_DISK": "1 terabyte"}, {}, r"GYRE_CACHE_DISK must be a number of bytes such as 1073741824"),
-        ({}, {"memory_budget": "lots"}, r"--memory-budget must be a number of bytes"),
-        ({}, {"num_io_threads": "x"}, r"--num-io-threads must be of type int"),
+        ({"GYRE_LEASE_S": "soon"}, {}, r"GYRE_LEASE_S is 'soon': expected `float`"),
+        ({"GYRE_MAX_REQUESTS": ""}, {}, r"GYRE_MAX_REQUESTS is '': expected `int`"),
+        ({"GYRE_MAX_REQUESTS": "1.5"}, {}, r"GYRE_MAX_REQUESTS is '1\.5': expected `int`"),
+        (
+            {"GYRE_MEMORY_BUDGET": "1 Mb"},
+            {},
+            r"GYRE_MEMORY_BUDGET is '1 Mb': expected a number of bytes",
+        ),
+        (
+            {"GYRE_CACHE_DISK": "1 terabyte"},
+            {},
+            r"GYRE_CACHE_DISK is '1 terabyte': expected a number of bytes such as 1073741824",
+        ),
+        ({}, {"memory_budget": "lots"}, r"--memory-budget is 'lots': expected a number of bytes"),
+        ({}, {"num_io_threads": "x"}, r"--num-io-threads is 'x': expected `int`"),
     ],
 )
-def test_mistakes_elsewhere_name_their_place(
+def test_a_mistake_in_the_environment_or_a_flag_is_named(
     tmp_path: Path, environment: dict[str, str], flags: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -163,7 +209,7 @@ def test_mistakes_elsewhere_name_their_place(
         (lambda path: path.symlink_to(path), "cannot read the configuration .*: Too many levels"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, make: Any, sentence: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, make: Any, sentence: str) -> None:
     make(tmp_path / "gyre.toml")
     with pytest.raises(ConfigError, match=sentence):
         load(tmp_path / "gyre.toml", {}, {})
@@ -189,29 +235,44 @@ def test_files_that_cannot_be_read(tmp_path: Path, make: Any, sentence: str) -> 
         ((1 << 53) + 1, (1 << 53) + 1),
     ],
 )
-def test_sizes(text: str | int, num_bytes: int) -> None:
-    assert parse_size(text, "memory") == num_bytes
+def test_a_size_has_decimal_and_binary_units(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("key", ["memory_budget", "session_memory", "cache_memory", "cache_disk"])
-def test_sizes_mean_the_same_in_file_environment_and_flag(tmp_path: Path, key: str) -> None:
-    for text, num_bytes in {"1GB": 10**9, "512MiB": 512 << 20, "1.5 GiB": 3 << 29, "1073741824": 1 << 30}.items():
+def test_a_size_means_the_same_in_file_environment_and_flag(tmp_path: Path, key: str) -> None:
+    for text, num_bytes in {
+        "1GB": 10**9,
+        "512MiB": 512 << 20,
+        "1.5 GiB": 3 << 29,
+        "1073741824": 1 << 30,
+    }.items():
         in_file = load(written(tmp_path, f'{key} = "{text}"'), {}, {})
         in_environment = load(None, {f"GYRE_{key.upper()}": text}, {})
         in_flag = load(None, {}, {key: text})
-        assert [getattr(each.config, key) for each in (in_file, in_environment, in_flag)] == [num_bytes] * 3
+        assert [getattr(each.config, key) for each in (in_file, in_environment, in_flag)] == [
+            num_bytes
+        ] * 3
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "-1", "1Mb", "1G", "1 mib", "0x10", "1e9", "1,5MiB", "nan", "1 MiB MiB", "9" * 400]
+    "text",
+    ["", "MiB", "-1", "1Mb", "1G", "1 mib", "0x10", "1e9", "1,5MiB", "nan", "1 MiB MiB", "9" * 400],
 )
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="memory must be a number of bytes such as"):
-        parse_size(text, "memory")
+def test_other_text_is_not_a_size(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a number of bytes such as"):
+        parse_size(text)
 
 
-def test_options_of_every_type() -> None:
-    table = {"length": 3, "share": 1, "name": "n", "fields": ["a", "b"], "memory": "1KiB", "limit": 7}
+def test_options_have_their_annotated_types() -> None:
+    table = {
+        "length": 3,
+        "share": 1,
+        "name": "n",
+        "fields": ["a", "b"],
+        "memory": "1KiB",
+        "limit": 7,
+    }
     assert parse_options(Options, table, "here") == Options(3, 1.0, "n", ("a", "b"), Size(1024), 7)
     as_text = {"length": "3", "share": "0.25", "fields": "a,b", "limit": "7"}
     assert parse_options(Options, as_text, "here") == Options(3, 0.25, "x", ("a", "b"), Size(1), 7)
@@ -221,20 +282,20 @@ def test_options_of_every_type() -> None:
     ("table", "sentence"),
     [
         ({}, "`length` is missing in here"),
-        ({"length": None}, "length in here must be of type int"),
-        ({"length": 1, "lenght": 2}, r"unknown key `lenght` in here; did you mean `length`\?"),  # codespell:ignore
-        ({"length": {"a": 1}}, "length in here must be of type int, but is {'a': 1}"),
-        ({"length": 1, "fields": "a", "name": 2}, "name in here must be of type str"),
-        ({"length": "9" * 5000}, "length in here must be of type int"),
+        ({"length": None}, "length in here is None: expected `int`"),
+        ({"length": 1, "lengthy": 2}, r"unknown key `lengthy` in here; did you mean `length`\?"),
+        ({"length": {"a": 1}}, "length in here is {'a': 1}: expected `int`"),
+        ({"length": 1, "fields": "a", "name": 2}, "name in here is 2: expected `str`"),
+        ({"length": "9" * 5000}, "length in here is '9999.*: integer value out of range"),
     ],
 )
-def test_options_that_do_not_fit(table: dict[str, Any], sentence: str) -> None:
+def test_a_mistake_in_options_is_named(table: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         parse_options(Options, table, "here")
     assert len(str(caught.value)) < 1000
 
 
-def test_a_dataset_s_table_is_left_alone() -> None:
+def test_parsing_a_dataset_leaves_its_table_unchanged() -> None:
     table = {"uri": "x", "format": "tokens", "storage": {"a": 1}, "stride": 2}
     before = json.dumps(table)
     parse_dataset("wiki", table)

@@ -1,14 +1,14 @@
-"""How connections are shared among hosts, where there may be few."""
+"""How a few connections are shared among hosts."""
 
 import resource
 
 from gyre_daemon.runtime.limits import DescriptorShares
 from gyre_daemon.storage.engine.limit import AdaptiveLimit
-from gyre_daemon.storage.sources.connections import Connections
+from gyre_daemon.storage.sources.connections import ConnectionBudget
 
 
 class Host:
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: ConnectionBudget) -> None:
         self._connections = connections
         self.num_idle = 0
         self.num_open = 0
@@ -32,22 +32,22 @@ class Host:
         self._connections.give_back()
 
 
-def test_there_are_never_more_than_may_be() -> None:
-    connections = Connections(3)
+def test_the_budget_is_never_exceeded() -> None:
+    connections = ConnectionBudget(3)
     first, second = Host(connections), Host(connections)
     first.want(5)
     second.want(2)
     assert (first.num_open, second.num_open, connections.num_left) == (3, 0, 0)
-    assert connections.are_wanted(first)
-    assert connections.are_wanted(second), "the first wants more, too"
+    assert connections.is_wanted_by_others(first)
+    assert connections.is_wanted_by_others(second), "the first wants more, too"
     first.closed()
     assert (first.num_open, second.num_open) == (3, 0), "who asked first"
     first.closed()
     assert (first.num_open, second.num_open) == (2, 1)
 
 
-def test_an_idle_one_makes_room_for_another_host() -> None:
-    connections = Connections(2)
+def test_an_idle_connection_makes_room_for_another_host() -> None:
+    connections = ConnectionBudget(2)
     first, second = Host(connections), Host(connections)
     first.want(2)
     first.num_idle = 1
@@ -55,11 +55,11 @@ def test_an_idle_one_makes_room_for_another_host() -> None:
     assert first.num_idle == 0, "it was closed"
     first.closed()
     assert (first.num_open, second.num_open) == (1, 1)
-    assert not connections.are_wanted(first)
+    assert not connections.is_wanted_by_others(first)
 
 
-def test_who_is_gone_waits_no_more() -> None:
-    connections = Connections(1)
+def test_a_forgotten_pool_no_longer_waits() -> None:
+    connections = ConnectionBudget(1)
     first, second = Host(connections), Host(connections)
     first.want(1)
     second.want(1)

@@ -1,14 +1,14 @@
-"""What each order costs, against figures that can be reckoned by hand."""
+"""What each order costs, compared with figures that are easy to compute by hand."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.cost import Estimate, Prices, Question, estimate_costs
+from gyre_daemon.datasets.cost import CostQuery, Estimate, StoragePrices, estimate_costs
 from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex, make_format
 from gyre_daemon.order.blocks import BlockTable, blocks_of_unequal_samples
-from gyre_daemon.order.plan import Order
+from gyre_daemon.order.planner import Order
 from gyre_daemon.storage.shard import Shard
 
 MIB = 1 << 20
@@ -31,14 +31,17 @@ class Members:
 
     def locate(self, sample_ids: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Extents:
         first = sample_ids[:, None] * (5100 + 2 * self._gap)
-        size = np.tile(np.array([5000, 100]), (len(sample_ids), 1))  # columns are in no order of place
+        # columns are in no order of place
+        size = np.tile(np.array([5000, 100]), (len(sample_ids), 1))
         return Extents(np.zeros_like(sample_ids), first + np.array([100 + self._gap, 0]), size)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         everyone = np.arange(self.num_samples)
         extents = self.locate(everyone)
         stop = (extents.start + extents.size).max(axis=1)
-        return blocks_of_unequal_samples(extents.shard, extents.start.min(axis=1), stop, io_block_bytes)
+        return blocks_of_unequal_samples(
+            extents.shard, extents.start.min(axis=1), stop, io_block_bytes
+        )
 
     def max_ragged_bytes(self, num_samples: int) -> int:
         return 5100 * num_samples
@@ -51,13 +54,20 @@ def question(
     io_block: int = MIB,
     epochs: int = 1,
     cache: int = 0,
-    prices: Prices | None = None,
+    prices: StoragePrices | None = None,
     *,
     window: int = 1024,
     cache_block: int = MIB,
     local: bool = False,
-) -> Question:
-    return Question(Order("block", "wrap", 1, 256, io_block, window), epochs, cache, cache_block, prices or Prices(), local)
+) -> CostQuery:
+    return CostQuery(
+        Order("block", "wrap", 1, 256, io_block, window),
+        epochs,
+        cache,
+        cache_block,
+        prices or StoragePrices(),
+        local,
+    )
 
 
 def by_name(estimates: Sequence[Estimate]) -> dict[str, Estimate]:
@@ -73,7 +83,9 @@ def test_samples_of_one_size() -> None:
     assert [each.num_bytes for each in report.estimates] == [1200 * MIB, 1200 * MIB, 400 * MIB]
     assert report.num_bytes_served == 1200 * MIB
     assert [each.amplification for each in report.estimates] == pytest.approx([1, 1, 1 / 3])
-    assert [each.memory_bytes for each in report.estimates] == [0, 400 * MIB, 400 * MIB], "no more than the data"
+    assert [each.memory_bytes for each in report.estimates] == [0, 400 * MIB, 400 * MIB], (
+        "no more than the data"
+    )
     assert all(each.quality.worst > 0.95 for each in report.estimates)
     assert all(each.money is None for each in report.estimates)
 
@@ -84,7 +96,10 @@ def test_a_wide_dataset_takes_the_memory_of_its_window() -> None:
 
 
 def test_a_cache_of_half_the_data() -> None:
-    """It holds 200 of 400 blocks for ever; the other half is asked for sample by sample in each of four epochs."""
+    """It holds 200 of 400 blocks for ever.
+
+    The other half is asked for sample by sample in each of four epochs.
+    """
     of = by_name(estimate_costs(tokens(204_800), question(epochs=4, cache=200 * MIB)).estimates)
     assert of["full with the cache"].num_requests == 200 + 4 * 102_400
     assert of["full with the cache"].num_bytes == 200 * MIB + 4 * 200 * MIB
@@ -98,16 +113,22 @@ def test_the_cache_has_blocks_of_its_own() -> None:
 
 
 def test_money() -> None:
-    prices = Prices(per_1000_requests=0.0004, per_gb=0.09)
+    prices = StoragePrices(per_1000_requests=0.0004, per_gb=0.09)
     of = by_name(estimate_costs(tokens(204_800), question(prices=prices)).estimates)
     assert of["full"].money == pytest.approx(204.8 * 0.0004 + 400 * MIB / 1e9 * 0.09)
     assert of["block"].money == pytest.approx(0.4 * 0.0004 + 400 * MIB / 1e9 * 0.09)
-    of = by_name(estimate_costs(tokens(204_800), question(prices=Prices(per_gb=0.09))).estimates)
+    of = by_name(
+        estimate_costs(tokens(204_800), question(prices=StoragePrices(per_gb=0.09))).estimates
+    )
     assert of["full"].money == of["block"].money == pytest.approx(400 * MIB / 1e9 * 0.09)
 
 
-@pytest.mark.parametrize(("gap", "requests", "num_bytes"), [(1000, 1, 6100), (4096, 1, 9196), (4097, 2, 5100)])
-def test_fields_that_lie_close_together_come_with_one_request(gap: int, requests: int, num_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("gap", "requests", "num_bytes"), [(1000, 1, 6100), (4096, 1, 9196), (4097, 2, 5100)]
+)
+def test_fields_that_lie_close_together_come_with_one_request(
+    gap: int, requests: int, num_bytes: int
+) -> None:
     report = estimate_costs(Members(5000, gap), question())
     full = by_name(report.estimates)["full"]
     assert full.num_requests == requests * 5000
@@ -115,7 +136,9 @@ def test_fields_that_lie_close_together_come_with_one_request(gap: int, requests
     assert full.amplification == pytest.approx(num_bytes / 5100)
     assert report.num_bytes_served == 5100 * 5000
     block = by_name(report.estimates)["block"]
-    assert block.num_bytes == pytest.approx((5100 + 2 * gap) * 5000, rel=0.01), "a block brings its gaps along"
+    assert block.num_bytes == pytest.approx((5100 + 2 * gap) * 5000, rel=0.01), (
+        "a block brings its gaps along"
+    )
 
 
 def test_a_billion_samples_are_estimated_from_a_few_thousand() -> None:
@@ -129,15 +152,37 @@ def test_a_billion_samples_are_estimated_from_a_few_thousand() -> None:
     ("index", "asked", "words"),
     [
         (tokens(10**6), question(local=True), "Take `full`: the data lies on this machine"),
-        (tokens(10**6), question(), "Take `block`: it asks for 512 times fewer requests than `full`, and shuffles"),
-        (tokens(10**6), question(epochs=2), "; where there are 2.0 GB for a cache, `full` asks for each byte only once."),
+        (
+            tokens(10**6),
+            question(),
+            "Take `block`: it asks for 512 times fewer requests than `full`, and shuffles",
+        ),
+        (
+            tokens(10**6),
+            question(epochs=2),
+            "; where there are 2.0 GB for a cache, `full` asks for each byte only once.",
+        ),
         (tokens(10**6), question(cache=1 << 40), "Take `full` with the cache: it holds all"),
-        (tokens(10**6), question(io_block=4096), "Take `full`: a block of 4096 bytes would bring only 2.0 samples"),
-        (tokens(10**6), question(window=8), "with a wider window than 8 blocks: this one shuffles only 0.0"),
-        (tokens(10**9), question(prices=Prices(0.0004)), "than `full`, saves 399.22 of 400.00, and shuffles"),
+        (
+            tokens(10**6),
+            question(io_block=4096),
+            "Take `full`: a block of 4096 bytes would bring only 2.0 samples",
+        ),
+        (
+            tokens(10**6),
+            question(window=8),
+            "with a wider window than 8 blocks: this one shuffles only 0.0",
+        ),
+        (
+            tokens(10**9),
+            question(prices=StoragePrices(0.0004)),
+            "than `full`, saves 399.22 of 400.00, and shuffles",
+        ),
     ],
 )
-def test_a_recommendation_is_one_sentence_and_says_why(index: SampleIndex, asked: Question, words: str) -> None:
+def test_a_recommendation_is_one_sentence_and_says_why(
+    index: SampleIndex, asked: CostQuery, words: str
+) -> None:
     recommendation = estimate_costs(index, asked).recommendation
     assert words in recommendation
     assert recommendation.endswith(".")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.dataset import fingerprint, probe_ranges
+from gyre_daemon.datasets.dataset import fingerprint, fingerprint_ranges
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
@@ -14,13 +14,13 @@ PROBES = [b"the middle of a", b"the middle of b"]
 
 
 def print_of(shards: list[Shard], probes: list[bytes], length: int = 10) -> str:
-    index = make_format("wiki", DatasetConfig("/", "tokens", {"dtype": "uint16", "sequence_length": length})).assemble(
-        shards, []
-    )
+    index = make_format(
+        "wiki", DatasetConfig("/", "tokens", {"dtype": "uint16", "sequence_length": length})
+    ).assemble(shards, [])
     return fingerprint(shards, index, probes)
 
 
-def test_whatever_is_read_from_the_data_tells() -> None:
+def test_a_fingerprint_covers_names_sizes_layout_and_contents() -> None:
     original = print_of(SHARDS, PROBES)
     others = [
         print_of(SHARDS, PROBES, length=20),
@@ -36,19 +36,19 @@ def test_whatever_is_read_from_the_data_tells() -> None:
     assert len(original) == 32
 
 
-def test_times_and_etags_do_not() -> None:
+def test_a_fingerprint_does_not_cover_times_and_etags() -> None:
     copied = [replace(shard, version='"another"') for shard in SHARDS]
     assert print_of(copied, PROBES) == print_of(SHARDS, PROBES)
 
 
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=300))
-def test_probes_lie_in_evenly_chosen_shards(sizes: list[int]) -> None:
+def test_the_contents_of_evenly_chosen_shards_are_covered(sizes: list[int]) -> None:
     shards = [Shard(f"{number}", size, "") for number, size in enumerate(sizes)]
-    ranges = probe_ranges(shards)
-    assert 1 <= len(ranges) <= 32
-    assert len({shard for shard, _, _ in ranges}) == len(ranges)
-    assert len(shards) > 32 or len(ranges) == len(shards), "all of a few"
-    for shard, start, stop in ranges:
-        assert 0 <= start <= stop <= sizes[shard]
+    chosen, starts, stops = fingerprint_ranges(shards)
+    assert len(chosen) == len(set(chosen)) <= 32
+    if len(shards) <= 32:
+        assert chosen == [number for number, size in enumerate(sizes) if size], "all of a few"
+    for shard, start, stop in zip(chosen, starts, stops, strict=True):
+        assert 0 <= start < stop <= sizes[shard]
         assert stop - start == min(sizes[shard], 4096)
         assert abs((start + stop) / 2 - sizes[shard] / 2) <= 1, "its middle"

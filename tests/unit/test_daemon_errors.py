@@ -1,4 +1,4 @@
-"""Every error of the daemon has a status, and travels to a client with its reason, its sentence and its facts."""
+"""Every error of the daemon has a status; a client gets its class, message and facts."""
 
 import base64
 import inspect
@@ -22,15 +22,19 @@ def subclasses(root: type[errors.GyreError] = errors.GyreError) -> Iterator[type
 EVERY_ERROR = sorted(set(subclasses()), key=lambda cls: cls.__name__)
 
 
-def test_the_tree_is_whole() -> None:
-    declared = {cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.GyreError)}
+def test_every_error_has_a_status_and_is_in_the_docstring() -> None:
+    declared = {
+        cls
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, errors.GyreError)
+    }
     assert declared == set(EVERY_ERROR) == set(STATUS_CODES)
     drawn = str(errors.__doc__)
     assert all(cls.__name__ in drawn for cls in EVERY_ERROR), "the docstring draws the whole tree"
 
 
 @pytest.mark.parametrize("cls", EVERY_ERROR)
-def test_every_error_travels(cls: type[errors.GyreError]) -> None:
+def test_a_status_carries_class_message_and_facts(cls: type[errors.GyreError]) -> None:
     error = cls("shard a.tar is gone; restore it", {"shard": "a.tar", "offset": 512, "path": None})
     status = to_status(error)
     assert status.code == STATUS_CODES[cls].value[0]
@@ -43,14 +47,13 @@ def test_every_error_travels(cls: type[errors.GyreError]) -> None:
 
 
 @pytest.mark.parametrize("cls", EVERY_ERROR)
-def test_clients_know_every_reason(cls: type[errors.GyreError]) -> None:
-    """A client raises an error of the same name, or one for the daemon's own faults."""
-    if cls in (errors.GyreError, errors.InvalidInput):  # never raised by themselves for a client's doing
+def test_the_client_has_a_class_for_every_error(cls: type[errors.GyreError]) -> None:
+    """Two classes are only bases, or stand for faults of the daemon itself."""
+    if cls in (errors.GyreError, errors.InvalidInput):
         return
-    assert cls.__name__ in {name for name, _ in inspect.getmembers(client_errors, inspect.isclass)} | {
-        "ConfigError",
-        "Draining",
-    }
+    assert cls.__name__ in {
+        name for name, _ in inspect.getmembers(client_errors, inspect.isclass)
+    } | {"ConfigError", "Draining"}
 
 
 @pytest.mark.parametrize(
@@ -70,19 +73,27 @@ def test_clients_know_every_reason(cls: type[errors.GyreError]) -> None:
         (errors.Draining, grpc.StatusCode.UNAVAILABLE),
     ],
 )
-def test_the_table(cls: type[errors.GyreError], code: grpc.StatusCode) -> None:
+def test_each_error_has_its_status_code(cls: type[errors.GyreError], code: grpc.StatusCode) -> None:
     assert STATUS_CODES[cls] is code
 
 
-def test_what_a_client_sent_cannot_swell_the_answer() -> None:
-    """Status details travel as metadata, of which gRPC takes 8 KiB by default."""
-    status = to_status(errors.InvalidRequest("x" * 100_000, {"dataset": "y" * 100_000, "other": "z" * 100_000}))
+def test_long_facts_are_cut() -> None:
+    """gRPC carries status details in metadata, of which a client accepts 8 KiB by default."""
+    status = to_status(
+        errors.InvalidRequest("x" * 100_000, {"dataset": "y" * 100_000, "other": "z" * 100_000})
+    )
     assert status.ByteSize() < 8000
 
 
-@pytest.mark.parametrize("letter", ["x", "\N{LATIN SMALL LETTER O WITH DIAERESIS}", "\n", "%", "\N{SLIGHTLY SMILING FACE}"])
-def test_a_sentence_has_room_in_metadata_as_it_travels(letter: str) -> None:
-    """Percent-encoded beside the details that repeat it in base64: gRPC drops some answers above 8 KiB, at random."""
+@pytest.mark.parametrize(
+    "letter",
+    ["x", "\N{LATIN SMALL LETTER O WITH DIAERESIS}", "\n", "%", "\N{SLIGHTLY SMILING FACE}"],
+)
+def test_a_long_message_is_cut_to_fit_into_metadata(letter: str) -> None:
+    """The percent-encoded message and the details, which repeat it in base64, stay below 8 KiB.
+
+    gRPC drops answers above that at random.
+    """
     facts = {str(key): letter * 1000 for key in range(5)}
     status = to_status(errors.UnknownDataset("no dataset: " + letter * 5000, facts))
     message = quote(status.message, safe=" !\"#$&'()*+,/:;<=>?@[\\]^`{|}")
@@ -91,13 +102,20 @@ def test_a_sentence_has_room_in_metadata_as_it_travels(letter: str) -> None:
     assert len(message) + len(base64.b64encode(status.SerializeToString())) < 8000
 
 
-def test_mistakes_of_the_caller_are_value_errors() -> None:
+def test_invalid_input_is_a_value_error() -> None:
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.InvalidRequest, ValueError)
-    assert not any(issubclass(cls, ValueError) for cls in EVERY_ERROR if not issubclass(cls, errors.InvalidInput))
+    assert not any(
+        issubclass(cls, ValueError)
+        for cls in EVERY_ERROR
+        if not issubclass(cls, errors.InvalidInput)
+    )
 
 
 def test_the_first_error_of_nested_groups() -> None:
     first, second = errors.ShardMissing("a"), errors.NotAllowed("b")
-    assert errors.first_error(ExceptionGroup("", [ExceptionGroup("", [first, second]), second])) is first
+    assert (
+        errors.first_error(ExceptionGroup("", [ExceptionGroup("", [first, second]), second]))
+        is first
+    )
     assert errors.first_error(ExceptionGroup("", [second, first])) is second

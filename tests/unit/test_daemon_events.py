@@ -1,4 +1,4 @@
-"""The log's lines."""
+"""Lines of the daemon's log."""
 
 import json
 import logging
@@ -18,19 +18,31 @@ def own_logger() -> Iterator[None]:
 
 
 def test_json_is_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    start_log("info", "auto")  # what pytest captures is no terminal
+    start_log("info", "auto")  # pytest captures to something that is no terminal
     log_event("session open", {"job": "a b", "rank": 3})
     log_event("too small to tell", level=logging.DEBUG)
     (line,) = capsys.readouterr().err.splitlines()
     found = json.loads(line)
-    assert (found["level"], found["event"], found["job"], found["rank"]) == ("info", "session open", "a b", 3)
+    assert (found["level"], found["event"], found["job"], found["rank"]) == (
+        "info",
+        "session open",
+        "a b",
+        3,
+    )
 
 
 def test_text_is_a_time_a_level_the_event_and_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
     start_log("info", "text")
-    log_event("reload refused", {"reason": "no = sign", "added": ["a", "b c"], "removed": [], "pid": 7}, logging.WARNING)
+    log_event(
+        "reload refused",
+        {"reason": "no = sign", "added": ["a", "b c"], "removed": [], "pid": 7},
+        logging.WARNING,
+    )
     (line,) = capsys.readouterr().err.splitlines()
-    assert line[19:] == ' WARNING reload refused  reason="no = sign"  added=a,"b c"  removed=none  pid=7'
+    assert (
+        line[19:]
+        == ' WARNING reload refused  reason="no = sign"  added=a,"b c"  removed=none  pid=7'
+    )
 
 
 def test_text_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,19 @@
-"""How many requests an endpoint is given: up by trying, down by what was refused, and back."""
+"""The adaptive limit grows by trying, shrinks when throttled, and recovers."""
 
 from gyre_daemon.storage.engine.limit import AdaptiveLimit
 
 
-def play(limit: AdaptiveLimit, num_rounds: int, share_refused: float = 0.0, first_byte_s: float = 0.02) -> None:
-    """Rounds in which the whole limit is in flight."""
+def play(
+    limit: AdaptiveLimit, num_rounds: int, share_refused: float = 0.0, first_byte_s: float = 0.02
+) -> None:
+    """Play rounds in which the whole limit is in flight."""
     for _ in range(num_rounds):
         of_round, num_in_flight = limit.round, limit.limit
         num_refused = round(num_in_flight * share_refused)
         for number in range(num_in_flight):
-            refused = number * num_refused // num_in_flight != (number + 1) * num_refused // num_in_flight
+            refused = (
+                number * num_refused // num_in_flight != (number + 1) * num_refused // num_in_flight
+            )
             limit.done(of_round, num_in_flight, None if refused else first_byte_s)
 
 
@@ -22,19 +26,19 @@ def test_it_doubles_until_the_ceiling() -> None:
     assert seen == [256, 512, 1000, 1000]
 
 
-def test_what_is_not_used_is_not_raised() -> None:
+def test_a_limit_that_is_not_used_is_not_raised() -> None:
     limit = AdaptiveLimit(1000)
     for _ in range(5000):
         limit.done(limit.round, 20, 0.02)
     assert limit.limit == 256
 
 
-def test_a_refused_round_leaves_what_got_through_and_it_climbs_by_a_constant() -> None:
+def test_a_throttled_round_leaves_what_got_through_and_growth_is_by_a_constant() -> None:
     limit = AdaptiveLimit(1000)
     play(limit, 1, share_refused=0.25)
-    assert (limit.limit, limit.is_refused) == (192, True)
+    assert (limit.limit, limit.is_throttled) == (192, True)
     play(limit, 1)
-    assert (limit.limit, limit.is_refused) == (200, False)
+    assert (limit.limit, limit.is_throttled) == (200, False)
     play(limit, 100)
     assert limit.limit == 1000
 
@@ -62,7 +66,7 @@ def test_a_storm_takes_it_to_the_floor_at_once_and_its_end_lets_it_recover() -> 
     assert limit.limit == 512
 
 
-def test_answers_to_what_was_sent_before_it_was_lowered_lower_it_no_further() -> None:
+def test_responses_to_requests_sent_before_it_was_lowered_are_ignored() -> None:
     limit = AdaptiveLimit(256)
     sent_in = limit.round
     for _ in range(128):
@@ -81,12 +85,12 @@ def test_late_first_bytes_lower_it_slowly_and_never_far() -> None:
     assert limit.limit == 460
     play(limit, 100, first_byte_s=0.2)
     assert limit.limit == 64
-    assert not limit.is_refused
+    assert not limit.is_throttled
     play(limit, 80, first_byte_s=0.02)
     assert limit.limit == 512
 
 
-def test_what_a_busy_processor_adds_is_not_taken_for_a_slow_storage() -> None:
+def test_the_delay_of_a_busy_processor_is_not_taken_for_a_slow_storage() -> None:
     limit = AdaptiveLimit(1024)
     play(limit, 2, first_byte_s=0.02)
     play(limit, 100, first_byte_s=0.09)
@@ -100,7 +104,7 @@ def test_a_storage_that_is_slower_for_good_is_the_new_normal() -> None:
     assert limit.limit == 512
 
 
-def test_where_more_at_once_are_answered_later_it_grows_gently() -> None:
+def test_it_grows_gently_where_latency_grows_with_it() -> None:
     limit = AdaptiveLimit(1000)
     play(limit, 1, first_byte_s=0.02)
     assert limit.limit == 512
@@ -110,7 +114,7 @@ def test_where_more_at_once_are_answered_later_it_grows_gently() -> None:
     assert limit.limit == 1000
 
 
-def test_a_round_is_of_what_was_sent_at_the_new_limit() -> None:
+def test_a_round_counts_only_requests_sent_at_the_new_limit() -> None:
     limit = AdaptiveLimit(2000)
     play(limit, 1)
     for _ in range(256):  # sent before

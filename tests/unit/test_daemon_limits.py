@@ -1,4 +1,4 @@
-"""Limits of the machine, read from a tree of files as the kernel shows it."""
+"""Limits of the machine, read from files such as the kernel shows."""
 
 import resource
 import subprocess
@@ -20,7 +20,7 @@ def limit(root: Path, membership: str) -> int | None:
     return memory_limit_bytes(root, root / "membership")
 
 
-def test_the_lowest_limit_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
+def test_the_lowest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
     group(tmp_path, "system.slice/gyred.service", "memory.max", "max\n")
     group(tmp_path, "system.slice", "memory.max", "4096000\n")
     group(tmp_path, "user.slice", "memory.max", "4096\n")
@@ -29,16 +29,19 @@ def test_the_lowest_limit_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
     assert limit(tmp_path, "0::/system.slice/gyred.service\n") == 1024000
 
 
-def test_in_a_container_the_limit_stands_at_the_root(tmp_path: Path) -> None:
+def test_in_a_container_the_limit_is_found_at_the_root(tmp_path: Path) -> None:
     group(tmp_path, "", "memory.max", "2048000\n")
     assert limit(tmp_path, "0::/\n") == 2048000
     assert limit(tmp_path, "0::/../../docker/0123\n") == 2048000
 
 
-def test_version_1_of_control_groups(tmp_path: Path) -> None:
+def test_limits_of_control_groups_version_1(tmp_path: Path) -> None:
     group(tmp_path, "memory/docker/0123", "memory.limit_in_bytes", "3072000\n")
     group(tmp_path, "memory", "memory.limit_in_bytes", "9223372036854771712\n")
-    assert limit(tmp_path, "12:cpu,cpuacct:/docker/0123\n5:memory:/docker/0123\n0::/docker/0123\n") == 3072000
+    assert (
+        limit(tmp_path, "12:cpu,cpuacct:/docker/0123\n5:memory:/docker/0123\n0::/docker/0123\n")
+        == 3072000
+    )
     assert limit(tmp_path, "5:memory:/\n") is None
 
 
@@ -47,7 +50,7 @@ def test_no_limit(tmp_path: Path, membership: str) -> None:
     assert limit(tmp_path, membership) is None
 
 
-def test_this_machine_has_some_answer() -> None:
+def test_the_limit_of_this_machine_can_be_read() -> None:
     found = memory_limit_bytes()
     assert found is None or found > 1 << 20
 
@@ -55,7 +58,10 @@ def test_this_machine_has_some_answer() -> None:
 def test_a_budget_above_the_limit_is_refused_by_name() -> None:
     check_memory_budget(100, 100)
     check_memory_budget(100, None)
-    with pytest.raises(ConfigError, match="memory_budget is 101 bytes, but this process's control group may use 100"):
+    with pytest.raises(
+        ConfigError,
+        match="memory_budget is 101 bytes, but this process's control group may use 100",
+    ):
         check_memory_budget(101, 100)
 
 
@@ -66,6 +72,8 @@ def test_descriptors_are_raised_to_what_is_allowed() -> None:
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))\n"
         "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
     assert result.stdout.split() == [str(hard)] * 3
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)

@@ -1,4 +1,4 @@
-"""Addresses, and the claim to one that no second daemon can take over."""
+"""Addresses, and claims to sockets that no second daemon can take over."""
 
 import os
 import shutil
@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.runtime.listen import SocketClaim, TcpAddress, UnixAddress, parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import (
+    SocketClaim,
+    TcpAddress,
+    UnixAddress,
+    parse_address,
+    parse_metrics_address,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +33,7 @@ from gyre_daemon.runtime.listen import SocketClaim, TcpAddress, UnixAddress, par
         ("tcp:::1:80", TcpAddress("::1", 80), "[::1]:80"),
     ],
 )
-def test_addresses(text: str, address: UnixAddress | TcpAddress, target: str) -> None:
+def test_addresses_are_parsed(text: str, address: UnixAddress | TcpAddress, target: str) -> None:
     assert parse_address(text) == address
     assert parse_address(text).grpc_target == target
 
@@ -35,12 +41,29 @@ def test_addresses(text: str, address: UnixAddress | TcpAddress, target: str) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "unix", "unix:", "tcp", "tcp:", "tcp::", "tcp::80", "tcp:127.0.0.1", "tcp:127.0.0.1:", "tcp:127.0.0.1:-1"),
-        *("tcp:127.0.0.1:65536", "tcp:127.0.0.1:8o", "tcp:127.0.0.1:\u0661", "tcp:127.0.0.1:\u00b2", "tcp:127.0.0.1: 80"),
+        *(
+            "",
+            "unix",
+            "unix:",
+            "tcp",
+            "tcp:",
+            "tcp::",
+            "tcp::80",
+            "tcp:127.0.0.1",
+            "tcp:127.0.0.1:",
+            "tcp:127.0.0.1:-1",
+        ),
+        *(
+            "tcp:127.0.0.1:65536",
+            "tcp:127.0.0.1:8o",
+            "tcp:127.0.0.1:\u0661",
+            "tcp:127.0.0.1:\u00b2",
+            "tcp:127.0.0.1: 80",
+        ),
         *("udp:127.0.0.1:80", "http://127.0.0.1:80", "/run/gyre.sock", "127.0.0.1:80"),
     ],
 )
-def test_no_addresses(text: str) -> None:
+def test_text_that_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="neither unix:PATH nor tcp:HOST:PORT"):
         parse_address(text)
 
@@ -48,39 +71,62 @@ def test_no_addresses(text: str) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        *("0.0.0.0", "[::]", "10.0.0.1", "192.168.1.1", "169.254.169.254", "example.com", "localhost.example.com", "*"),
+        *(
+            "0.0.0.0",
+            "[::]",
+            "10.0.0.1",
+            "192.168.1.1",
+            "169.254.169.254",
+            "example.com",
+            "localhost.example.com",
+            "*",
+        ),
         *("[::ffff:10.0.0.1]", "127.1", "0x7f000001", "2130706433"),
     ],
 )
-def test_hosts_that_others_can_reach_are_refused(host: str) -> None:
+def test_addresses_that_other_hosts_can_reach_are_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="is open to other hosts, but TCP has no authentication"):
         parse_address(f"tcp:{host}:80")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.1", "169.254.169.254", "[::ffff:10.0.0.1]"])
-def test_metrics_are_open_to_other_hosts_only_where_that_is_said(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"is open to other hosts: .* or set metrics_public = true"):
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "[::]", "10.0.0.1", "169.254.169.254", "[::ffff:10.0.0.1]"]
+)
+def test_metrics_are_open_to_other_hosts_only_if_they_are_public(host: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"is open to other hosts: .* or set metrics_public = true"
+    ):
         parse_metrics_address(f"tcp:{host}:9847", is_public=False)
-    assert parse_metrics_address(f"tcp:{host}:9847", is_public=True) == TcpAddress(host.strip("[]"), 9847)
+    assert parse_metrics_address(f"tcp:{host}:9847", is_public=True) == TcpAddress(
+        host.strip("[]"), 9847
+    )
 
 
 @pytest.mark.parametrize("is_public", [True, False])
 def test_metrics_are_served_at_a_port_of_an_ip_address(is_public: bool) -> None:
     for host in ("127.0.0.1", "localhost", "[::1]"):
         assert parse_metrics_address(f"tcp:{host}:0", is_public=is_public).port == 0
-    for text in ("unix:/run/metrics", "127.0.0.1:80", "http://127.0.0.1:80", "tcp:example.com:80", "tcp:127.0.0.1"):
-        with pytest.raises(ConfigError, match=r"metrics_listen is .*; |neither unix:PATH nor tcp:HOST:PORT"):
+    for text in (
+        "unix:/run/metrics",
+        "127.0.0.1:80",
+        "http://127.0.0.1:80",
+        "tcp:example.com:80",
+        "tcp:127.0.0.1",
+    ):
+        with pytest.raises(
+            ConfigError, match=r"metrics_listen is .*; |neither unix:PATH nor tcp:HOST:PORT"
+        ):
             parse_metrics_address(text, is_public=is_public)
 
 
 @pytest.mark.parametrize("path", ["/run/\0.sock", "/run/x\ny.sock", "/run/%41.sock"])
-def test_socket_paths_that_would_become_others(path: str) -> None:
-    """gRPC decodes percent signs: the socket would be bound where nobody holds the claim."""
+def test_socket_paths_that_grpc_would_change_are_refused(path: str) -> None:
+    """gRPC decodes percent signs, so the socket would be bound at a path that is not claimed."""
     with pytest.raises(ConfigError, match=r"must not contain control characters or `%`"):
         parse_address(f"unix:{path}")
 
 
-def test_socket_paths_that_are_too_long() -> None:
+def test_socket_paths_that_are_too_long_are_refused() -> None:
     assert parse_address("unix:/" + "x" * 101)
     with pytest.raises(ConfigError, match="longer than 102 bytes"):
         parse_address("unix:/" + "x" * 102)
@@ -100,9 +146,11 @@ def bind(address: UnixAddress) -> socket.socket:
 
 
 def claim_elsewhere(address: UnixAddress) -> "subprocess.CompletedProcess[str]":
-    """Try to claim it in another process."""
+    """Try to claim an address in another process."""
     program = (
-        "import sys; from pathlib import Path; from gyre_daemon.runtime.listen import SocketClaim, UnixAddress\n"
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from gyre_daemon.runtime.listen import SocketClaim, UnixAddress\n"
         "try: SocketClaim(UnixAddress(Path(sys.argv[1]))).give_up()\n"
         "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')"
     )
@@ -128,11 +176,14 @@ def test_a_living_daemon_keeps_its_socket(tmp_path: Path) -> None:
         for _ in range(2):
             second = claim_elsewhere(address)
             assert second.returncode == 1
-            assert f"ConfigError: another daemon (process {os.getpid()}) serves {address.path}" in second.stderr
+            assert (
+                f"ConfigError: another daemon (process {os.getpid()}) serves {address.path}"
+                in second.stderr
+            )
         with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
             SocketClaim(address)
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(address.path))  # it is still the same one
+            client.connect(str(address.path))  # the first daemon's socket is still there
         claim.give_up()
     assert claim_elsewhere(address).returncode == 0
 
@@ -146,7 +197,10 @@ def test_a_removed_lock_file_lets_nobody_take_a_living_daemon_s_socket(tmp_path:
         before = lock.stat().st_ino
         lock.unlink()
         second = claim_elsewhere(address)
-        assert f"another process listens on {address.path}, although the lock file beside it is free" in second.stderr
+        assert (
+            f"another process listens on {address.path}, although the lock file beside it is free"
+            in second.stderr
+        )
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(address.path))
         claim.claim()
@@ -159,7 +213,9 @@ def test_a_removed_lock_file_lets_nobody_take_a_living_daemon_s_socket(tmp_path:
     assert list(address.path.parent.iterdir()) == []
 
 
-def test_what_was_removed_is_claimed_again_and_never_what_another_has_by_now(tmp_path: Path) -> None:
+def test_removed_files_are_claimed_again_unless_another_daemon_has_claimed_them(
+    tmp_path: Path,
+) -> None:
     address = address_in(tmp_path)
     claim = SocketClaim(address)
     with bind(address):
@@ -169,7 +225,7 @@ def test_what_was_removed_is_claimed_again_and_never_what_another_has_by_now(tmp
     claim.claim()
     assert {path.name for path in address.path.parent.iterdir()} == {"gyre.sock.lock"}
     shutil.rmtree(address.path.parent)
-    another = SocketClaim(address)  # in the second before the first looks again
+    another = SocketClaim(address)  # before the first daemon looks again
     with bind(address):
         another.open_to_group()
         with pytest.raises(ConfigError, match="another daemon"):
@@ -179,15 +235,20 @@ def test_what_was_removed_is_claimed_again_and_never_what_another_has_by_now(tmp
         another.give_up()
 
 
-def test_what_a_killed_daemon_left_is_cleared_away(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_daemon_is_removed(tmp_path: Path) -> None:
     address = address_in(tmp_path)
     program = (
         "import os, signal, socket, sys\n"
-        "from pathlib import Path; from gyre_daemon.runtime.listen import SocketClaim, UnixAddress\n"
-        "claim = SocketClaim(UnixAddress(Path(sys.argv[1]))); s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from gyre_daemon.runtime.listen import SocketClaim, UnixAddress\n"
+        "claim = SocketClaim(UnixAddress(Path(sys.argv[1])))\n"
+        "listener = socket.socket(socket.AF_UNIX)\n"
+        "listener.bind(sys.argv[1])\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", program, str(address.path)], check=False, timeout=120)
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(address.path)], check=False, timeout=120
+    )
     assert killed.returncode == -9
     assert {path.name for path in address.path.parent.iterdir()} == {"gyre.sock", "gyre.sock.lock"}
     claim = SocketClaim(address)
@@ -207,20 +268,22 @@ def test_a_longer_pid_of_an_earlier_holder_does_not_show_through(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path, kind: str) -> None:
     address = address_in(tmp_path)
     address.path.parent.mkdir()
     address.path.write_text("precious") if kind == "file" else address.path.mkdir()
-    with pytest.raises(ConfigError, match=r"gyre\.sock is there and is no socket"):
+    with pytest.raises(ConfigError, match=r"gyre\.sock is no socket"):
         SocketClaim(address)
     assert address.path.exists()
     address.path.unlink() if kind == "file" else address.path.rmdir()
-    SocketClaim(address).give_up()  # the refusal kept no lock
+    SocketClaim(address).give_up()  # the refused claim holds no lock
 
 
-def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot claim the socket .*: (Not a directory|File exists)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot claim the socket .*: (Not a directory|File exists)"
+    ):
         SocketClaim(UnixAddress(tmp_path / "file" / "gyre.sock"))
     with pytest.raises(ConfigError, match="cannot claim the socket"):
         SocketClaim(UnixAddress(Path("/proc/gyre/gyre.sock")))

@@ -1,4 +1,4 @@
-"""What may stand in a dataset's URI, and what is refused before anything connects."""
+"""Which URIs a dataset may have, and which are refused before anything connects."""
 
 import socket
 from typing import NoReturn
@@ -28,18 +28,23 @@ def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///data/x.bin", "file", ("/data/x.bin",)),
         ("FILE:///data/x.bin", "file", ("/data/x.bin",)),
         ("local:///data/x.bin", "file", ("/data/x.bin",)),
-        ("/data/%2e%2e/x", "file", ("/data/%2e%2e/x",)),  # a name like any other: nothing decodes it
+        # percent signs are ordinary characters: nothing decodes them
+        ("/data/%2e%2e/x", "file", ("/data/%2e%2e/x",)),
         ("/data/x-{00..02}.tar", "file", ("/data/x-00.tar", "/data/x-01.tar", "/data/x-02.tar")),
         ("s3://bucket/{b,a}/*.tar", "s3", ("s3://bucket/b/*.tar", "s3://bucket/a/*.tar")),
         ("S3://Bucket/Key", "s3", ("s3://Bucket/Key",)),
         ("s3://bucket/a#b?c", "s3", ("s3://bucket/a#b?c",)),
         ("gs://bucket/x", "gs", ("gs://bucket/x",)),
-        ("abfs://container@account.dfs.core.windows.net/x", "abfs", ("abfs://container@account.dfs.core.windows.net/x",)),
+        (
+            "abfs://container@account.dfs.core.windows.net/x",
+            "abfs",
+            ("abfs://container@account.dfs.core.windows.net/x",),
+        ),
         ("memory://x/y", "memory", ("memory://x/y",)),
         ("http://127.0.0.1:80/x.tar", "http", ("http://127.0.0.1:80/x.tar",)),
     ],
 )
-def test_places(uri: str, scheme: str, paths: tuple[str, ...]) -> None:
+def test_locations(uri: str, scheme: str, paths: tuple[str, ...]) -> None:
     location = parse_location(uri)
     assert (location.scheme, location.paths) == (scheme, paths)
 
@@ -105,7 +110,9 @@ def test_redaction(text: str, redacted: str) -> None:
 
 
 def test_the_text_of_a_location_is_redacted() -> None:
-    assert parse_location("sftp://user@host/x") == Location("sftp", ("sftp://user@host/x",), "sftp://***@host/x")
+    assert parse_location("sftp://user@host/x") == Location(
+        "sftp", ("sftp://user@host/x",), "sftp://***@host/x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,5 +129,5 @@ def test_the_text_of_a_location_is_redacted() -> None:
         (["a.bin"], ["a.bin"]),
     ],
 )
-def test_names_are_relative_to_what_all_share(paths: list[str], names: list[str]) -> None:
+def test_names_are_relative_to_the_common_folder(paths: list[str], names: list[str]) -> None:
     assert relative_names(paths) == names

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gyre_daemon.runtime.notify import feed_watchdog, notify
+from gyre_daemon.runtime.notify import notify, ping_watchdog
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_a_state_arrives(manager: socket.socket) -> None:
     assert manager.recv(100) == b"READY=1"
 
 
-def test_an_abstract_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_arrives_at_an_abstract_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(f"\0gyre-test-{os.getpid()}")
         monkeypatch.setenv("NOTIFY_SOCKET", f"@gyre-test-{os.getpid()}")
@@ -40,23 +40,25 @@ def test_no_manager_is_no_error(address: str, monkeypatch: pytest.MonkeyPatch) -
     notify("READY=1")
 
 
-def test_a_manager_that_does_not_listen_stops_nobody(manager: socket.socket) -> None:
-    """Its queue is full, and the event loop must not wait for it."""
+def test_a_manager_that_does_not_read_blocks_nothing(manager: socket.socket) -> None:
+    """Its socket is full, and the event loop does not wait for it."""
     for _ in range(5000):
         notify("STATUS=" + "x" * 1000)
     assert manager.recv(2000).startswith(b"STATUS=")
 
 
-def test_the_watchdog_is_fed_twice_an_interval(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_is_told_twice_an_interval(
+    manager: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "100000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
 
-    async def feed() -> None:
+    async def shared_stream() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.45):
-                await feed_watchdog()
+                await ping_watchdog()
 
-    asyncio.run(feed())
+    asyncio.run(shared_stream())
     manager.setblocking(False)
     count = 0
     while True:
@@ -69,9 +71,10 @@ def test_the_watchdog_is_fed_twice_an_interval(manager: socket.socket, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("interval", "pid"), [(None, None), ("0", None), ("", None), ("soon", None), ("-5", None), ("40000", "1")]
+    ("interval", "pid"),
+    [(None, None), ("0", None), ("", None), ("soon", None), ("-5", None), ("40000", "1")],
 )
-def test_nobody_asks_for_a_watchdog(
+def test_without_a_watchdog_nothing_is_sent(
     manager: socket.socket, interval: str | None, pid: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("WATCHDOG_USEC", interval), ("WATCHDOG_PID", pid)):
@@ -79,11 +82,11 @@ def test_nobody_asks_for_a_watchdog(
         if value is not None:
             monkeypatch.setenv(name, value)
 
-    async def feed() -> None:
+    async def shared_stream() -> None:
         async with asyncio.timeout(2):
-            await feed_watchdog()
+            await ping_watchdog()
 
-    asyncio.run(feed())
+    asyncio.run(shared_stream())
     manager.setblocking(False)
     with pytest.raises(BlockingIOError):
         manager.recv(100)

@@ -1,4 +1,7 @@
-"""npy headers: what a tensor can be is read, everything else is refused before anything is allocated."""
+"""npy headers.
+
+What a tensor can be is read, everything else is refused before anything is allocated.
+"""
 
 import io
 import struct
@@ -19,16 +22,23 @@ def npy(array: Any, version: tuple[int, int] | None = None, **options: Any) -> b
 
 
 def with_header(text: str, version: int = 1) -> bytes:
-    """A file that declares whatever the text says."""
+    """A file with this text as its header."""
     header = text.encode("latin1") + b"\n"
-    return b"\x93NUMPY" + bytes([version, 0]) + struct.pack("<H" if version == 1 else "<I", len(header)) + header
+    return (
+        b"\x93NUMPY"
+        + bytes([version, 0])
+        + struct.pack("<H" if version == 1 else "<I", len(header))
+        + header
+    )
 
 
 def declared(descr: str = "'<f4'", order: str = "False", shape: str = "(2, 3)") -> bytes:
     return with_header(f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}")
 
 
-@pytest.mark.parametrize("dtype", ["?", "u1", "<i2", ">i4", "<i8", ">u2", "<f2", "<f4", ">f8", "<c8", "<c16"])
+@pytest.mark.parametrize(
+    "dtype", ["?", "u1", "<i2", ">i4", "<i8", ">u2", "<f2", "<f4", ">f8", "<c8", "<c16"]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (0, 7), (1, 2, 3, 4)])
 def test_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> None:
     array = np.zeros(shape, dtype)
@@ -37,7 +47,9 @@ def test_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> None:
         header = parse_npy_header(data)
         assert (header.dtype, header.shape) == (np.dtype(dtype), shape)
         assert header.num_bytes + array.nbytes == len(data)
-        assert parse_npy_header(memoryview(data)[: header.num_bytes]) == header, "the array itself is not needed"
+        assert parse_npy_header(memoryview(data)[: header.num_bytes]) == header, (
+            "the array itself is not needed"
+        )
 
 
 def test_one_dim_has_no_order() -> None:
@@ -67,7 +79,10 @@ def test_large_arrays_are_only_declared() -> None:
         (npy(np.zeros(2, np.longdouble)), "is no tensor"),
         (npy(np.zeros(2, np.clongdouble)), "is no tensor"),
         (npy(np.asfortranarray(np.zeros((2, 3)))), "Fortran order; store it in C order"),
-        (with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }", version=4), "version 1.0, 2.0 or 3.0"),
+        (
+            with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }", version=4),
+            "version 1.0, 2.0 or 3.0",
+        ),
         (declared(shape="(1 << 60,)"), None),
         (declared(shape=f"({1 << 60},)"), "declares an array of shape"),
         (declared(shape="(" + "100000, " * 40 + ")"), "declares an array of shape"),
@@ -110,9 +125,14 @@ def test_what_is_refused(data: bytes, sentence: str | None) -> None:
 GOOD = npy(np.zeros((2, 3), "<f4"))
 
 
-@given(st.lists(st.tuples(st.integers(0, 79), st.integers(0, 255)), max_size=6), st.integers(0, len(GOOD)))
+@given(
+    st.lists(st.tuples(st.integers(0, 79), st.integers(0, 255)), max_size=6),
+    st.integers(0, len(GOOD)),
+)
 @settings(max_examples=300)
-def test_damage_is_a_value_error_or_another_header(changes: list[tuple[int, int]], length: int) -> None:
+def test_damage_is_a_value_error_or_another_header(
+    changes: list[tuple[int, int]], length: int
+) -> None:
     data = bytearray(GOOD)
     for position, value in changes:
         data[position] = value
@@ -124,9 +144,21 @@ def test_damage_is_a_value_error_or_another_header(changes: list[tuple[int, int]
     assert header.dtype.kind in "biufc"
 
 
-@given(st.dictionaries(st.sampled_from(["descr", "fortran_order", "shape", "x"]), st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(["<f4", "|O", "|V8"]),
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple), max_leaves=5)))  # fmt: skip
+@given(
+    st.dictionaries(
+        st.sampled_from(["descr", "fortran_order", "shape", "x"]),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats()
+            | st.text(max_size=3)
+            | st.sampled_from(["<f4", "|O", "|V8"]),
+            lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple),
+            max_leaves=5,
+        ),
+    )
+)
 def test_any_literal_is_a_value_error_or_a_header(fields: dict[str, Any]) -> None:
     try:
         header = parse_npy_header(with_header(ascii(fields)))

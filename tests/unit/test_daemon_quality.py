@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pytest
 from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.order.blocks import blocks_of_equal_samples, blocks_of_unequal_samples
-from gyre_daemon.order.plan import Order, OrderMode, Plan
+from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode
 from gyre_daemon.order.quality import ShuffleMeter, ShuffleQuality, expected_quality
-from gyre_daemon.order.steps import StripPlan
+from gyre_daemon.order.steps import GroupPlan
 
 N, G = 200_000, 256
 
@@ -20,7 +20,7 @@ def measured(ids: npt.NDArray[np.int64]) -> ShuffleQuality:
     num_steps, together = len(ids) // G, 7
     for step in range(0, num_steps, together):
         some = ids[step * G : min(step + together, num_steps) * G].reshape(-1, G)
-        meter.add(StripPlan(step, some, None, G, len(ids)), lambda step: step * G)
+        meter.add(GroupPlan(step, some, None, G, len(ids)), lambda step: step * G)
     assert meter.quality is not None
     return meter.quality
 
@@ -38,13 +38,13 @@ def buffered(num_samples: int, size: int) -> npt.NDArray[np.int64]:
     return np.array(ids + buffer)
 
 
-def test_by_sample_id_it_is_nothing() -> None:
+def test_the_order_by_sample_id_has_quality_zero() -> None:
     quality = measured(np.arange(N))
     assert quality.displacement == 0
     assert max(quality.spread, quality.mixing) < 0.01
 
 
-def test_a_uniform_order_is_one() -> None:
+def test_a_uniform_order_has_quality_one() -> None:
     quality = measured(np.random.default_rng(0).permutation(N))
     assert quality.worst > 0.97
     assert max(quality.displacement, quality.spread, quality.mixing) <= 1
@@ -67,50 +67,59 @@ def test_whole_shards_in_random_order_are_displaced_and_yet_not_mixed() -> None:
 
 
 def test_a_few_long_runs_are_mixed_and_yet_not_spread() -> None:
-    """Eight streams from random places, in turn: batch-mates lie far apart, but in eight neighbourhoods."""
+    """Eight streams from random places, in turn.
+
+    Samples of a batch lie far apart, but in eight neighbourhoods.
+    """
     lanes = np.arange(N).reshape(8, N // 8)[np.random.default_rng(0).permutation(8)]
     quality = measured(lanes.T.reshape(-1))
     assert quality.mixing > 0.8
     assert quality.spread < 0.1
 
 
-@pytest.mark.parametrize(("mode", "least", "most"), [("full", 0.97, 1.0), ("sequential", 0.0, 0.01)])
+@pytest.mark.parametrize(
+    ("mode", "least", "most"), [("full", 0.97, 1.0), ("sequential", 0.0, 0.01)]
+)
 def test_what_is_expected_is_what_is_measured(mode: OrderMode, least: float, most: float) -> None:
-    plan = Plan(Order(mode, "wrap", 3, G), N)
+    plan = BatchPlanner(Order(mode, "wrap", 3, G), N)
     assert least <= expected_quality(plan).worst <= most
     assert least <= measured(plan.sample_ids_at(np.arange(N))).worst <= most
 
 
 @pytest.mark.parametrize("batch", [32, 256, 1024])
-@pytest.mark.parametrize(("num_samples", "sample_bytes"), [(200_000, 2048), (10**6, 100 << 10), (10**9, 2048)])
-def test_blocks_shuffle_well_at_their_defaults(batch: int, num_samples: int, sample_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_samples", "sample_bytes"), [(200_000, 2048), (10**6, 100 << 10), (10**9, 2048)]
+)
+def test_blocks_shuffle_well_at_their_defaults(
+    batch: int, num_samples: int, sample_bytes: int
+) -> None:
     window = default_window_blocks(batch)
     shard_samples = min((64 << 20) // sample_bytes + 11, num_samples)
     num_shards, rest = divmod(num_samples, shard_samples)
     counts = np.array([shard_samples] * num_shards + [rest])
     table = blocks_of_equal_samples(counts, sample_bytes, default_io_block_bytes(window))
     order = Order("block", "wrap", 3, batch, default_io_block_bytes(window), window)
-    assert expected_quality(Plan(order, num_samples, table)).worst >= 0.95
+    assert expected_quality(BatchPlanner(order, num_samples, table)).worst >= 0.95
 
 
 def test_blocks_of_samples_of_all_sizes_shuffle_well() -> None:
     sizes = np.random.default_rng(0).lognormal(10, 1.5, N).astype(np.int64)
     stop = np.cumsum(sizes)
     table = blocks_of_unequal_samples(np.zeros(N, np.int64), stop - sizes, stop, 1 << 20)
-    plan = Plan(Order("block", "wrap", 3, G, 1 << 20, 1024), N, table)
+    plan = BatchPlanner(Order("block", "wrap", 3, G, 1 << 20, 1024), N, table)
     assert expected_quality(plan).worst >= 0.95
     assert measured(plan.sample_ids_at(np.arange(N))).worst >= 0.95
 
 
-def test_a_narrow_window_is_found_out() -> None:
+def test_a_narrow_window_has_a_low_quality() -> None:
     table = blocks_of_equal_samples(np.array([10**7]), 2048, 1 << 20)
-    quality = expected_quality(Plan(Order("block", "wrap", 3, G, 1 << 20, 8), 10**7, table))
+    quality = expected_quality(BatchPlanner(Order("block", "wrap", 3, G, 1 << 20, 8), 10**7, table))
     assert quality.displacement > 0.9
     assert quality.spread < 0.1
 
 
 def looked_at(together: int) -> list[int]:
-    """The steps of 5,000 batches that a meter looks at where so many come at once."""
+    """The steps of 5,000 batches that a meter looks at if `together` of them come at once."""
     ids, steps = np.random.default_rng(0).permutation(20_000).reshape(-1, 4), []
 
     def first_place(step: int) -> int:
@@ -119,7 +128,7 @@ def looked_at(together: int) -> list[int]:
 
     meter = ShuffleMeter(ids.size)
     for begin in range(0, len(ids), together):
-        meter.add(StripPlan(begin, ids[begin : begin + together], None, 4, ids.size), first_place)
+        meter.add(GroupPlan(begin, ids[begin : begin + together], None, 4, ids.size), first_place)
     return steps
 
 
@@ -131,17 +140,19 @@ def test_batches_count_one_by_one_however_many_come_at_once() -> None:
 
 
 def test_nothing_to_shuffle() -> None:
-    assert expected_quality(Plan(Order("full", "wrap", 0, 1), 1)).worst == 1.0
+    assert expected_quality(BatchPlanner(Order("full", "wrap", 0, 1), 1)).worst == 1.0
     meter = ShuffleMeter(1)
-    meter.add(StripPlan(0, np.array([[0, 0]]), None, 2, 1), lambda step: 0)
+    meter.add(GroupPlan(0, np.array([[0, 0]]), None, 2, 1), lambda step: 0)
     assert meter.quality is None
     meter = ShuffleMeter(10)
     assert meter.quality is None
-    meter.add(StripPlan(0, np.array([[3]]), None, 1, 10), lambda step: 0)
-    assert meter.quality is None, "one sample has no mates"
+    meter.add(GroupPlan(0, np.array([[3]]), None, 1, 10), lambda step: 0)
+    assert meter.quality is None, "a batch of one sample has no pairs"
 
 
-@pytest.mark.parametrize(("num_samples", "batch"), [(2, 1), (2, 2), (3, 7), (100, 1), (5000, 5000), (5000, 20_000)])
+@pytest.mark.parametrize(
+    ("num_samples", "batch"), [(2, 1), (2, 2), (3, 7), (100, 1), (5000, 5000), (5000, 20_000)]
+)
 def test_any_size_has_a_quality(num_samples: int, batch: int) -> None:
-    quality = expected_quality(Plan(Order("full", "wrap", 1, batch), num_samples))
+    quality = expected_quality(BatchPlanner(Order("full", "wrap", 1, batch), num_samples))
     assert 0 <= quality.worst <= max(quality.displacement, quality.spread, quality.mixing) <= 1

@@ -1,4 +1,4 @@
-"""When a configuration that was read again is taken in: against a clock and readings of the test's own."""
+"""Which configurations a reload accepts, tested with prepared readings and without a clock."""
 
 import asyncio
 import logging
@@ -19,13 +19,15 @@ Reading = DaemonConfig | ConfigError
 
 
 class Daemon:
-    """What a reload acts on."""
+    """Stands for the catalog and the session table, and records what a reload does."""
 
     def __init__(self, running: DaemonConfig, readings: Sequence[Reading]) -> None:
         self.datasets = dict(running.datasets)
         self.pauses_s: list[float] = []
         self._readings = iter(readings)
-        self.reloader = Reloader(running, self.reread, cast("Any", self), cast("Any", self), self.sleep)
+        self.reloader = Reloader(
+            running, self.reread, cast("Any", self), cast("Any", self), self.sleep
+        )
 
     def reread(self) -> DaemonConfig:
         reading = next(self._readings)
@@ -47,7 +49,7 @@ class Daemon:
 
 
 def after_reload(running: DaemonConfig, *readings: Reading) -> tuple[list[str], list[float]]:
-    """Which datasets are served then, and the pauses between readings; every reading was made."""
+    """The datasets after a reload, and the pauses between readings; checks that all were read."""
 
     async def run() -> Daemon:
         daemon = Daemon(running, readings)
@@ -63,19 +65,23 @@ def after_reload(running: DaemonConfig, *readings: Reading) -> tuple[list[str], 
     return sorted(daemon.datasets), daemon.pauses_s
 
 
-def test_what_is_added_is_served_at_once() -> None:
+def test_a_new_dataset_is_served_at_once() -> None:
     assert after_reload(ONE, BOTH) == (["a", "b"], [])
     assert after_reload(NONE, NONE) == ([], [])
 
 
-def test_what_is_missing_is_removed_when_it_is_missing_twice() -> None:
+def test_a_dataset_is_removed_when_two_readings_lack_it() -> None:
     assert after_reload(BOTH, ONE, ONE) == (["a"], [1.0])
     assert after_reload(BOTH, ONE, BOTH) == (["a", "b"], [1.0])
     assert after_reload(BOTH, ONE, OTHER, OTHER) == (["b"], [1.0, 1.0])
 
 
-@pytest.mark.parametrize("readings", [(NONE,), (ConfigError("half"),), (ONE, NONE), (ONE, ConfigError("half"))])
-def test_what_cannot_be_meant_is_refused(readings: Sequence[Reading], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "readings", [(NONE,), (ConfigError("half"),), (ONE, NONE), (ONE, ConfigError("half"))]
+)
+def test_an_empty_or_invalid_file_is_refused(
+    readings: Sequence[Reading], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "gyre_daemon"):
         assert after_reload(BOTH, *readings)[0] == ["a", "b"]
     refused = caplog.records[-1]
@@ -83,5 +89,5 @@ def test_what_cannot_be_meant_is_refused(readings: Sequence[Reading], caplog: py
     assert refused.__dict__["facts"]["kept"] == ["a", "b"]
 
 
-def test_a_file_that_never_rests_is_refused() -> None:
+def test_a_file_that_changes_at_every_reading_is_refused() -> None:
     assert after_reload(BOTH, *[ONE, OTHER] * 15) == (["a", "b"], [1.0] * 30)

@@ -12,53 +12,54 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import Found, SampleIndex, Wanted, make_format
+from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats.base import ProbeRequest
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.contract.format_contract import inspect
+
 IDS = np.arange(5000) % 4999
 
 
 class Files:
-    """Shards, and what lies beside them, in memory; counts how often it is asked."""
+    """Shards, and the files beside them, in memory; keeps the requests of probes."""
 
     def __init__(self, contents: Mapping[str, bytes]) -> None:
         self.contents = contents
-        self.asked: list[Wanted] = []
+        self.requests: list[ProbeRequest] = []
 
     def index(self, **options: Any) -> SampleIndex:
         """As a daemon would assemble it."""
-        names = [name for name in self.contents if not name.endswith(".idx") or options.get("names_index")]
-        options.pop("names_index", None)
-        shards = [Shard(name, len(self.contents[name]), "") for name in names]
-        dataset_format = make_format("set", DatasetConfig("/data", "tokens", {"sequence_length": 8, **options}))
-        if dataset_format.probe is None:
-            return dataset_format.assemble(shards, [])
-        asking, found = dataset_format.probe(shards), None
-        while True:
-            try:
-                wanted = asking.send(found)
-            except StopIteration as end:
-                return dataset_format.assemble(shards, [end.value])
-            self.asked.append(wanted)
-            found = self._find(names, wanted)
-
-    def _find(self, names: Sequence[str], wanted: Wanted) -> Found | None:
-        wholes = [names[shard].replace(".bin", wanted.suffix or ".bin") for shard in wanted.shard]
-        if wanted.is_optional and any(name not in self.contents for name in wholes):
-            return None
-        pieces = [self.contents[name][start:stop] for name, start, stop in zip(wholes, wanted.start, wanted.stop, strict=True)]
-        return Found(pieces, [len(self.contents[name]) for name in wholes])
+        shards = [
+            Shard(name, len(data), "")
+            for name, data in self.contents.items()
+            if not name.endswith(".idx")
+        ]
+        dataset_format = make_format(
+            "set", DatasetConfig("/data", "tokens", {"sequence_length": 8, **options})
+        )
+        contents = [self.contents[shard.name] for shard in shards]
+        found = inspect(dataset_format, contents, shards, self.contents, self.requests)
+        return dataset_format.assemble(shards, found)
 
 
 def ids_of(index: SampleIndex, contents: Mapping[str, bytes]) -> list[list[int]]:
     """Every sample, as the index says."""
     extents, shards = index.locate(np.arange(index.num_samples)), list(contents.values())
-    rows = zip(extents.shard.tolist(), extents.start[:, 0].tolist(), extents.size[:, 0].tolist(), strict=True)
-    return [np.frombuffer(shards[shard][start : start + size], index.fields[0].dtype).tolist() for shard, start, size in rows]
+    rows = zip(
+        extents.shard.tolist(),
+        extents.start[:, 0].tolist(),
+        extents.size[:, 0].tolist(),
+        strict=True,
+    )
+    return [
+        np.frombuffer(shards[shard][start : start + size], index.fields[0].dtype).tolist()
+        for shard, start, size in rows
+    ]
 
 
 def npy(array: Any, version: tuple[int, int] | None = None) -> bytes:
@@ -74,33 +75,52 @@ def llm_c(ids: Any, magic: int = 20240520, version: int = 1, count: int | None =
     return header.tobytes() + np.asarray(ids).tobytes()
 
 
-def megatron_idx(lengths: Sequence[int], itemsize: int, code: int, num_documents: int = 2, version: int = 1) -> bytes:
+def megatron_idx(
+    lengths: Sequence[int], itemsize: int, code: int, num_documents: int = 2, version: int = 1
+) -> bytes:
     """As `_IndexWriter` of Megatron-LM writes it."""
     places = np.concatenate(([0], np.cumsum(lengths)[:-1])) * itemsize if lengths else np.empty(0)
     head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, code, len(lengths), num_documents)
     documents = np.arange(num_documents, dtype="<i8")
-    return head + np.array(lengths, "<i4").tobytes() + places.astype("<i8").tobytes() + documents.tobytes()
+    return (
+        head
+        + np.array(lengths, "<i4").tobytes()
+        + places.astype("<i8").tobytes()
+        + documents.tobytes()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", "<i2", "<i4", "<u4", "<i8", "<u8"])
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 def test_an_npy_file_is_read_behind_its_header(dtype: str, version: tuple[int, int]) -> None:
-    contents = {"a.npy": npy((IDS % 100).astype(dtype), version), "b.npy": npy(np.arange(17).astype(dtype), version)}
+    contents = {
+        "a.npy": npy((IDS % 100).astype(dtype), version),
+        "b.npy": npy(np.arange(17).astype(dtype), version),
+    }
     index = Files(contents).index()
     assert index.fields[0].dtype == np.dtype(dtype)
     assert ids_of(index, contents)[-2:] == [list(range(8)), list(range(8, 16))]
     assert index.num_samples == 5000 // 8 + 2
 
 
-@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
-def test_files_of_llm_c_and_modded_nanogpt_are_read_behind_their_header(magic: int, version: int, dtype: str) -> None:
-    contents = {"val.bin": llm_c(IDS.astype(dtype), magic, version), "x.bin": llm_c(np.arange(3, dtype=dtype), magic, version)}
+@pytest.mark.parametrize(
+    ("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")]
+)
+def test_files_of_llm_c_and_modded_nanogpt_are_read_behind_their_header(
+    magic: int, version: int, dtype: str
+) -> None:
+    contents = {
+        "val.bin": llm_c(IDS.astype(dtype), magic, version),
+        "x.bin": llm_c(np.arange(3, dtype=dtype), magic, version),
+    }
     index = Files(contents).index()
     assert index.fields[0].dtype == np.dtype(dtype)
     assert ids_of(index, contents) == IDS.reshape(-1, 8).tolist()
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(1, "uint8"), (3, "int16"), (4, "int32"), (5, "int64"), (8, "uint16")])
+@pytest.mark.parametrize(
+    ("code", "dtype"), [(1, "uint8"), (3, "int16"), (4, "int32"), (5, "int64"), (8, "uint16")]
+)
 def test_a_megatron_file_has_the_dtype_of_its_index(code: int, dtype: str) -> None:
     ids = (IDS % 100).astype(dtype)
     itemsize = ids.itemsize
@@ -113,36 +133,51 @@ def test_a_megatron_file_has_the_dtype_of_its_index(code: int, dtype: str) -> No
     files = Files(shards | beside)
     index = files.index()
     assert index.fields[0].dtype == np.dtype(dtype)
-    assert ids_of(index, shards) == [*ids.reshape(-1, 8).tolist(), *ids[:16].reshape(-1, 8).tolist()]
-    assert [len(wanted.shard) for wanted in files.asked] == [3, 1, 3, 6]
+    assert ids_of(index, shards) == [
+        *ids.reshape(-1, 8).tolist(),
+        *ids[:16].reshape(-1, 8).tolist(),
+    ]
+    assert [len(request.shard) for request in files.requests] == [3, 1, 3, 6]
 
 
 def test_a_shard_is_looked_at_once_and_only_the_first_is_asked_for_an_index() -> None:
     contents = {f"{number}.bin": IDS.astype("<u2").tobytes() for number in range(3000)}
     files = Files(contents)
     assert files.index(dtype="uint16").num_samples == 3000 * 625
-    assert [len(wanted.shard) for wanted in files.asked] == [1024, 1024, 952, 1]
-    assert all(stop <= 4096 for wanted in files.asked for stop in wanted.stop)
+    assert [len(request.shard) for request in files.requests] == [1024, 1024, 952, 1]
+    assert all(stop <= 4096 for request in files.requests for stop in request.stop)
 
 
 def test_a_flat_file_needs_a_dtype() -> None:
-    with pytest.raises(ConfigError, match=r"`dtype` is missing: shard a\.bin .* set it to one of uint8, uint16, int16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`dtype` is missing: shard a\.bin .* set it to one of uint8, uint16, int16",
+    ):
         Files({"a.bin": IDS.astype("<u2").tobytes()}).index()
 
 
 @pytest.mark.parametrize("contents", [npy(IDS.astype("<i4")), llm_c(IDS.astype("<u2"))])
 def test_a_dtype_that_the_header_contradicts_is_refused(contents: bytes) -> None:
-    with pytest.raises(ConfigError, match=r"`dtype` is int64, but shard a\.bin has a .* header of u?int\d\d ids"):
+    with pytest.raises(
+        ConfigError, match=r"`dtype` is int64, but shard a\.bin has a .* header of u?int\d\d ids"
+    ):
         Files({"a.bin": contents}).index(dtype="int64")
     of_file = "int32" if contents.startswith(b"\x93NUMPY") else "uint16"
     assert Files({"a.bin": contents}).index(dtype=of_file).num_samples == 625
 
 
 def test_header_bytes_say_where_ids_begin_and_nothing_is_looked_at() -> None:
-    contents = {"a.bin": bytes(100) + IDS.astype("<u2").tobytes(), "b.bin": b"", "c.bin": bytes(100)}
+    contents = {
+        "a.bin": bytes(100) + IDS.astype("<u2").tobytes(),
+        "b.bin": b"",
+        "c.bin": bytes(100),
+    }
     files = Files(contents)
-    assert ids_of(files.index(header_bytes=100, dtype="uint16"), contents) == IDS.reshape(-1, 8).tolist()
-    assert not files.asked
+    assert (
+        ids_of(files.index(header_bytes=100, dtype="uint16"), contents)
+        == IDS.reshape(-1, 8).tolist()
+    )
+    assert not files.requests
     image = {"a.bin": b"\x89PNG\r\n\x1a\n" + bytes(1000)}
     assert Files(image).index(header_bytes=0, dtype="uint16").num_samples == 63, "the way out"
     with pytest.raises(ConfigError, match="`dtype` is missing"):
@@ -153,7 +188,10 @@ def test_header_bytes_say_where_ids_begin_and_nothing_is_looked_at() -> None:
 
 def test_the_digest_covers_where_ids_begin() -> None:
     data = {"a.bin": bytes(16) + IDS.astype("<u2").tobytes()}
-    digests = {Files(data).index(dtype="uint16", header_bytes=num_bytes).digest() for num_bytes in (0, 2, 16)}
+    digests = {
+        Files(data).index(dtype="uint16", header_bytes=num_bytes).digest()
+        for num_bytes in (0, 2, 16)
+    }
     digests.add(Files({"a.npy": npy(IDS.astype("<u2"))}).index().digest())
     assert len(digests) == 4
 
@@ -161,19 +199,34 @@ def test_the_digest_covers_where_ids_begin() -> None:
 @pytest.mark.parametrize(
     ("contents", "sentence"),
     [
-        (npy(np.zeros((3, 4), np.int32)), r"npy array is of int32 and has shape \[3, 4\]; store integers of one dimension"),
+        (
+            npy(np.zeros((3, 4), np.int32)),
+            r"npy array is of int32 and has shape \[3, 4\]; store integers of one dimension",
+        ),
         (npy(np.zeros(30)), "npy array is of float64"),
         (npy(np.zeros(30, bool)), "npy array is of bool"),
         (npy(np.zeros(30, ">i4")), "big-endian; store it little-endian"),
-        (npy(np.zeros(3, [("a", "<i4")])), "it is an npy file, and an npy array of .* is no tensor"),
-        (npy(np.zeros(30, np.int32))[:-4], r"is not whole: it has 244 bytes, and 248 by its npy header"),
+        (
+            npy(np.zeros(3, [("a", "<i4")])),
+            "it is an npy file, and an npy array of .* is no tensor",
+        ),
+        (
+            npy(np.zeros(30, np.int32))[:-4],
+            r"is not whole: it has 244 bytes, and 248 by its npy header",
+        ),
         (npy(np.zeros(30, np.int32)) + b"1234", "is not whole"),
-        (llm_c(IDS.astype("<u2"))[:-2], "is not whole: it has 11022 bytes, and 11024 by its llm.c header of 5000 uint16 ids"),
+        (
+            llm_c(IDS.astype("<u2"))[:-2],
+            "is not whole: it has 11022 bytes, and 11024 by its llm.c header of 5000 uint16 ids",
+        ),
         (llm_c(IDS.astype("<u2"), count=4999), "is not whole"),
         (llm_c(IDS.astype("<u2"))[:700], "is not whole"),
         (llm_c(IDS.astype("<u2"), version=2), "llm.c's 20240520 in version 2, which is not known"),
         (llm_c(IDS.astype("<u2"), magic=20240326), "looks like a model checkpoint of llm.c"),
-        (megatron_idx([5, 6], 2, 8), "looks like the index of a Megatron dataset; name the .bin file beside it"),
+        (
+            megatron_idx([5, 6], 2, 8),
+            "looks like the index of a Megatron dataset; name the .bin file beside it",
+        ),
     ],
 )
 def test_headers_that_cannot_be_served_are_named(contents: bytes, sentence: str) -> None:
@@ -185,7 +238,10 @@ def test_headers_that_cannot_be_served_are_named(contents: bytes, sentence: str)
 @pytest.mark.parametrize(
     ("index", "sentence"),
     [
-        (megatron_idx([4000, 999], 2, 8), "is not whole: it has 10000 bytes, and 9998 by the Megatron index beside it"),
+        (
+            megatron_idx([4000, 999], 2, 8),
+            "is not whole: it has 10000 bytes, and 9998 by the Megatron index beside it",
+        ),
         (megatron_idx([5000], 2, 7), "Megatron index has version 1 and dtype float32"),
         (megatron_idx([5000], 2, 99), "dtype code 99"),
         (megatron_idx([5000], 2, 8, version=2), "version 2"),
@@ -198,17 +254,29 @@ def test_a_megatron_index_that_does_not_fit_is_named(index: bytes, sentence: str
         Files({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": index}).index()
 
 
-def test_an_idx_file_of_another_kind_is_nobody_s() -> None:
-    assert Files({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": b"0 4096\n"}).index(dtype="uint16").num_samples == 625
+def test_an_idx_file_of_another_kind_is_ignored() -> None:
+    assert (
+        Files({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": b"0 4096\n"})
+        .index(dtype="uint16")
+        .num_samples
+        == 625
+    )
 
 
 def test_shards_of_one_dataset_are_alike() -> None:
-    contents = {"a.bin": llm_c(IDS.astype("<u2")), "b.bin": b"", "c.bin": IDS.astype("<u2").tobytes()}
+    contents = {
+        "a.bin": llm_c(IDS.astype("<u2")),
+        "b.bin": b"",
+        "c.bin": IDS.astype("<u2").tobytes(),
+    }
     with pytest.raises(
-        CorruptSample, match=r"shard c\.bin does not fit: it has no header, and shard a\.bin has a llm\.c header"
+        CorruptSample,
+        match=r"shard c\.bin does not fit: it has no header, and shard a\.bin has a llm\.c header",
     ):
         Files(contents).index()
-    with pytest.raises(CorruptSample, match=r"npy header of int32 ids, and shard a has a npy header of int64 ids"):
+    with pytest.raises(
+        CorruptSample, match=r"npy header of int32 ids, and shard a has a npy header of int64 ids"
+    ):
         Files({"a": npy(IDS), "b": npy(IDS.astype("<i4"))}).index()
 
 
@@ -226,19 +294,24 @@ def tar() -> bytes:
 
 def legacy_torch() -> bytes:
     torch = pytest.importorskip("torch")
-    return saved(lambda file: torch.save(torch.arange(9), file, _use_new_zipfile_serialization=False))
+    return saved(
+        lambda file: torch.save(torch.arange(9), file, _use_new_zipfile_serialization=False)
+    )
 
 
 def picture(kind: str) -> bytes:
     return saved(lambda file: Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(file, kind))
 
 
-# The first bytes of files that pyarrow 26 (which wrote the Parquet and Arrow ones), h5py 3.16 and zstandard 0.25 made.
+# The first bytes of files that pyarrow 26 (which wrote the Parquet and Arrow ones), h5py 3.16 and
+# zstandard 0.25 made.
 HEADS = {
-    "a Parquet file": b"PAR1\x15\x04\x15\xc0>\x15\xb4\x1fL\x15\xe8\x07\x15\x00\x12\x00\x00\xa0\x1f\x00\x00\r\x01\x00\x01\r",
-    "an Arrow file": b"ARROW1\x00\x00\xff\xff\xff\xffx\x00\x00\x00\x10\x00\x00\x00\x00\x00\n\x00\x0c\x00\x06\x00",
-    "an HDF5 file": b"\x89HDF\r\n\x1a\n\x00\x00\x00\x00\x00\x08\x08\x00\x04\x00\x10\x00\x00\x00\x00\x00",
-    "zstd data": b"(\xb5/\xfd`p\x16M\x16\x00\x86\xbe\xaf\x0b\x10\xf8\xec\x06\xff\xff\xbfAR\xa6\x14\xaa\x00\xac\x00",
+    "a Parquet file": bytes.fromhex(
+        "504152311504 15c03e15b41f4c15e807150012 0000a01f00000d0100010d"
+    ),
+    "an Arrow file": bytes.fromhex("4152524f57310000 ffffffff78000000 1000000000000a000c000600"),
+    "an HDF5 file": bytes.fromhex("894844460d0a1a0a 0000000000080800 0400100000000000"),
+    "zstd data": bytes.fromhex("28b52ffd6070164d160086beaf0b10f8ec06ffffbf4152a614aa00ac00"),
 }
 
 
@@ -246,31 +319,49 @@ HEADS = {
     ("contents", "what"),
     [
         *((head + bytes(3000), what) for what, head in HEADS.items()),
-        (b"PAR1\x15\x04\x19,5\x00\x18\x06schema\x15\x02\x00\x15\x04%\x02" + bytes(100), "a Parquet file"),  # without a row
+        # without a row
+        (
+            b"PAR1\x15\x04\x19,5\x00\x18\x06schema\x15\x02\x00\x15\x04%\x02" + bytes(100),
+            "a Parquet file",
+        ),
         (picture("JPEG"), "a JPEG image"),
         (picture("PNG"), "a PNG image"),
         (gzip.compress(IDS.astype("<u2").tobytes()), "gzip data"),
-        (saved(lambda file: np.savez(file, ids=IDS)), "a zip archive, as npz files and torch's are"),
+        (
+            saved(lambda file: np.savez(file, ids=IDS)),
+            "a zip archive, as npz files and torch's are",
+        ),
         (saved(lambda file: zipfile.ZipFile(file, "w").close()), "a zip archive"),
         (tar(), "a tar archive; serve it in the format webdataset"),
-        *((pickle.dumps(IDS, protocol), "a pickle; load it where you trust it") for protocol in range(6)),
+        *(
+            (pickle.dumps(IDS, protocol), "a pickle; load it where you trust it")
+            for protocol in range(6)
+        ),
         *((pickle.dumps(IDS.tolist(), protocol), "a pickle") for protocol in range(2, 6)),
         (legacy_torch(), "a pickle"),
-        (b"It was the best of times, it was the worst of times.\n" * 100, "text; tokenise it first, or serve its bytes"),
+        (
+            b"It was the best of times, it was the worst of times.\n" * 100,
+            "text; tokenise it first, or serve its bytes",
+        ),
         ("Wir fahren über die Brücke. ".encode() * 300, "text"),
         (b'{"ids": [1, 2, 3]}\n' * 20, "text"),
     ],
     ids=range(25),
 )
-def test_what_is_no_ids_is_refused_by_name(contents: bytes, what: str) -> None:
-    with pytest.raises(CorruptSample, match=rf"shard a\.bin holds no token ids: it looks like {what}.* `header_bytes`"):
+def test_files_of_other_types_are_refused_by_name(contents: bytes, what: str) -> None:
+    with pytest.raises(
+        CorruptSample,
+        match=rf"shard a\.bin holds no token ids: it looks like {what}.* `header_bytes`",
+    ):
         Files({"a.bin": contents}).index(dtype="uint16")
     with pytest.raises(CorruptSample, match=what.partition(";")[0]):
         Files({"a.bin": contents}).index(dtype="int32")
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jpg", "a.GZ", "a.zst", "a.npz", "a.pkl"])
-def test_beside_a_name_that_says_the_same_a_short_signature_is_enough(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.arrow", "a.jpg", "a.GZ", "a.zst", "a.npz", "a.pkl"]
+)
+def test_a_short_signature_is_enough_if_the_file_name_agrees(name: str) -> None:
     magics = {
         "parquet": b"PAR1",
         "arrow": b"\xff" * 4,
@@ -280,7 +371,9 @@ def test_beside_a_name_that_says_the_same_a_short_signature_is_enough(name: str)
     }
     magic = {**magics, "npz": b"PK", "pkl": b"\x80"}[name.rpartition(".")[2].lower()]
     contents = magic + bytes(range(255, -1, -1)) * 20
-    assert Files({"ids": contents}).index(dtype="uint8").num_samples > 0, "ids may begin with it by chance"
+    assert Files({"ids": contents}).index(dtype="uint8").num_samples > 0, (
+        "ids may begin with it by chance"
+    )
     with pytest.raises(CorruptSample, match="looks like"):
         Files({name: contents}).index(dtype="uint8")
 
@@ -290,19 +383,25 @@ def test_text_may_be_served_as_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "served"), [("<i4", "uint16"), ("<u4", "int16"), ("<i8", "uint16"), ("<i8", "int32"), ("<i8", "uint32")]
+    ("stored", "served"),
+    [("<i4", "uint16"), ("<u4", "int16"), ("<i8", "uint16"), ("<i8", "int32"), ("<i8", "uint32")],
 )
 @pytest.mark.parametrize("first", [0, 1000, 70_000, 900_000])
 def test_wider_ids_read_as_narrow_ones_are_refused(stored: str, served: str, first: int) -> None:
     contents = {"a.bin": (first + IDS).astype(stored).tobytes()}
     with pytest.raises(
-        CorruptSample, match=f"every second {served} at its beginning is next to 0, as where ids are .*correct `dtype`"
+        CorruptSample,
+        match=f"every second {served} at its beginning is next to 0, .*correct `dtype`",
     ):
         Files(contents).index(dtype=served)
     assert Files(contents).index(dtype=served, header_bytes=0).num_samples > 0, "the way out"
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 5, 17, 65, 256, 1000, 50257, 65536]), st.booleans())
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 5, 17, 65, 256, 1000, 50257, 65536]),
+    st.booleans(),
+)
 def test_true_ids_are_served(seed: int, vocabulary: int, is_even: bool) -> None:
     """Uniform, and with frequencies that fall as a language's do."""
     generator = np.random.default_rng(seed)
@@ -312,8 +411,13 @@ def test_true_ids_are_served(seed: int, vocabulary: int, is_even: bool) -> None:
         assert Files({"a.bin": ids.astype(dtype).tobytes()}).index(dtype=dtype).num_samples == 512
 
 
-def test_what_says_too_little_is_served() -> None:
-    for contents in (bytes(8000), b"hello world " * 2, np.arange(100, dtype="<i4").tobytes(), b"\xff" * 3000):
+def test_files_that_say_too_little_are_served() -> None:
+    for contents in (
+        bytes(8000),
+        b"hello world " * 2,
+        np.arange(100, dtype="<i4").tobytes(),
+        b"\xff" * 3000,
+    ):
         assert Files({"a.bin": contents}).index(dtype="uint16").num_samples > 0
 
 
@@ -328,9 +432,19 @@ def test_what_says_too_little_is_served() -> None:
         ("int32", 9, 9),
     ],
 )
-def test_ids_that_cannot_be_outside_the_vocabulary_are_not_checked(dtype: str, vocabulary: int, checked: int) -> None:
-    (spec,) = Files({"a.bin": (IDS % 100).astype(dtype).tobytes()}).index(dtype=dtype, vocabulary=vocabulary).fields
-    assert (spec.token_ids, spec.vocabulary, spec.codec) == (True, checked, "ids" if checked else "bytes")
+def test_ids_that_cannot_be_outside_the_vocabulary_are_not_checked(
+    dtype: str, vocabulary: int, checked: int
+) -> None:
+    (spec,) = (
+        Files({"a.bin": (IDS % 100).astype(dtype).tobytes()})
+        .index(dtype=dtype, vocabulary=vocabulary)
+        .fields
+    )
+    assert (spec.token_ids, spec.vocabulary, spec.codec) == (
+        True,
+        checked,
+        "ids" if checked else "bytes",
+    )
 
 
 def test_a_vocabulary_that_the_dtype_cannot_hold_is_refused() -> None:
@@ -340,4 +454,6 @@ def test_a_vocabulary_that_the_dtype_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match="vocabulary 0 to"):
         Files(contents).index(dtype="uint16", vocabulary=-1)
     whole = Files(contents).index(dtype="uint16")
-    assert whole.digest() == Files(contents).index(dtype="uint16", vocabulary=5000).digest(), "the bytes are the same"
+    assert whole.digest() == Files(contents).index(dtype="uint16", vocabulary=5000).digest(), (
+        "the bytes are the same"
+    )

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 
 def index_of(num_tokens: list[int], itemsize: int = 2, **options: Any) -> SampleIndex:
-    shards = [Shard(f"{number}.bin", count * itemsize, "") for number, count in enumerate(num_tokens)]
+    shards = [
+        Shard(f"{number}.bin", count * itemsize, "") for number, count in enumerate(num_tokens)
+    ]
     return make_format("wiki", DatasetConfig("/data", "tokens", options)).assemble(shards, [])
 
 
@@ -34,13 +36,16 @@ def by_brute_force(num_tokens: list[int], length: int, stride: int) -> list[tupl
     st.sampled_from(["uint8", "uint16", "int32", "int64"]),
 )
 def test_windows(num_tokens: list[int], length: int, stride: int, dtype: str) -> None:
-    """Strides below and above the length, shards shorter than a window, empty shards, sizes that do not divide."""
+    """Strides below and above the length; shards that are empty, short or of any size."""
     itemsize = np.dtype(dtype).itemsize
     index = index_of(num_tokens, itemsize, sequence_length=length, stride=stride, dtype=dtype)
     expected = by_brute_force(num_tokens, length, stride)
     assert index.num_samples == len(expected)
     extents = index.locate(np.arange(len(expected)))
-    assert list(zip(extents.shard.tolist(), (extents.start[:, 0] // itemsize).tolist(), strict=True)) == expected
+    assert (
+        list(zip(extents.shard.tolist(), (extents.start[:, 0] // itemsize).tolist(), strict=True))
+        == expected
+    )
     assert extents.size.tolist() == [[length * itemsize]] * len(expected)
     assert extents.start.dtype == extents.size.dtype == np.int64
     shuffled = np.random.default_rng(0).permutation(len(expected))
@@ -49,7 +54,13 @@ def test_windows(num_tokens: list[int], length: int, stride: int, dtype: str) ->
 
 def test_the_field() -> None:
     (spec,) = index_of([100], sequence_length=7, dtype="uint16").fields
-    assert (spec.name, spec.dtype, spec.shape, spec.ragged, spec.codec) == ("tokens", np.dtype("<u2"), (7,), False, "bytes")
+    assert (spec.name, spec.dtype, spec.shape, spec.ragged, spec.codec) == (
+        "tokens",
+        np.dtype("<u2"),
+        (7,),
+        False,
+        "bytes",
+    )
     assert index_of([100], sequence_length=7, dtype="uint16").max_ragged_bytes(10) == 0
 
 
@@ -62,9 +73,12 @@ def test_a_dataset_of_many_terabytes() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 101])
 def test_half_a_token(num_bytes: int) -> None:
-    dataset_format = make_format("wiki", DatasetConfig("/data", "tokens", {"sequence_length": 1, "dtype": "uint16"}))
+    dataset_format = make_format(
+        "wiki", DatasetConfig("/data", "tokens", {"sequence_length": 1, "dtype": "uint16"})
+    )
     with pytest.raises(
-        CorruptSample, match=rf"shard b\.bin has {num_bytes} bytes, no multiple of the 2 bytes of a uint16"
+        CorruptSample,
+        match=rf"shard b\.bin has {num_bytes} bytes, no multiple of the 2 bytes of a uint16",
     ) as caught:
         dataset_format.assemble([Shard("a.bin", 10, ""), Shard("b.bin", num_bytes, "")], [])
     assert caught.value.facts["shard"] == "b.bin"
@@ -79,12 +93,15 @@ def test_half_a_token(num_bytes: int) -> None:
         ({"sequence_length": 1 << 70}, "sequence_length .* must be 1 to"),
         ({"sequence_length": 2, "stride": -1}, "stride 0 to"),
         ({"sequence_length": 2, "stride": 10**30}, "stride 0 to"),
-        ({"sequence_length": "many"}, "must be of type int"),
-        ({"sequence_length": 2.0}, "must be of type int"),
-        ({"sequence_length": 2, "dtype": "float32"}, "dtype of a tokens dataset is `float32`; it must be one of uint8, uint16"),
+        ({"sequence_length": "many"}, "is 'many': expected `int`"),
+        ({"sequence_length": 2.5}, "is 2.5: expected `int`"),
+        (
+            {"sequence_length": 2, "dtype": "float32"},
+            "dtype of a tokens dataset is `float32`; it must be one of uint8, uint16",
+        ),
         ({"sequence_length": 2, "dtype": "object"}, "it must be one of"),
         ({"sequence_length": 2, "dtype": ">u2"}, "it must be one of"),
-        ({"sequence_length": 2, "dtype": 16}, "must be of type str"),
+        ({"sequence_length": 2, "dtype": 16}, "expected `str`"),
         ({"sequence_lenght": 2}, "did you mean `sequence_length`"),
     ],
 )
@@ -98,7 +115,7 @@ def test_extreme_options_make_no_sample() -> None:
     assert index_of([100], sequence_length=1, stride=1 << 40, dtype="uint16").num_samples == 1
 
 
-def test_the_digest_tells_windows_apart() -> None:
+def test_the_digest_covers_the_windows() -> None:
     digests = {
         index_of([100], sequence_length=length, stride=stride, dtype=dtype).digest()
         for length in (4, 8)
@@ -107,4 +124,6 @@ def test_the_digest_tells_windows_apart() -> None:
     }
     assert len(digests) == 8
     unstrided = index_of([100], sequence_length=4, dtype="uint16")
-    assert unstrided.digest() == index_of([100], sequence_length=4, stride=4, dtype="uint16").digest()
+    assert (
+        unstrided.digest() == index_of([100], sequence_length=4, stride=4, dtype="uint16").digest()
+    )

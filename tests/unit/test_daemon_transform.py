@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.fetching.transform import CODECS
+from gyre_daemon.fetching.codecs import CODECS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,18 +40,19 @@ def decode(spec: FieldSpec, stored: bytes) -> bytes:
     sizes = np.array([len(stored)]), np.array([place_bytes(spec, len(stored))])
     if codec.misfits(*sizes)[0]:
         raise ValueError(f"{len(stored)} bytes misfit")
-    before = int(codec.scratch_bytes(*sizes)[0])
+    before = int(codec.scratch_bytes(*sizes)[0]) if codec.scratch_bytes else 0
     scratch, place = bytearray(stored[:before]), bytearray(sizes[1][0])
     after = stored[before:]
     place[: len(after)] = after
-    codec.finish(spec, memoryview(scratch), memoryview(place))
+    if codec.finish:
+        codec.finish(spec, memoryview(scratch), memoryview(place))
     return bytes(place)
 
 
 @given(st.binary())
 def test_bytes_are_served_as_they_are(data: bytes) -> None:
     assert decode(BYTES, data) == data
-    assert not CODECS["bytes"].finishes
+    assert CODECS["bytes"].finish is None
 
 
 @given(st.text())
@@ -86,7 +87,18 @@ def test_json(value: object) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        *(b"", b" ", b"{", b"{}{}", b"nothing", b"{'a': 1}", b'{"a": 1,}', b'"\xff"', b"[" * 100_000, b"\xef\xbb\xbf{}"),
+        *(
+            b"",
+            b" ",
+            b"{",
+            b"{}{}",
+            b"nothing",
+            b"{'a': 1}",
+            b'{"a": 1,}',
+            b'"\xff"',
+            b"[" * 100_000,
+            b"\xef\xbb\xbf{}",
+        ),
         *('{"a": 1}'.encode("utf-16"), '{"a": 1}'.encode("utf-32"), '{"a": 1}'.encode("utf-16-le")),
     ],
     ids=range(13),
@@ -105,7 +117,21 @@ def test_integers(value: int) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        *(b"", b" ", b"one", b"1.0", b"0x10", b"1 2", b"\xff", b"\x00", b"-", "\u0663".encode(), b"1" * 65, b"nan", b"True"),
+        *(
+            b"",
+            b" ",
+            b"one",
+            b"1.0",
+            b"0x10",
+            b"1 2",
+            b"\xff",
+            b"\x00",
+            b"-",
+            "\u0663".encode(),
+            b"1" * 65,
+            b"nan",
+            b"True",
+        ),
         *(b"1_000", b"[1]", b"9" * 64, str(1 << 63).encode(), str(-(1 << 63) - 1).encode()),
     ],
     ids=range(18),
@@ -159,10 +185,25 @@ def test_bytes_that_are_no_such_array(data: bytes) -> None:
 
 def test_sizes_are_judged_for_a_whole_batch() -> None:
     stored = np.array([8, 7, 9, 0, 8])
-    assert CODECS["bytes"].misfits(stored, np.full(5, 8)).tolist() == [False, True, True, True, False]
-    assert CODECS["integer"].misfits(np.array([0, 1, 64, 65]), np.full(4, 8)).tolist() == [True, False, False, True]
-    assert CODECS["npy"].misfits(np.array([8, 9, 8 + 65536, 9 + 65536]), np.full(4, 8)).tolist() == [True, False, False, True]
-    assert CODECS["npy"].scratch_bytes(np.array([136]), np.array([8])).tolist() == [128]
+    assert CODECS["bytes"].misfits(stored, np.full(5, 8)).tolist() == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert CODECS["integer"].misfits(np.array([0, 1, 64, 65]), np.full(4, 8)).tolist() == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert CODECS["npy"].misfits(
+        np.array([8, 9, 8 + 65536, 9 + 65536]), np.full(4, 8)
+    ).tolist() == [True, False, False, True]
+    scratch_bytes = CODECS["npy"].scratch_bytes
+    assert scratch_bytes
+    assert scratch_bytes(np.array([136]), np.array([8])).tolist() == [128]
     assert decode(TOKENS, bytes(range(8))) == bytes(range(8))
     with pytest.raises(ValueError, match="misfit"):
         decode(TOKENS, bytes(7))

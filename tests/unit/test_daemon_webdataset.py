@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -61,7 +62,10 @@ def npy(shape: str, dtype: str = "<f4", data: bytes = b"") -> bytes:
 def index_of(*shards: bytes, **options: Any) -> SampleIndex:
     dataset_format = make_format("set", DatasetConfig("/data", "webdataset", options))
     listed = [Shard(f"{number}.tar", len(data), "") for number, data in enumerate(shards)]
-    scans = [dataset_format.scan(shard.name, io.BytesIO(data)) for shard, data in zip(listed, shards, strict=True)]
+    scans = [
+        WebdatasetFormat.inspection.run(shard.name, io.BytesIO(data))
+        for shard, data in zip(listed, shards, strict=True)
+    ]
     return dataset_format.assemble(listed, scans)
 
 
@@ -92,15 +96,35 @@ TWO = [("a.txt", b"one"), ("a.cls", b"1"), ("b.txt", b"two"), ("b.cls", b"2")]
         (with_size(member("a.txt"), base256(1 << 49)) + END, "unexpected end of data"),
         (with_size(member("a.txt"), b"99999999999\0") + END, "no sound tar archive: "),
         (with_size(member("././@LongLink", type=b"L"), base256(-512)) + END, "has the size -512"),
-        (with_size(member("././@LongLink", type=b"L"), b"%011o\0" % (1 << 32)) + END, "has the size 4294967296"),
+        (
+            with_size(member("././@LongLink", type=b"L"), b"%011o\0" % (1 << 32)) + END,
+            "has the size 4294967296",
+        ),
         (member("././@LongLink", b"x" * 200, type=b"L") * 2000 + END, "recursion|too deep"),
-        (member("././@LongLink", b"x" * 200, type=b"L") + END, "no sound tar archive: end of file header"),
+        (
+            member("././@LongLink", b"x" * 200, type=b"L") + END,
+            "no sound tar archive: end of file header",
+        ),
         (member("pax", b"0 a=b\n", type=b"x") + member("a.txt") + END, "invalid header"),
-        (member("pax", b"9" * 5000 + b" a=b\n", type=b"x") + member("a.txt") + END, "no sound tar archive"),
-        (member("pax", b"12 size=-1\n", type=b"x") + member("a.txt") + END, "has the size -1"),
-        (member("pax", b"12 size=51\n", type=b"g") + member("a.txt") + END, "contradict each other"),
+        (
+            member("pax", b"9" * 5000 + b" a=b\n", type=b"x") + member("a.txt") + END,
+            "no sound tar archive",
+        ),
+        (
+            member("pax", b"12 size=-1\n", type=b"x") + member("a.txt") + END,
+            "has the size -1|invalid header",
+        ),
+        (
+            member("pax", b"12 size=51\n", type=b"g") + member("a.txt") + END,
+            "contradict each other|invalid header",  # Python 3.13 refuses the header itself
+        ),
         (member("a.txt", type=b"S") + END, "is a sparse file; write the shard without --sparse"),
-        (member("pax", b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n", type=b"x") + member("a.txt", b"x") + END, "no sound"),
+        (
+            member("pax", b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n", type=b"x")
+            + member("a.txt", b"x")
+            + END,
+            "no sound",
+        ),
         (tar_of([*TWO, ("b.TXT", b"again")]), r"sample `b` has two members \.txt"),
         (tar_of([("a.npy", b"\x80\x04K\x01.")]), r"member a\.npy: it is no npy file"),
         (tar_of([("a.npy", npy(f"({1 << 60},)"))]), r"member a\.npy: the npy header declares"),
@@ -108,8 +132,14 @@ TWO = [("a.txt", b"one"), ("a.cls", b"1"), ("b.txt", b"two"), ("b.cls", b"2")]
             tar_of([("a.npy", npy("(1000000000,)", data=bytes(40)))]),
             r"a\.npy has \d+ bytes, its header declares an array of shape",
         ),
-        (tar_of([("a.npy", npy("(10,)", data=bytes(39)))]), r"a\.npy has \d+ bytes, its header declares an array of shape"),
-        (tar_of([("a.npy", npy("(1,)", "|O", bytes(8)))]), r"member a\.npy: an npy array of '\|O' is no tensor"),
+        (
+            tar_of([("a.npy", npy("(10,)", data=bytes(39)))]),
+            r"a\.npy has \d+ bytes, its header declares an array of shape",
+        ),
+        (
+            tar_of([("a.npy", npy("(1,)", "|O", bytes(8)))]),
+            r"member a\.npy: an npy array of '\|O' is no tensor",
+        ),
     ],
     ids=range(32),
 )
@@ -129,7 +159,7 @@ def test_an_archive_without_members(data: bytes) -> None:
     assert index.locate(np.array([0, 1])).shard.tolist() == [1, 1]
 
 
-def test_what_is_no_sample_is_passed_over() -> None:
+def test_members_that_are_no_sample_are_passed_over() -> None:
     link = tarfile.TarInfo("c.txt")
     odd = [
         member("../../etc/", type=tarfile.DIRTYPE),
@@ -146,39 +176,58 @@ def test_what_is_no_sample_is_passed_over() -> None:
         member("trailing.", b"no extension"),
     ]
     assert link.isreg()
-    data = b"".join(odd) + member("__x.txt", b"kept") + member("../up.txt", b"kept too") + b"".join(odd) + END
+    data = (
+        b"".join(odd)
+        + member("__x.txt", b"kept")
+        + member("../up.txt", b"kept too")
+        + b"".join(odd)
+        + END
+    )
     index = index_of(data)
     assert (index.num_samples, names(index)) == (2, ["txt"])
     extents = index.locate(np.arange(2))
-    assert [data[start : start + size] for (start,), (size,) in zip(extents.start, extents.size, strict=True)] == [
-        b"kept",
-        b"kept too",
-    ]
+    assert [
+        data[start : start + size]
+        for (start,), (size,) in zip(extents.start, extents.size, strict=True)
+    ] == [b"kept", b"kept too"]
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_long_names(tar_format: int) -> None:
     long = [
-        ("d" * 90 + "/" + "x" * 3000 + f"{number}.{extension}", b"1") for number in range(2) for extension in ("txt", "cls")
+        ("d" * 90 + "/" + "x" * 3000 + f"{number}.{extension}", b"1")
+        for number in range(2)
+        for extension in ("txt", "cls")
     ]
     index = index_of(tar_of(long, tar_format))
     assert (index.num_samples, names(index)) == (2, ["txt", "cls"])
 
 
 def test_names_that_are_not_utf_8() -> None:
-    data = b"".join(member(name, b"1").replace(b"QQQ", b"\xff\xfe\xfd") for name in ("aQQQ.txt", "bQQQ.txt"))
-    sound = b"".join(with_size(data[i : i + 512], data[i + 124 : i + 136]) + data[i + 512 : i + 1024] for i in (0, 1024)) + END
+    data = b"".join(
+        member(name, b"1").replace(b"QQQ", b"\xff\xfe\xfd") for name in ("aQQQ.txt", "bQQQ.txt")
+    )
+    sound = (
+        b"".join(
+            with_size(data[i : i + 512], data[i + 124 : i + 136]) + data[i + 512 : i + 1024]
+            for i in (0, 1024)
+        )
+        + END
+    )
     assert index_of(sound).num_samples == 2
     extension = member("a.QQQ", b"1").replace(b"QQQ", b"\xff\xfe\xfd")
     sound = with_size(extension[:512], extension[124:136]) + extension[512:] + END
-    with pytest.raises(CorruptSample, match=r"it has members \.\\udcff\\udcfe\\udcfd: .* name the other `fields`"):
+    with pytest.raises(
+        CorruptSample, match=r"it has members \.\\udcff\\udcfe\\udcfd: .* name the other `fields`"
+    ):
         index_of(sound)
 
 
 def test_a_missing_field_is_named_with_its_sample() -> None:
     data = tar_of([*TWO, ("c.txt", b"three"), ("d.txt", b"four"), ("d.cls", b"4")])
     with pytest.raises(
-        CorruptSample, match=r"sample `c` has no member \.cls; name the fields that all samples have \(`fields`\).*`optional"
+        CorruptSample,
+        match=r"sample `c` has no member \.cls; name the fields .* \(`fields`\).*`optional",
     ) as caught:
         index_of(data)
     offset = int(caught.value.facts["offset"])
@@ -207,7 +256,9 @@ def test_names_that_a_batch_has_itself(name: str) -> None:
         index_of(tar_of([("a.txt", b"1"), (f"a.{name}", b"2")]))
     with pytest.raises(ConfigError, match="cannot serve a field"):
         index_of(tar_of([("a.txt", b"1")]), fields=["txt", name])
-    assert names(index_of(tar_of([("a.txt", b"1"), (f"a.{name}", b"2")]), fields=["txt"])) == ["txt"]
+    assert names(index_of(tar_of([("a.txt", b"1"), (f"a.{name}", b"2")]), fields=["txt"])) == [
+        "txt"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -216,8 +267,11 @@ def test_names_that_a_batch_has_itself(name: str) -> None:
         ({"fields": ["txt", "txt"]}, "names one twice"),
         ({"fields": [""]}, "cannot serve a field ``"),
         ({"fields": "txt,,"}, "cannot serve a field ``"),
-        ({"fields": 3}, "fields in dataset `set` of format webdataset must be a list of texts"),
-        ({"field": ["txt"]}, r"unknown key `field` in dataset `set` of format webdataset; did you mean `fields`\?"),
+        ({"fields": 3}, "fields in dataset `set` of format webdataset is 3: expected a list"),
+        (
+            {"field": ["txt"]},
+            r"unknown key `field` in dataset `set` of format webdataset; did you mean `fields`\?",
+        ),
     ],
 )
 def test_options(options: dict[str, Any], sentence: str) -> None:
@@ -226,18 +280,22 @@ def test_options(options: dict[str, Any], sentence: str) -> None:
 
 
 def test_an_unknown_format() -> None:
-    with pytest.raises(ConfigError, match="dataset `set` has the unknown format `parquet`; known are tokens, webdataset"):
+    with pytest.raises(
+        ConfigError,
+        match="dataset `set` has the unknown format `parquet`; known are tokens, webdataset",
+    ):
         make_format("set", DatasetConfig("/data", "parquet", {}))
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("start", -1), ("start", 1 << 40), ("size", -5), ("size", 1 << 40), ("start", (1 << 63) - 1)]
+    ("column", "value"),
+    [("start", -1), ("start", 1 << 40), ("size", -5), ("size", 1 << 40), ("start", (1 << 63) - 1)],
 )
-def test_an_index_that_lies_is_not_believed(column: str, value: int) -> None:
+def test_an_index_that_points_outside_its_shard_is_refused(column: str, value: int) -> None:
     """Addresses are made of these numbers."""
     data = tar_of(TWO)
     dataset_format = make_format("set", DatasetConfig("/data", "webdataset", {}))
-    scan = dict(dataset_format.scan("0.tar", io.BytesIO(data)))
+    scan = dict(WebdatasetFormat.inspection.run("0.tar", io.BytesIO(data)))
     scan[column] = scan[column].copy()
     scan[column][2] = value
     with pytest.raises(CorruptSample, match="its index points outside it"):
@@ -247,13 +305,22 @@ def test_an_index_that_lies_is_not_believed(column: str, value: int) -> None:
 def test_a_different_order_of_members_is_another_dataset() -> None:
     one, other = tar_of(TWO), tar_of([TWO[2], TWO[3], TWO[0], TWO[1]])
     assert index_of(one).digest() == index_of(one).digest()
-    assert len({index_of(one).digest(), index_of(other).digest(), index_of(one, fields=["txt"]).digest()}) == 3
+    assert (
+        len(
+            {
+                index_of(one).digest(),
+                index_of(other).digest(),
+                index_of(one, fields=["txt"]).digest(),
+            }
+        )
+        == 3
+    )
     renamed = tar_of([("c" + name[1:] if name[0] == "b" else name, data) for name, data in TWO])
     assert index_of(renamed).digest() != index_of(one).digest()
 
 
 def test_memory_does_not_grow_with_the_headers() -> None:
-    """tarfile keeps every header that it has seen unless it is told not to."""
+    """By default, tarfile keeps every header that it has seen."""
     num_members = 8_000
     block = member("000000.txt", b"x")
     header, data = block[:512], block[512:]
@@ -263,7 +330,7 @@ def test_memory_does_not_grow_with_the_headers() -> None:
         blocks.append(with_size(named, header[124:136]) + data)
     shard = io.BytesIO(b"".join(blocks) + END)
     tracemalloc.start()
-    scan = make_format("set", DatasetConfig("/data", "webdataset", {})).scan("0.tar", shard)
+    scan = WebdatasetFormat.inspection.run("0.tar", shard)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(scan["start"]) == num_members

@@ -1,11 +1,11 @@
-"""The daemon's wings: what is pure is so with all that it imports."""
+"""The daemon's packages: what is pure is so with all that it imports."""
 
 import subprocess
 import sys
 
 import pytest
 
-# An interpreter where nothing waits and nothing is stored: an import of these fails.
+# An interpreter without event loop, storage and network: an import of these fails.
 REFUSE = """
 import sys
 
@@ -19,21 +19,38 @@ for name in {refused!r}:
 sys.meta_path.insert(0, Refuse())
 import importlib, pkgutil
 package = importlib.import_module({package!r})
-for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+for module in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
     importlib.import_module(module.name)
 """
-REFUSED = ("asyncio", "fsspec", "obstore", "grpc", "google", "uvloop", "aiofiles", "prometheus_client", "torch")
+REFUSED = (
+    "asyncio",
+    "fsspec",
+    "obstore",
+    "grpc",
+    "google",
+    "uvloop",
+    "aiofiles",
+    "prometheus_client",
+    "torch",
+)
 
 
-@pytest.mark.parametrize("package", ["gyre_daemon.order", "gyre_daemon.datasets.formats"])
+PURE = ["gyre_daemon.order", "gyre_daemon.datasets.formats", "gyre_daemon.sessions.stream_state"]
+
+
+@pytest.mark.parametrize("package", PURE)
 def test_a_pure_package_imports_without_event_loop_storage_and_grpc(package: str) -> None:
     program = REFUSE.format(refused=REFUSED, package=package)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_what_is_refused_fails_where_it_is_imported() -> None:
     program = REFUSE.format(refused=REFUSED, package="gyre_daemon.storage")
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode != 0
     assert "is refused here" in result.stderr

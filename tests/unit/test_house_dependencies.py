@@ -18,7 +18,7 @@ OF_IMPORT = importlib.metadata.packages_distributions()
 
 
 def declared(*extras: str) -> Iterator[Requirement]:
-    """The requirements of an installation with these extras, those of the extras that they name included."""
+    """The requirements of an installation with these extras and with the extras they name."""
     yield from map(Requirement, PROJECT["dependencies"])
     for extra in extras:
         for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
@@ -29,9 +29,13 @@ def declared(*extras: str) -> Iterator[Requirement]:
 
 
 def closure(requirements: Iterable[Requirement]) -> set[str]:
-    """The names of all distributions that satisfy the requirements and their own, as they are installed here."""
+    """The names of all installed distributions that the requirements need, directly or not."""
     found: set[tuple[str, str]] = set()
-    pending = [(requirement.name, extra) for requirement in requirements for extra in ("", *requirement.extras)]
+    pending = [
+        (requirement.name, extra)
+        for requirement in requirements
+        for extra in ("", *requirement.extras)
+    ]
     while pending:
         name, extra = pending.pop()
         if (canonicalize_name(name), extra) not in found:
@@ -52,7 +56,9 @@ def imported(package: Path) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module)
     tops = {module.partition(".")[0] for module in modules} - OURS - sys.stdlib_module_names
-    return {canonicalize_name(name) for top in tops - {"google"} for name in OF_IMPORT.get(top, [top])} | of_google(modules)
+    return {
+        canonicalize_name(name) for top in tops - {"google"} for name in OF_IMPORT.get(top, [top])
+    } | of_google(modules)
 
 
 def of_google(modules: set[str]) -> set[str]:
@@ -64,7 +70,12 @@ def of_google(modules: set[str]) -> set[str]:
 
 @pytest.mark.parametrize(
     ("room", "extras"),
-    [("daemon", ["daemon", "s3"]), ("client", ["client", "huggingface"]), ("trainer", ["trainer"]), ("protos", [])],
+    [
+        ("daemon", ["daemon", "s3"]),
+        ("client", ["client", "huggingface"]),
+        ("trainer", ["trainer"]),
+        ("protos", []),
+    ],
 )
 def test_an_extra_declares_all_that_its_package_imports(room: str, extras: list[str]) -> None:
     package = ROOT / room / f"gyre_{room}"
@@ -93,7 +104,9 @@ def pinned() -> set[str]:
 
 def test_every_need_is_pinned() -> None:
     pins = pinned()
-    needs = closure(declared(*(extra for extra in PROJECT["optional-dependencies"] if extra != "bench")))
+    needs = closure(
+        declared(*(extra for extra in PROJECT["optional-dependencies"] if extra != "bench"))
+    )
     # What a build of torch for GPUs brings, it pins itself.
     of_a_device = {name for name in needs if name.startswith(("cuda-", "nvidia-", "triton"))}
     assert not needs - pins - of_a_device

@@ -1,4 +1,7 @@
-"""A hung test is a failure with stacks, under xdist too: the project's own settings, with a deadline of a second."""
+"""A hung test is a failure with stacks, under xdist too.
+
+The project's own settings, with a deadline of a second.
+"""
 
 import re
 import subprocess
@@ -31,10 +34,25 @@ def test_hangs():
 def outcome_of(tmp_path: Path, test: str) -> tuple[int, str]:
     """Run a file of tests with short deadlines; gives exit status and output."""
     (tmp_path / "test_planted.py").write_text(test)
-    command = [sys.executable, "-m", "pytest", *SETTINGS, "--rootdir", str(tmp_path), "-o", "timeout=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *SETTINGS,
+        "--rootdir",
+        str(tmp_path),
+        "-o",
+        "timeout=1",
+    ]
     command += ["-o", "faulthandler_timeout=3", str(tmp_path)]
     result = subprocess.run(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
     )
     return result.returncode, result.stdout
 

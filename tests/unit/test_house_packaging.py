@@ -1,4 +1,8 @@
-"""What is built: a wheel with the four packages and nothing else at its top, the same one from the sdist, an editable one."""
+"""What is built.
+
+A wheel with the four packages and nothing else at its top, the same one from the sdist, an editable
+one.
+"""
 
 import tarfile
 import zipfile
@@ -58,9 +62,13 @@ def test_an_editable_install_points_to_the_four_folders(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as wheel:
         (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
         folders = wheel.read(pth).decode().split()
-    assert {Path(folder) for folder in folders} == {ROOT / name for name in ("daemon", "client", "trainer", "protos")}
+    assert {Path(folder) for folder in folders} == {
+        ROOT / name for name in ("daemon", "client", "trainer", "protos")
+    }
 
 
 @pytest.mark.parametrize("folder", ["daemon", "client", "trainer", "protos"])
 def test_a_room_holds_its_package_and_no_loose_module(folder: str) -> None:
-    assert [child.name for child in (ROOT / folder).iterdir() if child.name != "__pycache__"] == [f"gyre_{folder}"]
+    assert [child.name for child in (ROOT / folder).iterdir() if child.name != "__pycache__"] == [
+        f"gyre_{folder}"
+    ]

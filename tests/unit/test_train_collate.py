@@ -35,7 +35,10 @@ def test_windows_are_inputs_and_the_tokens_after_them(dtype: torch.dtype) -> Non
 
 
 def test_padding_rows_count_nothing() -> None:
-    batch = {"tokens": torch.zeros(3, LENGTH + 1, dtype=torch.uint8), "mask": torch.tensor([True, False, True])}
+    batch = {
+        "tokens": torch.zeros(3, LENGTH + 1, dtype=torch.uint8),
+        "mask": torch.tensor([True, False, True]),
+    }
     examples = collate(TOKENS, batch)
     assert examples.counts is not None
     assert examples.counts.all(1).tolist() == [True, False, True]
@@ -67,7 +70,7 @@ def test_every_window_of_a_document_is_drawn() -> None:
     assert starts == set(range(13))
 
 
-def test_parts_put_together_are_the_whole() -> None:
+def test_the_parts_of_examples_concatenate_to_the_whole() -> None:
     examples = collate(TEXT, text_batch(b"ab", b"abc", b"abcd", b"abcde"))
     parts = examples.split(2)
     assert [part.num_targets() for part in parts] == [5, 9]
@@ -78,18 +81,28 @@ def test_parts_put_together_are_the_whole() -> None:
     ("data", "batch", "words"),
     [
         (TEXT, {"tokens": torch.zeros(1, 9)}, "'txt', but 'letters' delivers tokens"),
-        (TOKENS, {"tokens": torch.zeros(2, 8, dtype=torch.uint8)}, "needs samples of 9 tokens, but a sample of 'words' is 8"),
+        (
+            TOKENS,
+            {"tokens": torch.zeros(2, 8, dtype=torch.uint8)},
+            "needs samples of 9 tokens, but a sample of 'words' is 8",
+        ),
         (TOKENS, {"tokens": torch.zeros(2, dtype=torch.uint8)}, "is a scalar"),
         (TOKENS, {"tokens": torch.full((2, 9), 257)}, "token 257 .* `model.vocab_size` is 257"),
         (TOKENS, {"tokens": torch.full((2, 9), -1)}, "outside the vocabulary"),
         (
             TEXT,
-            {"txt": torch.zeros(3), "txt.offsets": torch.tensor([0, 3]), "sample_id": torch.tensor([0])},
+            {
+                "txt": torch.zeros(3),
+                "txt.offsets": torch.tensor([0, 3]),
+                "sample_id": torch.tensor([0]),
+            },
             "must come as bytes",
         ),
     ],
 )
-def test_batches_that_do_not_fit_are_refused_in_one_sentence(data: DataConfig, batch: dict[str, Tensor], words: str) -> None:
+def test_batches_that_do_not_fit_are_refused_in_one_sentence(
+    data: DataConfig, batch: dict[str, Tensor], words: str
+) -> None:
     with pytest.raises(DataRejected, match=words):
         collate(data, batch)
 

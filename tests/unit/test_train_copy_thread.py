@@ -1,4 +1,7 @@
-"""Copies that a thread makes: both ends of a link in one process, one of which starts its transfers and looks at none."""
+"""Copies that a thread makes, with both ends of a link in one process.
+
+One of the ends starts its transfers and waits for none.
+"""
 
 import ctypes
 import gc
@@ -76,7 +79,7 @@ def test_a_thread_that_ends_before_it_is_woken_is_no_error() -> None:
     number, before = link.number, threads()
 
     class Noticed(threading.Event):
-        """Who sets it finds that the thread has ended over it."""
+        """An event whose setter finds that the thread has ended in the meantime."""
 
         def set(self) -> None:
             super().set()
@@ -85,7 +88,8 @@ def test_a_thread_that_ends_before_it_is_woken_is_no_error() -> None:
 
     plain = threading.Event
     events = iter([Noticed()])
-    with patch.object(threading, "Event", lambda: next(events, None) or plain()):  # a thread has one of its own
+    # a thread has one of its own
+    with patch.object(threading, "Event", lambda: next(events, None) or plain()):
         copy_thread = CopyThread(calls, [link])
     del link, one
     del copy_thread
@@ -96,7 +100,9 @@ def test_a_thread_that_ends_before_it_is_woken_is_no_error() -> None:
 
 @pytest.mark.parametrize("offered_first", [True, False])
 @pytest.mark.parametrize("arrives", [True, False])
-def test_a_copy_is_made_though_nobody_looks(sides: tuple[Side, Side], arrives: bool, offered_first: bool) -> None:
+def test_a_copy_is_made_while_no_caller_waits(
+    sides: tuple[Side, Side], arrives: bool, offered_first: bool
+) -> None:
     one, other = sides
     offered, copied = buffer_of(one, 1, 2), torch.tensor([3.0, 4.0])
     if not offered_first:
@@ -109,7 +115,7 @@ def test_a_copy_is_made_though_nobody_looks(sides: tuple[Side, Side], arrives: b
     assert offered.tolist() == ([1, 2] if arrives else [3, 4])
 
 
-def test_a_copy_whose_offer_was_heard_before_is_made_at_once(sides: tuple[Side, Side]) -> None:
+def test_a_copy_whose_offer_came_before_is_made_at_once(sides: tuple[Side, Side]) -> None:
     one, other = sides
     other.link.copy(OTHER, torch.ones(1), arrives=False)
     arriving = one.link.offer(STREAM, buffer_of(one, 0), arrives=True)
@@ -119,7 +125,9 @@ def test_a_copy_whose_offer_was_heard_before_is_made_at_once(sides: tuple[Side, 
     assert arriving.tensor.item() == 5
 
 
-def test_who_waits_for_a_copy_that_is_being_made_waits_for_its_end(sides: tuple[Side, Side]) -> None:
+def test_a_wait_for_a_copy_in_progress_lasts_until_its_end(
+    sides: tuple[Side, Side],
+) -> None:
     one, other = sides
     began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -138,8 +146,8 @@ def test_who_waits_for_a_copy_that_is_being_made_waits_for_its_end(sides: tuple[
         assert ended.is_set()
 
 
-def test_all_that_goes_to_and_fro_arrives_in_its_place(sides: tuple[Side, Side]) -> None:
-    """In whichever thread: some is waited for at once, some late."""
+def test_transfers_in_both_directions_arrive_in_their_places(sides: tuple[Side, Side]) -> None:
+    """Transfers are waited for in random order, so copies are made in either thread."""
     draw = random.Random(0)
     buffers = [{stream: buffer_of(side, 0, 0) for stream in (STREAM, OTHER)} for side in sides]
     for step in range(300):
@@ -159,7 +167,9 @@ def test_all_that_goes_to_and_fro_arrives_in_its_place(sides: tuple[Side, Side])
                 assert buffer.tolist() == [step, stream + 10 * place]
 
 
-def test_the_end_of_the_other_process_is_told_to_who_waits_and_not_before(sides: tuple[Side, Side]) -> None:
+def test_a_waiting_caller_learns_that_the_other_process_has_ended(
+    sides: tuple[Side, Side],
+) -> None:
     one, other = sides
     leaving = other.link.copy(STREAM, torch.ones(1), arrives=False)
     one.link._end.shutdown(socket.SHUT_RDWR)
@@ -169,7 +179,7 @@ def test_the_end_of_the_other_process_is_told_to_who_waits_and_not_before(sides:
             leaving.wait()
 
 
-def test_nothing_is_left_of_a_carrier_that_nobody_holds() -> None:
+def test_nothing_is_left_of_a_copy_thread_that_was_released() -> None:
     gc.collect()
     before, there_before = num_open(), threads()
     one, other = map(made, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))

@@ -1,4 +1,4 @@
-"""A dry run of more ranks than there are cores: what lasts is divided, what is sent follows the formula."""
+"""A dry run of more ranks than there are cores divides memory and counts bytes by the formula."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import Category
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.gpt import GPT
-from gyre_trainer.training.schema import build
 
 MODEL = {
     "vocab_size": 1024,
@@ -35,14 +34,14 @@ def config(*, memory: dict[str, bool] | None = None, **optimizer: Any) -> TrainC
 
 
 def num_bytes(settings: TrainConfig) -> tuple[int, int]:
-    """Of the parameters that rotate, and of those that do not."""
+    """Bytes of the parameters that rotate, and of those that do not."""
     model = GPT(settings.model)
     norms = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
     return sum(parameter.nbytes for parameter in model.parameters()) - norms, norms
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_a_rotated_rank_keeps_an_nth_and_sends_the_least(num_ranks: int) -> None:
+def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) -> None:
     settings = config(clip_norm=0.0)
     rotated, norms = num_bytes(settings)
     cost = dry_run(settings, Strategy.GYRE, num_ranks)
@@ -65,20 +64,32 @@ def test_ddp_keeps_everything_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("strategy", Strategy)
-def test_the_phases_stand_in_the_timeline_and_the_peak_is_made_of_its_categories(strategy: Strategy) -> None:
+def test_the_phases_stand_in_the_timeline_and_the_peak_is_made_of_its_categories(
+    strategy: Strategy,
+) -> None:
     timeline = dry_run(config(accumulation_steps=2), strategy, 4).timeline
-    marks = [event for event in timeline.events if event in ("step", "forward", "backward", "clip", "update")]
+    marks = [
+        event
+        for event in timeline.events
+        if event in ("step", "forward", "backward", "clip", "update")
+    ]
     assert marks == ["step", "forward", "backward", "forward", "backward", "clip", "update"]
     assert sum(timeline.peak().values()) == timeline.peak_bytes == timeline.totals.max()
     all_logits, rotated = 4 * 8 * 16 * MODEL["vocab_size"], strategy is Strategy.GYRE
     parts = 2  # of the batch, one after the other
     assert max(timeline.live[:, -1]) >= all_logits / parts / (4 if rotated else 1)
-    assert not rotated or max(timeline.live[:, -1]) < 0.4 * all_logits / parts  # one slice's at a time
+    # one slice's at a time
+    assert not rotated or max(timeline.live[:, -1]) < 0.4 * all_logits / parts
 
 
 def test_recomputation_leaves_less_alive_and_sends_the_same() -> None:
-    keeps, recomputes = (dry_run(config(memory={"recompute": flag}), Strategy.GYRE, 4) for flag in (False, True))
-    assert recomputes.timeline.peak()[Category.ACTIVATIONS] < 0.6 * keeps.timeline.peak()[Category.ACTIVATIONS]
+    keeps, recomputes = (
+        dry_run(config(memory={"recompute": flag}), Strategy.GYRE, 4) for flag in (False, True)
+    )
+    assert (
+        recomputes.timeline.peak()[Category.ACTIVATIONS]
+        < 0.6 * keeps.timeline.peak()[Category.ACTIVATIONS]
+    )
     assert recomputes.sent_bytes == keeps.sent_bytes
 
 

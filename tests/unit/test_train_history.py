@@ -26,7 +26,7 @@ def write(path: Path, resumed_at: int | None, lines: list[StepRecord]) -> None:
     history.close()
 
 
-def test_what_was_written_is_read_back(path: Path) -> None:
+def test_written_records_are_read_back(path: Path) -> None:
     write(path, None, records(0, 5))
     assert committed(path) == records(0, 5)
     assert resumes(path) == []
@@ -40,7 +40,7 @@ def test_steps_lost_before_a_resume_are_not_committed(path: Path) -> None:
     assert resumes(path) == [4, 6]
 
 
-def test_nothing_that_was_written_is_rewritten(path: Path) -> None:
+def test_written_lines_are_never_rewritten(path: Path) -> None:
     write(path, None, records(0, 7))
     before = path.read_bytes()
     write(path, 4, records(4, 9))
@@ -48,7 +48,9 @@ def test_nothing_that_was_written_is_rewritten(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes_lost", [1, 20])
-def test_a_line_torn_by_a_kill_is_left_out_and_cut_off_by_the_next_run(path: Path, num_bytes_lost: int) -> None:
+def test_a_line_torn_by_a_kill_is_left_out_and_cut_off_by_the_next_run(
+    path: Path, num_bytes_lost: int
+) -> None:
     write(path, None, records(0, 3))
     path.write_bytes(path.read_bytes()[:-num_bytes_lost])
     assert committed(path) == records(0, 2)

@@ -1,4 +1,4 @@
-"""Tensors between two neighbours: both ends of a link in one process, which is as good as two for what they tell each other."""
+"""Tensors between two neighbours, with both ends of a link in one process."""
 
 import gc
 import select
@@ -42,7 +42,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
         end.close()
 
 
-def test_what_is_copied_to_an_offered_buffer_arrives_in_it(sides: tuple[Side, Side]) -> None:
+def test_a_copy_into_an_offered_buffer_arrives_in_it(sides: tuple[Side, Side]) -> None:
     one, other = sides
     buffer = one.memory.allocate(6, torch.float32)
     arriving = one.link.offer(STREAM, buffer[:4], arrives=True)
@@ -53,7 +53,9 @@ def test_what_is_copied_to_an_offered_buffer_arrives_in_it(sides: tuple[Side, Si
     assert buffer[:4].tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_copied_from_an_offered_buffer_arrives_where_it_is_wanted(sides: tuple[Side, Side]) -> None:
+def test_a_copy_out_of_an_offered_buffer_arrives_in_the_target(
+    sides: tuple[Side, Side],
+) -> None:
     one, other = sides
     buffer = one.memory.allocate(4, torch.bfloat16)
     buffer.copy_(torch.arange(4))
@@ -77,8 +79,14 @@ def test_each_stream_keeps_its_order_whatever_the_other_does(sides: tuple[Side, 
 
 def test_both_ends_offer_at_once(sides: tuple[Side, Side]) -> None:
     buffers = [side.memory.allocate(1, torch.float32) for side in sides]
-    arriving = [side.link.offer(STREAM, buffer, arrives=True) for side, buffer in zip(sides, buffers, strict=True)]
-    leaving = [side.link.copy(STREAM, torch.ones(1) * place, arrives=False) for place, side in enumerate(sides)]
+    arriving = [
+        side.link.offer(STREAM, buffer, arrives=True)
+        for side, buffer in zip(sides, buffers, strict=True)
+    ]
+    leaving = [
+        side.link.copy(STREAM, torch.ones(1) * place, arrives=False)
+        for place, side in enumerate(sides)
+    ]
     for transfer in (*leaving, *arriving):
         transfer.wait()
     assert torch.cat(buffers).tolist() == [1, 0]
@@ -103,7 +111,7 @@ def test_a_wait_ends_with_the_process_at_the_other_end(sides: tuple[Side, Side])
         one.link.offer(STREAM, one.memory.allocate(1, torch.float32), arrives=True)
 
 
-def test_what_was_done_before_the_other_process_ended_is_done(sides: tuple[Side, Side]) -> None:
+def test_a_copy_made_before_the_other_process_ended_counts(sides: tuple[Side, Side]) -> None:
     one, other = sides
     buffer = one.memory.allocate(1, torch.float32)
     arriving = one.link.offer(STREAM, buffer, arrives=True)
@@ -113,7 +121,9 @@ def test_what_was_done_before_the_other_process_ended_is_done(sides: tuple[Side,
     assert buffer.item() == 1
 
 
-def test_files_close_with_their_tensors_and_the_other_end_lets_go_of_them(sides: tuple[Side, Side]) -> None:
+def test_files_close_with_their_tensors_and_the_other_end_unmaps_them(
+    sides: tuple[Side, Side],
+) -> None:
     one, other = sides
     gc.collect()
     before = num_open()
@@ -134,10 +144,12 @@ def test_files_close_with_their_tensors_and_the_other_end_lets_go_of_them(sides:
     assert num_open() == before + 3  # the file, and one for each side's mapping
 
 
-def test_an_offer_of_less_than_is_wanted_is_refused(sides: tuple[Side, Side]) -> None:
+def test_an_offer_that_is_too_small_is_refused(sides: tuple[Side, Side]) -> None:
     one, other = sides
     one.link.offer(STREAM, one.memory.allocate(1, torch.float32), arrives=True)
     leaving = other.link.copy(STREAM, torch.ones(2), arrives=False)
     other.link.make_copies()
-    with pytest.raises(ConnectionError, match="4 bytes were offered for 8; ranks make different calls"):
+    with pytest.raises(
+        ConnectionError, match="4 bytes were offered for 8; ranks make different calls"
+    ):
         leaving.wait()

@@ -1,4 +1,7 @@
-"""Live bytes are exact: each planted allocation, view, resize and graph is counted to the byte, on real and on fake tensors."""
+"""Live bytes are exact: each allocation, view, resize and graph is counted to the byte.
+
+This holds for real and for fake tensors.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -74,7 +77,7 @@ def test_an_operator_that_resizes_its_output_is_seen(live: LiveBytes) -> None:
     assert live.total == 4 * KIB
 
 
-def test_what_autograd_keeps_counts_until_the_backward(live: LiveBytes) -> None:
+def test_tensors_saved_by_autograd_count_until_the_backward(live: LiveBytes) -> None:
     weight = kib(1).requires_grad_()
     output = weight.exp().exp().sum()  # exp keeps its result: two of them
     assert live.total == 3 * KIB + 4
@@ -83,15 +86,17 @@ def test_what_autograd_keeps_counts_until_the_backward(live: LiveBytes) -> None:
     assert live.total == 2 * KIB + 4
 
 
-def test_recomputation_frees_what_lies_inside_until_backward(live: LiveBytes) -> None:
+def test_recomputation_frees_the_tensors_inside_until_backward(live: LiveBytes) -> None:
     weight = kib(1).requires_grad_()
-    output = checkpoint(lambda x: x.exp().exp().exp(), weight, use_reentrant=False, preserve_rng_state=False)
+    output = checkpoint(
+        lambda x: x.exp().exp().exp(), weight, use_reentrant=False, preserve_rng_state=False
+    )
     assert live.total == 2 * KIB
     del output
     assert live.total == KIB
 
 
-def test_what_a_cycle_holds_counts_until_it_is_collected(live: LiveBytes) -> None:
+def test_a_tensor_in_a_reference_cycle_counts_until_it_is_collected(live: LiveBytes) -> None:
     gc.collect()
     cycle: list[object] = [kib(2)]
     cycle.append(cycle)
@@ -117,11 +122,14 @@ def test_a_label_holds_from_the_first_moment_on(live: LiveBytes) -> None:
     columns = dict(zip(CATEGORIES, timeline.live.T, strict=True))
     assert set(columns[Category.PARAMETERS]) == {KIB}
     assert columns[Category.GRADIENTS][-1] == KIB
-    assert timeline.at(-1) == dict.fromkeys(CATEGORIES, 0) | {Category.PARAMETERS: KIB, Category.GRADIENTS: KIB}
+    assert timeline.at(-1) == dict.fromkeys(CATEGORIES, 0) | {
+        Category.PARAMETERS: KIB,
+        Category.GRADIENTS: KIB,
+    }
     assert sum(timeline.peak().values()) == timeline.peak_bytes == live.peak
 
 
-def test_what_is_not_labelled_is_of_the_category_of_its_time(live: LiveBytes) -> None:
+def test_an_unlabelled_storage_has_the_category_of_its_time(live: LiveBytes) -> None:
     before = kib(1)
     with live.during(Category.OPTIMIZER):
         state = kib(2)
@@ -144,14 +152,18 @@ def test_marks_name_moments_and_cut_the_timeline(live: LiveBytes) -> None:
     live.mark("step")
     kib(2)
     timeline = live.timeline()
-    assert [event for event in timeline.events if event in ("first", "step")] == ["first", "step", "step"]
+    assert [event for event in timeline.events if event in ("first", "step")] == [
+        "first",
+        "step",
+        "step",
+    ]
     assert timeline.peak_bytes == 10 * KIB
     last = timeline.since("step")
     assert (last.events[0], last.peak_bytes) == ("step", 2 * KIB + kept.nbytes)
     assert last.totals.tolist() == [KIB, 3 * KIB, KIB]
 
 
-def test_what_was_there_before_counts_from_when_it_is_labelled_or_touched() -> None:
+def test_an_older_storage_counts_from_its_first_label_or_use() -> None:
     labelled, touched, untouched = kib(1), kib(2), kib(4)
     with LiveBytes() as live:
         live.label(Category.PARAMETERS, [labelled, labelled[3:]])
@@ -198,7 +210,7 @@ def test_nothing_lies_behind_meta_tensors() -> None:
         assert (live.total, kept.shape) == (0, (1000,))
 
 
-def test_a_training_step_leaves_what_the_formula_says(live: LiveBytes) -> None:
+def test_a_training_step_leaves_the_bytes_that_the_formula_gives(live: LiveBytes) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     live.label(Category.PARAMETERS, model.parameters())

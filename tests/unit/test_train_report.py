@@ -5,8 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gyre_trainer.training.records.history import StepRecord
-from gyre_trainer.training.records.report import Report, draw_loss, final_loss, smoothed, write_report
-from gyre_trainer.training.records.shuffle import ShuffleCheck
+from gyre_trainer.training.records.report import (
+    Report,
+    draw_loss,
+    final_loss,
+    smoothed,
+    write_report,
+)
 from PIL import Image
 
 RECORD = StepRecord(0, 0, 3.0, 1e-3, 64, 0.5, 0.1, "")
@@ -37,11 +42,11 @@ def test_the_curve_is_a_picture_of_some_size_for_runs_of_any_length(
     draw_loss(records(*np.linspace(5, 2, num_steps)), resumed_at, "a title", tmp_path / "loss.png")
     with Image.open(tmp_path / "loss.png") as picture:
         assert picture.width > 1000
-        assert sum(count > 0 for count in picture.convert("L").histogram()) > 50  # something is drawn
+        # something is drawn
+        assert sum(count > 0 for count in picture.convert("L").histogram()) > 50
 
 
 def test_the_report_is_json_with_every_figure(tmp_path: Path) -> None:
-    shuffle = ShuffleCheck(num_samples=10, num_repeats=0, neighbour_correlation=0.01, z=0.1, passed=True)
     report = Report(
         steps=2,
         final_loss=1.5,
@@ -54,11 +59,9 @@ def test_the_report_is_json_with_every_figure(tmp_path: Path) -> None:
         num_parameters=99,
         peak_memory_bytes=(1, 2),
         resumed_at=(),
-        shuffle=shuffle,
         eval_loss=None,
     )
     write_report(report, tmp_path / "report.json")
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["peak_memory_bytes"] == [1, 2]
-    assert content["shuffle"]["passed"] is True
     assert content["eval_loss"] is None

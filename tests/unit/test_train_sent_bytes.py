@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, by the algorithms that send the least."""
+"""Bytes that a rank sends, with the collective algorithms that send the fewest."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def buffer(parts: int = 1) -> torch.Tensor:
     return torch.zeros(NUM_BYTES // parts, dtype=torch.uint8)
 
 
-def test_a_send_is_what_it_sends_and_a_receive_nothing() -> None:
+def test_a_send_counts_its_bytes_and_a_receive_none() -> None:
     with SentBytes(NUM_RANKS) as sent_bytes:
         dist.send(buffer(), 1)
         dist.recv(buffer(2), 3)
@@ -36,7 +36,9 @@ def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None
     with SentBytes(NUM_RANKS) as sent_bytes:
         for collective in (
             lambda: dist.all_gather_single(buffer(), buffer(NUM_RANKS)),
-            lambda: dist.all_gather([buffer(NUM_RANKS) for _ in range(NUM_RANKS)], buffer(NUM_RANKS)),
+            lambda: dist.all_gather(
+                [buffer(NUM_RANKS) for _ in range(NUM_RANKS)], buffer(NUM_RANKS)
+            ),
             lambda: dist.reduce_scatter_single(buffer(NUM_RANKS), buffer()),
             lambda: dist.all_reduce(buffer()),
             lambda: dist.broadcast(buffer(), 0),
@@ -48,9 +50,11 @@ def test_a_gather_sends_all_parts_but_one_and_an_all_reduce_twice_that() -> None
     assert sent == [share, share, share, 2 * share, share]
 
 
-def test_what_is_not_accounted_for_gives_no_figure() -> None:
+def test_an_unknown_collective_gives_no_figure() -> None:
     with (
         SentBytes(NUM_RANKS),
-        pytest.raises(NotImplementedError, match="c10d::alltoall_base_ sends an unknown number of bytes"),
+        pytest.raises(
+            NotImplementedError, match="c10d::alltoall_base_ sends an unknown number of bytes"
+        ),
     ):
         dist.all_to_all_single(buffer(), buffer())

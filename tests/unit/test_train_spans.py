@@ -1,4 +1,4 @@
-"""Ranges have names where a profiler runs, and are nothing where none does."""
+"""Spans have names under a profiler, and cost nothing without one."""
 
 from gyre_trainer.comm.spans import name_modules, slice_span, span
 from torch import nn

@@ -1,4 +1,4 @@
-"""A head fused with cross-entropy, in one process: equal to torch's own, and never more logits than the bound."""
+"""A head fused with cross-entropy in one process equals torch's and bounds the logits."""
 
 from typing import Any, Literal
 
@@ -26,11 +26,21 @@ def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return x, targets
 
 
-def plain(linear: nn.Linear, x: Tensor, targets: Tensor, *, z_loss: float, reduction: str, label_smoothing: float) -> Tensor:
-    """The same with all logits at once."""
+def plain(
+    linear: nn.Linear,
+    x: Tensor,
+    targets: Tensor,
+    *,
+    z_loss: float,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    """The same loss with all logits at once."""
     logits: Tensor = linear(x).flatten(0, -2)
     flat = targets.flatten()
-    losses = F.cross_entropy(logits, flat, ignore_index=-1, label_smoothing=label_smoothing, reduction="none")
+    losses = F.cross_entropy(
+        logits, flat, ignore_index=-1, label_smoothing=label_smoothing, reduction="none"
+    )
     losses = losses + z_loss * logits.logsumexp(-1).square() * (flat != -1)
     if reduction == "none":
         return losses.view(targets.shape)
@@ -40,7 +50,9 @@ def plain(linear: nn.Linear, x: Tensor, targets: Tensor, *, z_loss: float, reduc
 @pytest.mark.parametrize("max_logits", [2**23, 4 * NUM_CLASSES, 1])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.03)])
+@pytest.mark.parametrize(
+    ("label_smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.2, 0.03)]
+)
 def test_loss_and_gradients_are_those_of_torch(
     monkeypatch: pytest.MonkeyPatch,
     max_logits: int,
@@ -50,7 +62,11 @@ def test_loss_and_gradients_are_those_of_torch(
     z_loss: float,
 ) -> None:
     monkeypatch.setattr(cross_entropy, "_MAX_LOGITS", max_logits)
-    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    options: dict[str, Any] = {
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+    }
     found = outcome(linear_cross_entropy, head(bias=bias), {**options, "ignore_index": -1})
     expected = outcome(plain, head(bias=bias), options)
     for one, other in zip(found, expected, strict=True):
@@ -59,7 +75,7 @@ def test_loss_and_gradients_are_those_of_torch(
 
 
 def outcome(function: Any, linear: nn.Linear, options: dict[str, Any]) -> list[Tensor]:
-    """The loss, and the gradients of the input and the layer where tokens weigh differently."""
+    """The loss, and the gradients of the input and the layer if tokens have different weights."""
     x, targets = data()
     loss = function(linear, x, targets, **options)
     (loss * torch.arange(1, loss.numel() + 1).view(loss.shape)).sum().backward()
@@ -70,7 +86,9 @@ def outcome(function: Any, linear: nn.Linear, options: dict[str, Any]) -> list[T
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     linear = head(bias=False, dtype=torch.float32)
     x, targets = data(torch.float32)
-    expected = F.cross_entropy(linear.double()(x.double() * 1e4).flatten(0, -2), targets.flatten(), ignore_index=-1)
+    expected = F.cross_entropy(
+        linear.double()(x.double() * 1e4).flatten(0, -2), targets.flatten(), ignore_index=-1
+    )
     found = linear_cross_entropy(linear.float(), x * 1e4, targets, ignore_index=-1)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
@@ -83,14 +101,19 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_nothing_is_left_to_learn_where_all_tokens_are_ignored() -> None:
+def test_gradients_are_zero_if_all_tokens_are_ignored() -> None:
     x, targets = data()
     assert linear_cross_entropy(head(), x, torch.full_like(targets, -1), ignore_index=-1).isnan()
-    assert linear_cross_entropy(head(), x, torch.full_like(targets, -1), ignore_index=-1, reduction="sum") == 0
+    assert (
+        linear_cross_entropy(
+            head(), x, torch.full_like(targets, -1), ignore_index=-1, reduction="sum"
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("target", [-2, NUM_CLASSES])
-def test_a_target_that_is_no_class_is_refused(target: int) -> None:
+def test_a_target_outside_the_classes_is_refused(target: int) -> None:
     x, targets = data()
     targets[1, 1] = target
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -98,7 +121,7 @@ def test_a_target_that_is_no_class_is_refused(target: int) -> None:
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the largest tensor that is made inside."""
+    """Records the size of the largest tensor that is made inside this context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

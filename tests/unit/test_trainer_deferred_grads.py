@@ -1,4 +1,4 @@
-"""Gradients that linear layers leave for later, and the sums that slices add to."""
+"""Deferred weight gradients of linear layers, and the sums that slices add to."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 def late_and_usual(
     weight: Tensor, source: Tensor, *, twice: bool = False, elsewhere: bool = False
 ) -> list[tuple[Tensor, Tensor]]:
-    """Gradients of weight, bias and input, both ways."""
+    """Gradients of weight, bias and input, deferred and as usual."""
 
     def loss(weight: Tensor, bias: Tensor, source: Tensor) -> Tensor:
         output = F.linear(source, weight, bias).tanh()
@@ -23,7 +23,11 @@ def late_and_usual(
 
     def leaves() -> tuple[Tensor, Tensor, Tensor]:
         bias = torch.linspace(-1, 1, len(weight), dtype=weight.dtype)
-        return weight.clone().requires_grad_(), bias.requires_grad_(), source.clone().requires_grad_()
+        return (
+            weight.clone().requires_grad_(),
+            bias.requires_grad_(),
+            source.clone().requires_grad_(),
+        )
 
     inputs = leaves()
     expected = torch.autograd.grad(loss(*inputs), inputs)
@@ -49,22 +53,31 @@ def late_and_usual(
 
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3), (0, 3)])
 @pytest.mark.parametrize("num_rows", [4, 0])
-@pytest.mark.parametrize(("twice", "elsewhere"), [(False, False), (True, False), (False, True), (True, True)])
-def test_late_gradients_are_the_usual_ones(shape: tuple[int, ...], num_rows: int, twice: bool, elsewhere: bool) -> None:
+@pytest.mark.parametrize(
+    ("twice", "elsewhere"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_deferred_gradients_equal_the_usual_ones(
+    shape: tuple[int, ...], num_rows: int, twice: bool, elsewhere: bool
+) -> None:
     torch.manual_seed(0)
-    weight, source = torch.randn(num_rows, 3, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    weight, source = (
+        torch.randn(num_rows, 3, dtype=torch.float64),
+        torch.randn(shape, dtype=torch.float64),
+    )
     for found, expected in late_and_usual(weight, source, twice=twice, elsewhere=elsewhere):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_matrices_that_a_weight_is_taken_apart_into_leave_theirs_for_later_too() -> None:
+def test_gradients_of_unbound_matrices_are_deferred_too() -> None:
     torch.manual_seed(0)
     sources = torch.randn(3, 5, 4, dtype=torch.float64)
     stack = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
 
     def loss() -> Tensor:
         matrices = stack.unbind()
-        return torch.stack([F.linear(sources[which], matrices[which]).tanh() for which in (0, 2)]).sum()
+        return torch.stack(
+            [F.linear(sources[which], matrices[which]).tanh() for which in (0, 2)]
+        ).sum()
 
     (expected,) = torch.autograd.grad(loss(), stack)
     deferred = DeferredGrads({}, {id(stack): 0})
@@ -80,7 +93,11 @@ def test_matrices_that_a_weight_is_taken_apart_into_leave_theirs_for_later_too()
 
 
 def test_other_weights_and_autocast_are_left_alone() -> None:
-    weight, other, source = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True), torch.randn(2, 3)
+    weight, other, source = (
+        torch.randn(4, 3, requires_grad=True),
+        torch.randn(4, 3, requires_grad=True),
+        torch.randn(2, 3),
+    )
     deferred = DeferredGrads({}, {id(weight): 0})
     with DeferWeightGrads(deferred):
         outputs = F.linear(source, other).sum()
@@ -91,7 +108,9 @@ def test_other_weights_and_autocast_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_slices_gradient_is_scaled_and_begins_with_what_is_added_first(dtype: torch.dtype) -> None:
+def test_a_slices_gradient_is_scaled_and_starts_with_the_first_contribution(
+    dtype: torch.dtype,
+) -> None:
     parts = [torch.full((2, 2), torch.nan) for _ in range(3)]
     grad = SliceGrad(parts, empty=True, scale=0.5)
     one = torch.ones(2, 2, dtype=dtype)
@@ -104,7 +123,9 @@ def test_a_slices_gradient_is_scaled_and_begins_with_what_is_added_first(dtype: 
 
 
 @pytest.mark.parametrize("empty", [True, False])
-def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
+def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
     monkeypatch.setattr(gradient_ring, "_MAX_PRODUCT_NUMEL", 8)
     left, right = torch.arange(10.0).view(5, 2).bfloat16(), torch.ones(2, 3).bfloat16()
     part = torch.full((5, 3), torch.nan if empty else 1.0)
@@ -112,7 +133,7 @@ def test_a_product_in_another_dtype_is_added_to_some_rows_at_a_time(monkeypatch:
     assert torch.equal(part, 0.5 * (left @ right).float() + (0 if empty else 1))
 
 
-def test_what_arrived_is_kept_where_nothing_is_added() -> None:
+def test_an_arrived_gradient_is_kept_if_nothing_is_added() -> None:
     part = torch.full((2,), 3.0)
     grad = SliceGrad([part], empty=False, scale=0.5)
     grad.close()
@@ -120,7 +141,7 @@ def test_what_arrived_is_kept_where_nothing_is_added() -> None:
     assert part.tolist() == [3.5, 3.5]
 
 
-def test_a_sum_writes_only_to_what_it_owns() -> None:
+def test_a_sum_writes_only_to_its_own_memory() -> None:
     lent, given = torch.ones(2, 3), torch.ones(2, 3)
     for first, owned in ((lent, False), (given, True)):
         total = RunningSum(torch.float32)

@@ -1,4 +1,4 @@
-"""Dropout's masks in one process: as many entries as asked, no pattern, the same for the same key."""
+"""Dropout masks in one process: the rate asked for, no pattern, the same mask for the same key."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass
 class FakeRing:
-    """What masks read of a ring."""
+    """The attributes of a ring that masks read."""
 
     rank: int = 0
     size: int = 1
@@ -34,7 +34,7 @@ def kept(
 
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_as_many_entries_stay_as_asked_and_the_mean_stays(equal: bool, p: float) -> None:
+def test_entries_are_dropped_at_the_given_rate_and_the_mean_stays(equal: bool, p: float) -> None:
     values = kept((40, 50, 60), p, equal=equal)
     assert set(values.flatten().tolist()) == {0.0, 1 / (1 - p)}
     assert values.mean().item() == pytest.approx(1, abs=5 * (p / (1 - p) / values.numel()) ** 0.5)
@@ -63,7 +63,9 @@ def test_parts_of_a_batch_and_slices_have_their_part_of_the_equal_mask(batch_dim
     for rank in range(3):
         for first in (0, 4):
             part = whole.narrow(batch_dim, 2 * rank, 2)[..., first : first + 4]
-            found = kept(tuple(part.shape), 0.5, ring=FakeRing(rank, 3), batch_dim=batch_dim, first=first)
+            found = kept(
+                tuple(part.shape), 0.5, ring=FakeRing(rank, 3), batch_dim=batch_dim, first=first
+            )
             assert torch.equal(found, part)
 
 

@@ -1,4 +1,4 @@
-"""Where the parts of a slice lie."""
+"""The layout of a slice's shards in its buffer."""
 
 from itertools import pairwise
 from math import prod
@@ -13,17 +13,24 @@ from gyre_trainer.shards.layout import Cut, Layout, slice_bounds
 def test_bounds_are_those_of_torch_chunk(size: int, num_slices: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(num_slices)]
     chunks += [[]] * (num_slices - len(chunks))
-    assert [list(range(*slice_bounds(size, index, num_slices))) for index in range(num_slices)] == chunks
+    assert [
+        list(range(*slice_bounds(size, index, num_slices))) for index in range(num_slices)
+    ] == chunks
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
 def test_the_slices_together_are_the_parameters(num_slices: int) -> None:
-    layout = Layout((Cut("up", (7, 3), 0), Cut("down", (3, 7), 1), Cut("bias", (3,), 0, padded=True)), num_slices)
+    layout = Layout(
+        (Cut("up", (7, 3), 0), Cut("down", (3, 7), 1), Cut("bias", (3,), 0, padded=True)),
+        num_slices,
+    )
     whole = [torch.arange(prod(cut.shape)).view(cut.shape) for cut in layout.cuts]
     parts: list[list[torch.Tensor]] = [[] for _ in layout.cuts]
     for index in range(num_slices):
         flat = torch.empty(layout.numel(index), dtype=torch.int64)
-        for cut, view, tensor, found in zip(layout.cuts, layout.views(flat, index), whole, parts, strict=True):
+        for cut, view, tensor, found in zip(
+            layout.cuts, layout.views(flat, index), whole, parts, strict=True
+        ):
             start, stop = layout.bounds(cut, index)
             view.copy_(tensor.narrow(cut.dim, start, stop - start))
             found.append(view)
@@ -47,7 +54,9 @@ def test_the_pieces_together_are_the_slices(num_slices: int, num_rounds: int) ->
         bounds = [pieces.bounds(pieces.cuts[0], piece) for piece in of_slice]
         assert (bounds[0][0], bounds[-1][1]) == slices.bounds(slices.cuts[0], index)
         assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
-        assert [2 * (stop - start) for start, stop in bounds] == [numels[piece] for piece in of_slice]
+        assert [2 * (stop - start) for start, stop in bounds] == [
+            numels[piece] for piece in of_slice
+        ]
 
 
 def test_a_layout_of_some_cuts_lies_without_gaps() -> None:

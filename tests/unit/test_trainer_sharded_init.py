@@ -1,4 +1,4 @@
-"""Initial weights in one process: reproducible, distributed as said, and without a seam between cells."""
+"""Initial weights in one process: reproducible, of the right distribution, without seams."""
 
 from math import sqrt
 
@@ -10,7 +10,9 @@ from gyre_trainer.training.gpt import GPT, GPTConfig
 from scipy import stats
 from torch import Tensor, nn
 
-CONFIG = GPTConfig(vocab_size=300, num_layers=2, dim=32, num_heads=4, num_kv_heads=2, hidden_dim=80, max_seq_len=8)
+CONFIG = GPTConfig(
+    vocab_size=300, num_layers=2, dim=32, num_heads=4, num_kv_heads=2, hidden_dim=80, max_seq_len=8
+)
 
 
 def materialized(seed: int, *, tied: bool = False) -> GPT:
@@ -21,7 +23,9 @@ def materialized(seed: int, *, tied: bool = False) -> GPT:
     return model
 
 
-def drawn(init: Normal | Uniform | Constant, shape: tuple[int, ...], *, seed: int = 0, name: str = "w") -> Tensor:
+def drawn(
+    init: Normal | Uniform | Constant, shape: tuple[int, ...], *, seed: int = 0, name: str = "w"
+) -> Tensor:
     tensor = torch.empty(shape, dtype=torch.float64)
     fill(tensor, init, seed=seed, name=name)
     return tensor
@@ -35,24 +39,33 @@ def test_the_same_seed_gives_the_same_weights_and_another_gives_others() -> None
 
 
 def test_parameters_of_one_shape_begin_differently() -> None:
-    assert not torch.equal(drawn(Normal(1.0), (8, 8), name="a"), drawn(Normal(1.0), (8, 8), name="b"))
+    assert not torch.equal(
+        drawn(Normal(1.0), (8, 8), name="a"), drawn(Normal(1.0), (8, 8), name="b")
+    )
 
 
 def test_cells_of_one_parameter_are_independent() -> None:
     values = drawn(Normal(1.0), (600, 700))
-    cells = [values[row : row + 88, column : column + 188].flatten() for row in (0, 256, 512) for column in (0, 256, 512)]
+    cells = [
+        values[row : row + 88, column : column + 188].flatten()
+        for row in (0, 256, 512)
+        for column in (0, 256, 512)
+    ]
     correlation = torch.corrcoef(torch.stack(cells)) - torch.eye(len(cells))
     assert correlation.abs().max() < 5 / sqrt(cells[0].numel())
 
 
 def test_distributions_are_those_named() -> None:
-    normal, uniform = drawn(Normal(0.02), (300, 500)).flatten(), drawn(Uniform(0.3), (300, 500)).flatten()
+    normal, uniform = (
+        drawn(Normal(0.02), (300, 500)).flatten(),
+        drawn(Uniform(0.3), (300, 500)).flatten(),
+    )
     assert stats.kstest(normal.numpy(), "norm", args=(0, 0.02)).pvalue > 1e-4
     assert stats.kstest(uniform.numpy(), "uniform", args=(-0.3, 0.6)).pvalue > 1e-4
     assert drawn(Constant(1.5), (300,)).eq(1.5).all()
 
 
-def test_layers_without_inits_of_their_own_begin_as_torch_has_it() -> None:
+def test_layers_without_inits_begin_with_torchs_distributions() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(400, 100), nn.LayerNorm(100), nn.Linear(100, 300))
     materialize(model, seed=1)
@@ -80,6 +93,6 @@ def test_tied_parameters_stay_tied() -> None:
 
 
 @pytest.mark.parametrize(("dim", "num_heads", "num_kv_heads"), [(36, 4, 4), (32, 4, 3)])
-def test_a_shape_that_cannot_be_is_refused(dim: int, num_heads: int, num_kv_heads: int) -> None:
+def test_an_impossible_shape_is_refused(dim: int, num_heads: int, num_kv_heads: int) -> None:
     with pytest.raises(ConfigError, match=r"model\.(dim|num_kv_heads)"):
         GPTConfig(10, 1, dim, num_heads, num_kv_heads, 8, 8)

@@ -1,10 +1,10 @@
 """The command `gyre-train`.
 
-Each subcommand imports what it needs by itself, so a launcher starts its ranks a second sooner.
+Each subcommand imports its modules when it runs, so a launcher starts its ranks a second sooner.
 
 Exit status: 0 when the run is complete; 2 for an error that the user can correct (flags,
-configuration, a checkpoint or a dataset that does not fit), told in one sentence; 128 + N after
-signal N; else 1, with a traceback, or with the name of the rank that kept the others waiting.
+configuration, a checkpoint or a dataset that does not fit), with one sentence about it; 128 + N
+after signal N; otherwise 1, with a traceback or with the name of the rank at fault.
 """
 
 import argparse
@@ -46,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainError as error:
         print(f"gyre-train: error: {error}", file=sys.stderr)
         return 2
-    command = [sys.executable, "-m", "gyre_trainer", *(sys.argv[1:] if arguments is None else arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "gyre_trainer",
+        *(sys.argv[1:] if arguments is None else arguments),
+    ]
     return Launcher(command, options.nproc).run()
 
 
@@ -56,9 +61,9 @@ def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
     try:
         options.be_rank(load(options.config, options.set), options)
     except Exception as error:
-        told = isinstance(error, TrainError | GyreError)
-        status = 2 if told and not isinstance(error, RingError) else 1
-        text = str(error) if told else traceback.format_exc()
+        is_expected = isinstance(error, TrainError | GyreError)
+        status = 2 if is_expected and not isinstance(error, RingError) else 1
+        text = str(error) if is_expected else traceback.format_exc()
         if launcher:
             launcher.send(status, text)
         else:
@@ -70,26 +75,32 @@ def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
 
 
 def _run(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.training.train import train  # noqa: PLC0415  (only ranks train)
+    # Only ranks need torch's distributed packages.
+    from gyre_trainer.training.train import train  # noqa: PLC0415
 
     train(config, _checkpoint(config, options), may_restart=options.resume_if_any)
 
 
 def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.training.trace import trace  # noqa: PLC0415  (only ranks are traced)
+    # Only ranks need torch's profiler.
+    from gyre_trainer.training.trace import trace  # noqa: PLC0415
 
     trace(config, options.out, options.steps)
 
 
 def _plan(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415  (FSDP2 and fake tensors take a second to import)
+    # FSDP2 and fake tensors take a second to import.
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
 
     print(plan_tables.text(config, options.ranks))
 
 
 def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
-    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415  (as above)
-    from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415  (matplotlib)
+    # FSDP2 and fake tensors take a second to import.
+    from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
+
+    # Only this command draws.
+    from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415
 
     costs = plan_tables.step_costs(config, options.ranks)
     print(plan_tables.peaks(costs))
@@ -100,7 +111,8 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
     """The checkpoint directory to resume from; None to begin."""
     if not (options.resume or options.resume_if_any):
         return None
-    from gyre_trainer.training import checkpoint  # noqa: PLC0415  (torch.distributed.checkpoint)
+    # This imports torch.distributed.checkpoint, which takes a second.
+    from gyre_trainer.training import checkpoint  # noqa: PLC0415
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:
@@ -115,18 +127,30 @@ def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gyre-train", description="Train with Rotated Tensor Parallelism on a Gyre dataset.")
+    parser = argparse.ArgumentParser(
+        prog="gyre-train", description="Train with Rotated Tensor Parallelism on a Gyre dataset."
+    )
     parser.add_argument("--version", action="version", version=f"gyre-train {__version__}")
     shtab.add_argument_to(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="run a training configuration to its end"))
-    _add_trace(commands.add_parser("trace", help="profile a few steps on random tokens; every rotation step is named"))
-    shows = commands.add_parser("plan", help="show what each module becomes, and what a step costs a rank")
+    _add_trace(
+        commands.add_parser(
+            "trace", help="profile a few steps on random tokens; every rotation step is named"
+        )
+    )
+    shows = commands.add_parser(
+        "plan", help="show what each module becomes, and what a step costs a rank"
+    )
     _add_shows(shows)
     shows.set_defaults(show=_plan)
-    shows = commands.add_parser("memory", help="draw the live bytes of one step, beside FSDP2 and DDP")
+    shows = commands.add_parser(
+        "memory", help="draw the live bytes of one step, beside FSDP2 and DDP"
+    )
     _add_shows(shows)
-    shows.add_argument("--out", type=Path, default=Path("memory.png"), metavar="PNG", help="default memory.png")
+    shows.add_argument(
+        "--out", type=Path, default=Path("memory.png"), metavar="PNG", help="default memory.png"
+    )
     shows.set_defaults(show=_memory)
     return parser.parse_args(arguments)
 
@@ -145,7 +169,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     resumes.add_argument(
         "--resume-if-any",
         action="store_true",
-        help="continue from the run's latest checkpoint, or start if there is none yet: for a service that restarts",
+        help="continue from the run's latest checkpoint, or start if there is none yet; "
+        "for a service that restarts",
     )
     run.set_defaults(be_rank=_run, prepare=_checkpoint)
 
@@ -154,7 +179,11 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
     _add_config(traces)
     _add_nproc(traces)
     traces.add_argument(
-        "--out", type=Path, default=Path("trace"), metavar="FOLDER", help="where rank-*.json are written (default trace)"
+        "--out",
+        type=Path,
+        default=Path("trace"),
+        metavar="FOLDER",
+        help="where rank-*.json are written (default trace)",
     )
     traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
     traces.set_defaults(be_rank=_trace, prepare=None)
@@ -163,20 +192,32 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
 def _add_shows(shows: argparse.ArgumentParser) -> None:
     """Options of the commands without ranks, which compute on fake tensors."""
     _add_config(shows)
-    shows.add_argument("--ranks", type=_positive, default=4, help="ranks of the job, whatever this machine has (default 4)")
+    shows.add_argument(
+        "--ranks",
+        type=_positive,
+        default=4,
+        help="number of ranks of the job; this machine needs none of them (default 4)",
+    )
     shows.set_defaults(be_rank=None)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", type=Path, metavar="CONFIG.toml")
     command.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value of the configuration"
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one value of the configuration",
     )
 
 
 def _add_nproc(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--nproc", type=_positive, default=1, help="ranks to start on this machine (default 1; not under torchrun)"
+        "--nproc",
+        type=_positive,
+        default=1,
+        help="ranks to start on this machine (default 1; not under torchrun)",
     )
 
 

@@ -8,7 +8,7 @@ TrainError
 ├── Diverged                   the loss is infinite or not a number
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on
 ├── RotationError (ValueError) a module or parameter that cannot be rotated as asked, or was misused
-└── RingError (RuntimeError)   a rank died, or kept the others waiting for longer than the timeout
+└── RingError (RuntimeError)   a rank ended, or did not answer within the timeout
 
 A message is one sentence that names what it is about and what to do.
 """
@@ -27,7 +27,7 @@ class CheckpointRejected(TrainError):
 
 
 class CheckpointFailed(TrainError):
-    """The checkpoint was not written; the message says why."""
+    """The checkpoint was not written. The message says why."""
 
 
 class DataRejected(TrainError):
@@ -35,7 +35,7 @@ class DataRejected(TrainError):
 
 
 class Diverged(TrainError):
-    """The loss is infinite or not a number; nothing was saved since."""
+    """The loss is infinite or not a number. No checkpoint has been saved since."""
 
 
 class MeshError(TrainError, ValueError):

@@ -1,7 +1,8 @@
-"""Rotated Tensor Parallelism for a user's script: the public names are imported from here.
+"""Rotated Tensor Parallelism for your own training script: import the public names from here.
 
-Modules and rules of known kinds are in the modules of `gyre_trainer.layers`; the base class of a rule
-for a new kind is `gyre_trainer.rotation.rule.Rule`.
+`rotate_all` rotates a whole model, `rotate` one module. The rules for known kinds of modules are in
+the modules of `gyre_trainer.layers`; a rule for a new kind derives from
+`gyre_trainer.rotation.rule.Rule`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
-from gyre_trainer.inspection.rule_checks import check_linearity, check_tokenwise
+from gyre_trainer.inspection.rule_checks import check_linearity
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.known_modules import rotate_known
@@ -46,22 +47,31 @@ __all__ = [
 _DEFAULT_POLICY = RotationPolicy()
 
 Rules = Mapping[type[nn.Module] | str, Rule | None]
+"""Rules by the class or the path of the modules that they apply to; None keeps a module whole."""
 
 
 def rotate(
-    module: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rule: Rule | None = None
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    policy: RotationPolicy = _DEFAULT_POLICY,
+    rule: Rule | None = None,
 ) -> nn.Module:
-    """Spread a module's parameters over the ranks of ``mesh``: each rank keeps 1/N of them.
+    """Shard a module's parameters over the ranks of ``mesh``: each of N ranks keeps 1/N of them.
+
+    The module is changed in place and returned. From then on:
+
+    * Its parameters are DTensors on ``mesh``, so create the optimizer after this call.
+    * A call takes this rank's part of the batch and returns the output for that part, with the
+      shapes and dtypes that the module has without rotation.
+    * `loss.backward()` leaves gradients that are averaged over the ranks, as data parallelism does.
+      If every rank's loss is the mean over its part and all parts are equally large, these are the
+      gradients of the mean over the whole batch.
+    * All ranks must call the same modules in the same order.
 
     Apply it bottom-up: to each MLP, attention, embedding and large linear layer, and at last to the
-    model, whose remaining parameters (norms, small biases) are kept whole on every rank.
-    `rotate_all` does all of this. It changes the module in place and returns it. The module's
-    parameters are DTensors from then on: give them to the optimizer afterwards.
-
-    Each rank calls the module with its own part of the batch, and `loss.backward()` leaves
-    gradients that are averaged over the ranks, as data parallelism does: where every rank's loss is
-    the mean over its part and all parts are equally large, these are the gradients of the mean over
-    the whole batch. All ranks must make the same calls in the same order.
+    model. That last call keeps the remaining parameters (norms, small biases) whole on every rank.
+    `rotate_all` does all of this.
 
     Args:
         module: on `meta` (then call `materialize` afterwards), or with the same values on every
@@ -75,6 +85,14 @@ def rotate(
         MeshError: the mesh is not a ring with this rank on it.
         RotationError: the module was rotated before, or cannot be cut like this, or differs among
             ranks; the message names module and parameter.
+
+    Example:
+        mesh = make_mesh("cpu")  # after torch.distributed.init_process_group
+        for block in model.blocks:
+            rotate(block.attention, mesh=mesh, rule=AttentionRule(num_kv_heads=8))
+            rotate(block.mlp, mesh=mesh, rule=MLPRule(ups=("gate", "up")))
+        rotate(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
     """
     require_ring(mesh)
     _require_new(module)
@@ -85,31 +103,47 @@ def rotate(
     elif not rotate_known(module, target):
         _keep_whole(module, target)
     if rule is not None and rule.linear_in:
-        _check_rule_at_first_call(module, recompute=policy.recompute and rule.tokenwise)
+        _check_rule_at_first_call(module)
     return module
 
 
 def rotate_all(
-    model: nn.Module, *, mesh: DeviceMesh, policy: RotationPolicy = _DEFAULT_POLICY, rules: Rules | None = None
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    policy: RotationPolicy = _DEFAULT_POLICY,
+    rules: Rules | None = None,
 ) -> RotationPlan:
-    """Rotate every module in ``model`` that can be; all others stay whole on every rank.
+    """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
-    Modules that were rotated before are left as they are.
+    Afterwards all that `rotate` promises is true of the whole model. Modules that were rotated
+    before are left as they are.
 
     Args:
-        model: as for `rotate`.
-        mesh: as for `rotate`.
-        policy: as for `rotate`.
-        rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp"
-            (in which * stands for any text, dots included). A path is preferred to a class, and an
-            earlier key to a later one. None keeps a module whole.
+        model: on `meta` (then call `materialize` afterwards), or with the same values on every
+            rank.
+        mesh: a mesh of one axis, as `make_mesh` gives it.
+        policy: the dtypes of travelling slices, recomputation and dropout.
+        rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp",
+            in which * stands for any text, dots included. A path is preferred to a class, and an
+            earlier key to a later one. None instead of a rule keeps a module whole.
 
     Returns:
-        What became of every parameter. `plan_of(model)` gives it again.
+        How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
+        same again.
 
     Raises:
-        MeshError: as for `rotate`.
-        RotationError: as for `rotate`; or a rule fits no module.
+        MeshError: the mesh is not a ring with this rank on it.
+        RotationError: a module cannot be cut like this, or the model differs among ranks, or a rule
+            applies to no module; the message names module and parameter.
+
+    Example:
+        mesh = make_mesh("cuda")  # after torch.distributed.init_process_group
+        with torch.device("meta"):
+            model = MyModel()
+        print(rotate_all(model, mesh=mesh, rules={MyMLP: MLPRule(ups=("w1", "w3"), down="w2")}))
+        materialize(model, seed=0)
+        optimizer = torch.optim.AdamW(model.parameters())
     """
     require_ring(mesh)
     _require_new(model)
@@ -146,11 +180,13 @@ class _Walk:
                 self.visit(f"{path}.{name}".removeprefix("."), child)
 
     def require_all_used(self) -> None:
-        """Refuse rules that fit no module."""
+        """Refuse rules that apply to no module."""
         for key in self._rules:
             if key not in self._used:
                 name = repr(key) if isinstance(key, str) else key.__name__
-                raise RotationError(f"the rule for {name} fits no module, or only modules inside of one that rotates")
+                raise RotationError(
+                    f"the rule for {name} fits no module, or only modules inside one that rotates"
+                )
 
     def _key(self, path: str, module: nn.Module) -> type[nn.Module] | str | None:
         paths = [key for key in self._rules if isinstance(key, str) and fnmatchcase(path, key)]
@@ -164,7 +200,10 @@ def _require_new(module: nn.Module) -> None:
         raise RotationError(f"{type(module).__name__} is rotated already")
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
-            raise RotationError(f"{type(module).__name__}.{name} has no shape yet; call the model once before it is rotated")
+            raise RotationError(
+                f"{type(module).__name__}.{name} has no shape yet; "
+                "call the model once before it is rotated"
+            )
 
 
 def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
@@ -177,19 +216,12 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
         use_equal_masks(module, target.mesh)
 
 
-def _check_rule_at_first_call(module: nn.Module, *, recompute: bool) -> None:
-    """Check a user's rule at the module's first calls, before anything is trained."""
+def _check_rule_at_first_call(module: nn.Module) -> None:
+    """Check a user's rule at the module's first call, before anything is trained."""
 
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()
         assert isinstance(rotated, RotatedModule)
         check_linearity(rotated.rotation, args, kwargs)
 
-    def until_split(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert isinstance(rotated, RotatedModule)
-        if check_tokenwise(rotated.rotation, args, kwargs):
-            split_hook.remove()
-
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)
-    if recompute:
-        split_hook = module.register_forward_pre_hook(until_split, with_kwargs=True)

@@ -1,5 +1,7 @@
-"""What a dataset is: its format, where each of its samples lies, its fingerprint, and what an order costs to read.
+"""Datasets: their formats, where each of their samples lies, and what an order costs to read.
 
-In: shards of a storage and the operator's configuration. Out: a `Dataset`, whose index maps sample ids to byte ranges and is
-pure. `catalog` keeps the datasets that are open. Imports `order` and `storage`; `sessions` and `service` import it.
+In: the shards of a storage and the operator's configuration. Out: a `Dataset`, whose index maps
+sample ids to byte ranges. `catalog` keeps the open datasets, `indexing` opens them, and `formats`
+is pure. This package imports `order` and `storage`; `fetching`, `sessions`, `service` and `server`
+import it.
 """

@@ -1,4 +1,4 @@
-"""The datasets of a daemon: from the name that a client sends to a dataset that is open, indexed and fingerprinted."""
+"""The datasets of a daemon, by name: opened once, indexed, and kept."""
 
 import asyncio
 import json
@@ -7,9 +7,15 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.changes import Change, DatasetRecords, Known
+from gyre_daemon.datasets.changes import (
+    RECORD_SUFFIX,
+    Change,
+    PreviousIndex,
+    load_previous,
+    save_record,
+)
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.indexing import Indexer, ScannedShard
+from gyre_daemon.datasets.indexing import IndexedShard, Indexer
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedShards, is_compressed, unpacked_name
 from gyre_daemon.errors import NotAllowed, UnknownDataset
@@ -22,16 +28,18 @@ from gyre_daemon.storage.opener import StorageOpener
 class IndexProgress:
     """One more shard of a dataset has its index.
 
+    The last progress of a dataset also has the results for the whole dataset.
+
     Attributes:
         num_done: shards so far.
         num_shards: of the dataset.
-        num_samples: in the shards so far, where they are scanned; in the last progress, of the dataset.
+        num_samples: in the scanned shards so far; at last, in the dataset.
         shard: the one just done.
-        reused: its sidecar was fresh, or nothing is scanned and it is what it was.
-        change: what became of it since it was last indexed.
-        fingerprint: of the dataset, in the last progress; empty before.
-        fingerprint_before: likewise, of the dataset as it was; empty where it was never indexed or opened.
-        removed: likewise, shards that it had and has no longer.
+        reused: whether its sidecar was fresh, or it is unchanged and nothing is scanned.
+        change: how it differs from what was indexed before.
+        fingerprint: at last, of the dataset.
+        fingerprint_before: at last, of the dataset as it was; empty if it was never indexed.
+        removed: at last, the shards that the dataset no longer has.
     """
 
     num_done: int
@@ -44,31 +52,41 @@ class IndexProgress:
     fingerprint_before: str = ""
     removed: tuple[str, ...] = ()
 
-    def after(self, shard: str, scanned: ScannedShard) -> "IndexProgress":
-        """The progress once one more shard is done."""
+    def after(self, name: str, indexed: IndexedShard) -> "IndexProgress":
+        """The progress after one more shard, which has this name."""
         return IndexProgress(
             self.num_done + 1,
             self.num_shards,
-            self.num_samples + scanned.num_samples,
-            shard,
-            scanned.reused,
-            scanned.change or "indexed",
+            self.num_samples + indexed.num_samples,
+            name,
+            indexed.reused,
+            indexed.change or "indexed",
         )
 
-    def finished(self, dataset: Dataset, known: Known, names: Set[str]) -> "IndexProgress":
-        """The last progress, of a dataset whose shards have these names; compressed ones are known by both of theirs."""
+    def finished(
+        self, dataset: Dataset, previous: PreviousIndex, names: Set[str]
+    ) -> "IndexProgress":
+        """The last progress, of a dataset whose shards have these names.
+
+        An earlier index may know a compressed shard by its name, or by that of the unpacked one.
+        """
         names = names | {unpacked_name(name) for name in names if is_compressed(name)}
         return replace(
             self,
             num_samples=dataset.num_samples,
             fingerprint=dataset.fingerprint,
-            fingerprint_before=known.fingerprint,
-            removed=tuple(sorted(known.shards.keys() - names)),
+            fingerprint_before=previous.fingerprint,
+            removed=tuple(sorted(previous.shards.keys() - names)),
         )
 
 
 class Catalog:
-    """Opens each dataset once and keeps it; several clients that want the same one wait for the same opening."""
+    """Opens each dataset once and keeps it; clients that want the same one wait together.
+
+    Attributes:
+        datasets: the definitions by name.
+        has_cache: whether remote datasets are read through the node's cache, unless they opt out.
+    """
 
     def __init__(
         self,
@@ -80,29 +98,24 @@ class Catalog:
         allow_ad_hoc: bool,
         unpacked: UnpackedShards | None = None,
     ) -> None:
-        """Nothing is open yet.
+        """Open nothing yet.
 
         Args:
-            datasets: by name.
+            datasets: the definitions by name.
             opener: of their storages.
-            sidecars: keep their indexes.
-            cache: of what is remote; None for none.
-            allow_ad_hoc: clients may define datasets.
-            unpacked: where compressed shards go; None where there are none.
+            sidecars: for their indexes.
+            cache: of remote data; None for none.
+            allow_ad_hoc: whether clients may define datasets.
+            unpacked: where compressed shards go; None to refuse datasets that have any.
         """
         self.datasets = datasets
-        self._has_cache = cache is not None
+        self.has_cache = cache is not None
         self._opener = opener
         self._indexer = Indexer(opener, sidecars, unpacked, cache)
-        self._records = DatasetRecords(sidecars)
+        self._records = sidecars.sibling(RECORD_SUFFIX)
         self._allow_ad_hoc = allow_ad_hoc
         self._open: dict[str, Dataset] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-
-    @property
-    def has_cache(self) -> bool:
-        """Datasets in object storage are read through the node's cache, unless they say otherwise."""
-        return self._has_cache
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
@@ -110,7 +123,10 @@ class Catalog:
         return self._opener.endpoints.values()
 
     def replace(self, datasets: Mapping[str, DatasetConfig]) -> None:
-        """From now on these are served; whoever reads one that is gone, or another now, goes on with what it has."""
+        """Serve these datasets from now on.
+
+        A session keeps the dataset that it reads, even if its definition is gone or has changed.
+        """
         for name, config in self.datasets.items():
             if datasets.get(name) != config:
                 self._open.pop(name, None)
@@ -124,11 +140,14 @@ class Catalog:
         """A configured dataset.
 
         Raises:
-            UnknownDataset: lists what there is.
+            UnknownDataset: there is none of this name; lists those that there are.
         """
         if name not in self.datasets:
             known = ", ".join(sorted(self.datasets)) or "none"
-            raise UnknownDataset(f"no dataset is named {name[:200]!r}; this daemon serves: {known}", {"dataset": name[:200]})
+            raise UnknownDataset(
+                f"no dataset is named {name[:200]!r}; this daemon serves: {known}",
+                {"dataset": name[:200]},
+            )
         return name, self.datasets[name]
 
     def resolve_ad_hoc(self, config: DatasetConfig) -> tuple[str, DatasetConfig]:
@@ -139,65 +158,78 @@ class Catalog:
         """
         if not self._allow_ad_hoc:
             raise NotAllowed(
-                "this daemon serves the datasets that its operator named; ask for one by name, or run a private daemon"
+                "this daemon serves the datasets that its operator named; ask for one by name, or "
+                "run a private daemon"
             )
-        uri = config.uri if "://" in config.uri else os.path.abspath(config.uri)  # noqa: PTH100  a glob is no path
-        options = json.dumps([config.format, dict(config.options), dict(config.storage)], sort_keys=True, default=str)
+        # A URI may have a glob, which pathlib does not resolve.
+        uri = config.uri if "://" in config.uri else os.path.abspath(config.uri)  # noqa: PTH100
+        options = json.dumps(
+            [config.format, dict(config.options), dict(config.storage)], sort_keys=True, default=str
+        )
         return f"{uri} {options}", config
 
     async def open(self, name: str, config: DatasetConfig) -> Dataset:
-        """The open dataset; its index is built where it is missing.
+        """The open dataset; indexes that are missing are built.
 
         Raises:
             ConfigError, InvalidRequest: the definition makes no sense.
-            ShardMissing, NotAllowed, StorageUnavailable, CorruptSample: its shards cannot be used; names the first.
+            ShardMissing, NotAllowed, StorageUnavailable, CorruptSample: its shards cannot be used;
+                names the first.
         """
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._open:
                 opening = await self._indexer.begin(self._shown(name), config)
                 async for _ in self._indexer.scan(opening, None):
                     pass
-                return self._keep(name, config, await self._indexer.finish(opening, anew=False))
+                return self._keep(name, config, await self._indexer.finish(opening, refresh=False))
             return self._open[name]
 
-    async def index(self, name: str, config: DatasetConfig, *, with_checksums: bool = False) -> AsyncIterator[IndexProgress]:
-        """List the shards anew, index what is stale, and tell about each shard; sessions that come later see the result.
+    async def index(
+        self, name: str, config: DatasetConfig, *, with_checksums: bool = False
+    ) -> AsyncIterator[IndexProgress]:
+        """List the shards again, index the stale ones, and report each shard.
+
+        Sessions that begin later see the result.
 
         Args:
             name: from `resolve`.
-            config: likewise.
-            with_checksums: wait until every local shard has checksums, which reads all of it.
+            config: from `resolve`.
+            with_checksums: take the checksums of every local shard, which reads all of it.
 
         Raises:
             Overloaded: an index cannot be stored; otherwise as `open`.
         """
         async with self._locks.setdefault(name, asyncio.Lock()):
             opening = await self._indexer.begin(self._shown(name), config)
-            known = await asyncio.to_thread(self._records.load, name, opening.location, self._open.get(name))
+            previous = await asyncio.to_thread(
+                load_previous, self._records, name, opening.location, self._open.get(name)
+            )
             progress = IndexProgress(0, len(opening.scans), 0, "", reused=False, change="indexed")
-            async for scanned in self._indexer.scan(opening, known):
+            async for indexed in self._indexer.scan(opening, previous):
                 if progress.num_done:
                     yield progress
-                progress = progress.after(opening.source.shards[scanned.number].name, scanned)
-            dataset = await self._indexer.finish(opening, anew=True)
+                progress = progress.after(opening.source.shards[indexed.number].name, indexed)
+            dataset = await self._indexer.finish(opening, refresh=True)
             if with_checksums:
                 await self._indexer.take_checksums(dataset)
             self._keep(name, config, dataset)
             shards = opening.source.shards
-            await asyncio.to_thread(self._records.save, name, opening.location, shards, dataset.fingerprint)
-            yield progress.finished(dataset, known, {shard.name for shard in shards})
+            await asyncio.to_thread(
+                save_record, self._records, name, opening.location, shards, dataset.fingerprint
+            )
+            yield progress.finished(dataset, previous, {shard.name for shard in shards})
 
     def close(self) -> None:
-        """Forget all datasets; sessions that still read keep theirs."""
+        """Forget all datasets; sessions keep those that they read."""
         self._open.clear()
         self._indexer.close()
 
     def _shown(self, name: str) -> str | None:
-        """A configured name; an ad-hoc dataset has none."""
+        """The name for messages; None for an ad-hoc dataset."""
         return name if name in self.datasets else None
 
     def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
-        """A dataset that was replaced while it was being opened is only for those who asked for it before."""
+        """Keep a dataset, unless its definition was replaced while it was being opened."""
         if self.datasets.get(name, config) == config:
             self._open[name] = dataset
         return dataset

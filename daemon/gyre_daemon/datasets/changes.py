@@ -1,4 +1,4 @@
-"""What became of a dataset's shards since they were last indexed."""
+"""Compares the shards of a dataset with what they were when it was last indexed."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,27 +11,25 @@ from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.local.checksums import Checksums
-from gyre_daemon.storage.local.local import LocalStorage
-from gyre_daemon.storage.local.openfiles import file_error
+from gyre_daemon.storage.checksums import Checksums
 from gyre_daemon.storage.shard import Shard
 
-# indexed: for the first time; kept: what it was; restored: touched or put back, with the bytes that it had; changed: it
-# has other bytes, or may have, since no checksums of the earlier ones were taken.
+# indexed: it is new. kept: it is what it was. restored: its times moved, but its bytes are what
+# they were. changed: it has other bytes, or may have, because no checksums of the earlier ones
+# exist.
 Change = Literal["indexed", "kept", "restored", "changed"]
 
-
-_SUFFIX = ".gyre-dataset"
+RECORD_SUFFIX = ".gyre-dataset"  # of the sidecar of a dataset as a whole
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a dataset from before it is indexed again.
+class PreviousIndex:
+    """What is known about a dataset from before it is indexed again.
 
     Attributes:
         shards: as they were listed, by name.
         checksums: of some of them, by name.
-        fingerprint: of the dataset; empty where nobody knows.
+        fingerprint: of the dataset; empty if it is not known.
     """
 
     shards: Mapping[str, Shard]
@@ -39,34 +37,38 @@ class Known:
     fingerprint: str
 
 
-class DatasetRecords:
-    """What the last index of each dataset found, for the next, whichever daemon makes it. Waits for the disk."""
+def load_previous(
+    records: SidecarStore, name: str, location: str, before: Dataset | None
+) -> PreviousIndex:
+    """What a dataset was: as it is open now (`before`), or else as the records say; waits."""
+    if before:
+        storage = before.storage
+        taken = storage.checksums.known if storage.checksums else {}
+        named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
+        shards = {shard.name: shard for shard in storage.shards}
+        return PreviousIndex(shards, named, before.fingerprint)
+    arrays = records.load(_key(name, location), None)
+    if arrays is None:
+        return PreviousIndex({}, {}, "")
+    stored = [Shard(*each) for each in json.loads(arrays["shards"].tobytes())]
+    digest = arrays["fingerprint"].tobytes().decode()
+    return PreviousIndex({shard.name: shard for shard in stored}, {}, digest)
 
-    def __init__(self, sidecars: SidecarStore) -> None:
-        self._sidecars = sidecars.sibling(_SUFFIX)
 
-    def load(self, name: str, location: str, before: Dataset | None) -> Known:
-        """What is known of a dataset: as it was open until now, or else as it was last indexed."""
-        if before:
-            storage = before.storage
-            taken = storage.checksums.known if isinstance(storage, LocalStorage) else {}
-            named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
-            return Known({shard.name: shard for shard in storage.shards}, named, before.fingerprint)
-        arrays = self._sidecars.load_now(_key(name, location), None)
-        if arrays is None:
-            return Known({}, {}, "")
-        shards = [Shard(*each) for each in json.loads(arrays["shards"].tobytes())]
-        return Known({shard.name: shard for shard in shards}, {}, arrays["fingerprint"].tobytes().decode())
+def save_record(
+    records: SidecarStore, name: str, location: str, shards: Sequence[Shard], fingerprint: str
+) -> None:
+    """Store what a dataset is, for `load_previous` of this daemon and of later ones; waits.
 
-    def save(self, name: str, location: str, shards: Sequence[Shard], fingerprint: str) -> None:
-        """Keep what was found.
-
-        Raises:
-            Overloaded: there is no room.
-        """
-        listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards]).encode()
-        arrays = {"shards": np.frombuffer(listed, np.uint8), "fingerprint": np.frombuffer(fingerprint.encode(), np.uint8)}
-        self._sidecars.save_now(_key(name, location), None, arrays)
+    Raises:
+        Overloaded: it cannot be stored.
+    """
+    listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards])
+    arrays = {
+        "shards": np.frombuffer(listed.encode(), np.uint8),
+        "fingerprint": np.frombuffer(fingerprint.encode(), np.uint8),
+    }
+    records.save(_key(name, location), None, arrays)
 
 
 def _key(name: str, location: str) -> SidecarKey:
@@ -74,49 +76,46 @@ def _key(name: str, location: str) -> SidecarKey:
 
 
 class ShardChanges:
-    """Compares the shards of a dataset that is indexed again with what is known of them. Used from threads that may wait."""
+    """Compares each shard of a dataset with what it was; waits, and is used from threads."""
 
-    def __init__(self, location: str, storage: Storage, known: Known, checksums: ChecksumTaker) -> None:
-        """Know what was.
+    def __init__(
+        self, location: str, storage: Storage, previous: PreviousIndex, checksums: ChecksumTaker
+    ) -> None:
+        """Compare nothing yet.
 
         Args:
-            location: of the dataset.
-            storage: its shards as they are listed now.
-            known: of the dataset from before.
-            checksums: has those of earlier daemons.
+            location: of the dataset, without credentials.
+            storage: the shards as they are listed now.
+            previous: what the dataset was.
+            checksums: takes checksums, and has those of earlier daemons.
         """
         self._location = location
         self._storage = storage
-        self._known = known
+        self._previous = previous
         self._checksums = checksums
 
     def of(self, shard: int, was_indexed: bool, is_fresh: bool) -> Change:
-        """What became of a shard; one on this machine's disk whose times moved is read whole.
+        """How a shard has changed; a local one whose times moved is read whole.
 
         Args:
             shard: its number.
-            was_indexed: there is a sidecar of it, of whichever version.
-            is_fresh: that sidecar is of the version that was listed, or there is nothing to scan.
+            was_indexed: whether it has a sidecar, of this or another version.
+            is_fresh: whether that sidecar is of the listed version, or there is nothing to scan.
 
         Raises:
-            StorageUnavailable: it cannot be read.
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
         listed = self._storage.shards[shard]
-        then = self._known.shards.get(listed.name)
-        if not isinstance(self._storage, LocalStorage):
+        then = self._previous.shards.get(listed.name)
+        checksums = self._storage.checksums
+        if checksums is None:
             return "kept" if was_indexed and is_fresh else "changed" if was_indexed else "indexed"
-        stored = self._checksums.stored(self._location, self._storage, shard)
+        stored = self._checksums.stored(self._location, checksums, shard)
         if then == listed or (was_indexed and is_fresh) or (stored and stored[1]):
             return "kept"
-        known = self._known.checksums.get(listed.name)
+        known = self._previous.checksums.get(listed.name)
         known = stored[0] if known is None and stored else known
         if known is None:
             return "changed" if then or was_indexed else "indexed"
-        return self._compared(self._storage, shard, known)
-
-    def _compared(self, storage: LocalStorage, shard: int, known: Checksums) -> Change:
-        try:
-            now = self._checksums.take(self._location, storage, shard)
-        except OSError as error:
-            raise file_error(storage.shards[shard].name, error) from error
+        now = self._checksums.take(self._location, checksums, shard)
         return "restored" if now is not None and np.array_equal(now, known) else "changed"

@@ -1,6 +1,6 @@
-"""Takes the checksums of local shards while they are known to be good, and keeps those of large datasets.
+"""Takes the checksums of local shards while they are known to be good, and stores them.
 
-See [Note: When a local shard is served] in `storage/checksums.py` for what they are good for.
+[Note: When a local shard is served] in `storage/checksums.py` says what they are good for.
 """
 
 import queue
@@ -12,147 +12,163 @@ from dataclasses import dataclass
 
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.storage.local.checksums import Checksums, checksums_as_listed
-from gyre_daemon.storage.local.local import LocalStorage
+from gyre_daemon.storage.checksums import Checksums, ShardChecksums
+from gyre_daemon.storage.local.listing import file_error
 
 CHECKSUMS_SUFFIX = ".gyre-checksums"
 _KIND = "checksums/1"
 _NAME = "checksums"
 
-# Small datasets get their checksums before they are served: so much is hashed in 35 to 70 ms, which nobody waits for
-# again. Twice as much would double the time to the first batch of a dataset that is not in memory.
+# A dataset of at most this size gets its checksums before it is served, which takes 35 to 70 ms.
+# Twice as much would double the time to the first batch of a dataset that is not in memory.
 _AT_ONCE_BYTES, _AT_ONCE_SHARDS = 16 << 20, 64
-# All others are read in the background, for one part of the time in this many: at 4 it is a quarter of one core, and
-# about 100 to 200 MiB/s where the file is in memory. At 2, a job that needs both cores of a small machine would notice.
+# Larger datasets are read in the background, during one part of the time in this many: at 4 that is
+# a quarter of one core, and 100 to 200 MiB/s if the file is in memory. At 2, a job that needs both
+# cores of a small machine would notice.
 _SHARE_OF_TIME = 4
-# The first of a dataset are taken without pauses while no job reads: most datasets on a laptop have all of theirs after a
-# second or two. Twice as much would be a core for some seconds more, whenever a large dataset is opened.
+# The first bytes of a dataset are read without pauses while no job reads, so that most datasets on
+# a laptop have all checksums after a second or two. Twice as much would take a core for some
+# seconds more whenever a large dataset is opened.
 _EAGER_BYTES = 1 << 30
-# Datasets that are read again within a second or two at the next start leave no files in the index folder.
-_MIN_KEPT_BYTES = 256 << 20
+# Smaller datasets are read again at the next start, within a second or two, instead of leaving
+# files in the index folder.
+_MIN_STORED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A dataset whose checksums are to be taken, unless it is gone by then."""
+class _QueuedDataset:
+    """A dataset that needs checksums, unless it has been closed by then."""
 
     location: str
-    storage: weakref.ref[LocalStorage]
+    shards: weakref.ref[ShardChecksums]
 
 
 class ChecksumTaker:
     """One thread that takes checksums for all datasets of a daemon."""
 
     def __init__(self, sidecars: SidecarStore) -> None:
-        """Idle.
+        """Start nothing yet.
 
         Args:
-            sidecars: of any kind: checksums lie in the same places, but never beside a shard.
+            sidecars: any kind; checksums are stored in the same folders, never beside a shard.
         """
         self._sidecars = sidecars.sibling(CHECKSUMS_SUFFIX)
-        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_QueuedDataset | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, location: str, storage: LocalStorage) -> None:
-        """Take the checksums of a dataset that was just opened: of a small one now, else in the background."""
-        num_bytes = sum(shard.size_bytes for shard in storage.shards)
-        if num_bytes <= _AT_ONCE_BYTES and len(storage.shards) <= _AT_ONCE_SHARDS:
-            self._take_all(_Waiting(location, weakref.ref(storage)), _no_pause)
+    def begin(self, location: str, shards: ShardChecksums) -> None:
+        """Take the checksums of a new dataset: of a small one now, else in the background."""
+        num_bytes = sum(shard.size_bytes for shard in shards.listed)
+        queued = _QueuedDataset(location, weakref.ref(shards))
+        if num_bytes <= _AT_ONCE_BYTES and len(shards.listed) <= _AT_ONCE_SHARDS:
+            self._take_all(queued, lambda _: True)
             return
-        self._waiting.put(_Waiting(location, weakref.ref(storage)))
+        self._queue.put(queued)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gyre-checksums", daemon=True)
             self._thread.start()
 
-    def take(self, location: str, storage: LocalStorage, shard: int) -> Checksums | None:
-        """The checksums of one shard, at once, kept for later daemons; None where it is no longer what was listed.
+    def take(self, location: str, shards: ShardChecksums, shard: int) -> Checksums | None:
+        """Take and store the checksums of one shard now; None if it is no longer what was listed.
 
         Raises:
-            OSError: it cannot be read.
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
-        checksums = checksums_as_listed(storage.path(shard), storage.shards[shard], lambda _: not self._closing.is_set())
+        try:
+            checksums = shards.take(shard, lambda _: not self._closing.is_set())
+        except OSError as error:
+            raise file_error(shards.listed[shard].name, error) from error
         if checksums is not None:
-            storage.checksums.add(shard, checksums)
-            self._save(location, storage, shard, checksums)
+            self._save(location, shards, shard, checksums)
         return checksums
 
-    def keep(self, location: str, storage: LocalStorage, shard: int) -> None:
-        """Keep the checksums of one shard for later daemons; where there are none, take them.
+    def keep(self, location: str, shards: ShardChecksums, shard: int) -> None:
+        """Store the checksums of one shard for later daemons; take them if there are none.
 
         Raises:
-            OSError: it cannot be read.
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
-        known = storage.checksums.known.get(shard)
+        known = shards.known.get(shard)
         if known is None:
-            self.take(location, storage, shard)
+            self.take(location, shards, shard)
         else:
-            self._save(location, storage, shard, known)
+            self._save(location, shards, shard, known)
 
-    def stored(self, location: str, storage: LocalStorage, shard: int) -> tuple[Checksums, bool] | None:
-        """What was kept of a shard, and whether it was as listed then; None for nothing."""
-        key = _key(location, storage, shard)
-        arrays = self._sidecars.load_outdated(key, None)
-        if arrays is None or _NAME not in arrays:
+    def stored(
+        self, location: str, shards: ShardChecksums, shard: int
+    ) -> tuple[Checksums, bool] | None:
+        """The checksums last stored for a shard, and whether it was then as it is listed now.
+
+        None if there are none.
+        """
+        found = self._sidecars.load_latest(_key(location, shards, shard), None)
+        if found is None or _NAME not in found[0]:
             return None
-        return arrays[_NAME], self._sidecars.load_now(key, None) is not None
+        return found[0][_NAME], found[1]
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop, and wait for the thread."""
         self._closing.set()
-        self._waiting.put(None)
+        self._queue.put(None)
         if self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        while (waiting := self._waiting.get()) and not self._closing.is_set():
-            self._take_all(waiting, _Pace(waiting.storage, self._closing).go_on)
+        while (queued := self._queue.get()) and not self._closing.is_set():
+            self._take_all(queued, _Throttle(queued.shards, self._closing).pause)
 
-    def _take_all(self, waiting: _Waiting, go_on: Callable[[int], bool]) -> None:
-        """Of all shards that have none; a shard that cannot be read has none."""
-        for shard in range(_num_shards(waiting)):
-            storage = waiting.storage()
-            if storage is None or self._closing.is_set():
+    def _take_all(self, queued: _QueuedDataset, go_on: Callable[[int], bool]) -> None:
+        """Take the checksums that are missing; a shard that cannot be read gets none."""
+        opened = queued.shards()
+        num_shards = len(opened.listed) if opened else 0
+        del opened  # a dataset that is closed meanwhile must not be kept alive
+        for shard in range(num_shards):
+            shards = queued.shards()
+            if shards is None or self._closing.is_set():
                 return
-            if shard not in storage.checksums.known and not self._load(waiting.location, storage, shard):
-                self._take_quietly(waiting.location, storage, shard, go_on)
+            location = queued.location
+            if shard not in shards.known and not self._load(location, shards, shard):
+                self._try_to_take(location, shards, shard, go_on)
 
-    def _load(self, location: str, storage: LocalStorage, shard: int) -> bool:
-        arrays = self._sidecars.load_now(_key(location, storage, shard), None)
+    def _load(self, location: str, shards: ShardChecksums, shard: int) -> bool:
+        arrays = self._sidecars.load(_key(location, shards, shard), None)
         if arrays is not None:
-            storage.checksums.add(shard, arrays[_NAME])
-        return shard in storage.checksums.known
+            shards.add(shard, arrays[_NAME])
+        return shard in shards.known
 
-    def _take_quietly(self, location: str, storage: LocalStorage, shard: int, go_on: Callable[[int], bool]) -> None:
+    def _try_to_take(
+        self, location: str, shards: ShardChecksums, shard: int, go_on: Callable[[int], bool]
+    ) -> None:
         try:
-            listed, stays = storage.shards[shard], storage.fits_into_memory
-            checksums = checksums_as_listed(storage.path(shard), listed, go_on, stays_in_memory=stays)
+            checksums = shards.take(shard, go_on, stays_in_memory=shards.fits_into_memory)
         except OSError:
             return
-        if checksums is not None:
-            storage.checksums.add(shard, checksums)
-            if sum(each.size_bytes for each in storage.shards) >= _MIN_KEPT_BYTES:
-                self._save(location, storage, shard, checksums)
+        is_large = sum(each.size_bytes for each in shards.listed) >= _MIN_STORED_BYTES
+        if checksums is not None and is_large:
+            self._save(location, shards, shard, checksums)
 
-    def _save(self, location: str, storage: LocalStorage, shard: int, checksums: Checksums) -> None:
-        """Keep them; where there is no room, the next daemon takes them again."""
+    def _save(
+        self, location: str, shards: ShardChecksums, shard: int, checksums: Checksums
+    ) -> None:
+        """Store checksums; without room for them, the next daemon takes them again."""
         try:
-            self._sidecars.save_now(_key(location, storage, shard), None, {_NAME: checksums})
+            self._sidecars.save(_key(location, shards, shard), None, {_NAME: checksums})
         except Overloaded:
             return
 
 
-class _Pace:
-    """Lets the others work most of the time."""
+class _Throttle:
+    """Pauses the thread, so that it works only its share of the time."""
 
-    def __init__(self, storage: weakref.ref[LocalStorage], closing: threading.Event) -> None:
-        self._storage = storage
+    def __init__(self, shards: weakref.ref[ShardChecksums], closing: threading.Event) -> None:
+        self._shards = shards
         self._closing = closing
         self._num_bytes = 0
         self._resumed = time.monotonic()
 
-    def go_on(self, num_bytes: int) -> bool:
-        """So much more was read: wait as it is due, and say whether anybody still wants the rest."""
+    def pause(self, num_bytes: int) -> bool:
+        """Wait as long as is due after reading `num_bytes` more; False if the daemon is closing."""
         self._num_bytes += num_bytes
         if not (self._num_bytes <= _EAGER_BYTES and self._is_idle):
             self._closing.wait((time.monotonic() - self._resumed) * (_SHARE_OF_TIME - 1))
@@ -161,19 +177,10 @@ class _Pace:
 
     @property
     def _is_idle(self) -> bool:
-        storage = self._storage()
-        return storage is not None and storage.is_idle
+        shards = self._shards()
+        return shards is not None and shards.is_idle()
 
 
-def _no_pause(_: int) -> bool:
-    return True
-
-
-def _num_shards(waiting: _Waiting) -> int:
-    storage = waiting.storage()
-    return len(storage.shards) if storage else 0
-
-
-def _key(location: str, storage: LocalStorage, shard: int) -> SidecarKey:
-    listed = storage.shards[shard]
+def _key(location: str, shards: ShardChecksums, shard: int) -> SidecarKey:
+    listed = shards.listed[shard]
     return SidecarKey(location, listed.name, listed.size_bytes, listed.version, _KIND)

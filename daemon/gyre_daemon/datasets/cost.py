@@ -1,9 +1,10 @@
-"""What reading a dataset costs in each order: requests, bytes, memory, money and shuffle quality. Pure, and no sample is read.
+"""Estimates what reading a dataset costs in each order: requests, bytes, memory, money and quality.
 
-Whatever depends on single samples or blocks is estimated from a few thousand of them, spread evenly over the dataset, so that a
-billion samples take no longer than a million. Requests follow the rules of remote storage: the fields of a sample come with one
-request where they lie close together, and a block comes with one. The cache takes whole blocks of its own while it has room,
-and evicts none; what it has no room for is read sample by sample.
+Pure; no sample is read. Averages come from a few thousand samples and blocks, spread evenly over
+the dataset, so that a billion samples take no longer than a million. Requests follow the rules of
+remote storage: fields of a sample that lie close together come with one request, and so does a
+block. The cache takes whole blocks of its own while it has room and evicts none; the rest is read
+sample by sample.
 """
 
 from collections.abc import Sequence
@@ -14,22 +15,27 @@ import numpy as np
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import Extents, SampleIndex
 from gyre_daemon.order.permutation import Int64Array
-from gyre_daemon.order.plan import Order, plan_of
+from gyre_daemon.order.planner import Order, planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
 from gyre_daemon.storage.base import MAX_GAP_BYTES
 
+# The order `block` is recommended only if it shuffles at least this well. A lower bound would give
+# up quality to save requests; a higher one would ask for windows that take more memory.
 GOOD_QUALITY = 0.95
 
-_NUM_LOOKED_AT = 4096
-_WORTH_WHILE = 4  # samples of a block, below which its one request saves little
+# Samples and blocks that are looked at. The estimates of sizes that vary by their own mean are then
+# right to about 2 %; four times as many would halve that and take four times as long.
+_NUM_SAMPLED = 4096
+# With fewer samples in a block, its one request saves too little to give up a global shuffle.
+_MIN_SAMPLES_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """In any currency; None: not known, and no money is reckoned.
+class StoragePrices:
+    """The prices of a storage in any currency; None if one is not known.
 
     Attributes:
-        per_1000_requests: what a storage asks for a thousand GET requests.
+        per_1000_requests: for a thousand GET requests.
         per_gb: for 10**9 bytes that leave it.
     """
 
@@ -37,36 +43,38 @@ class Prices:
     per_gb: float | None = None
 
     def of(self, num_requests: int, num_bytes: int) -> float | None:
-        """What so much reading costs."""
+        """The price of reading; None if neither price is known."""
         if self.per_1000_requests is None and self.per_gb is None:
             return None
-        return num_requests / 1e3 * (self.per_1000_requests or 0.0) + num_bytes / 1e9 * (self.per_gb or 0.0)
+        requests = num_requests / 1e3 * (self.per_1000_requests or 0.0)
+        return requests + num_bytes / 1e9 * (self.per_gb or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What is to be estimated.
+class CostQuery:
+    """What to estimate.
 
     Attributes:
-        order: of mode `block`, with seed, G, blocks and window; `full` takes seed and G of it.
-        num_epochs: how often the data is gone through.
+        order: of mode `block`; its seed and G also stand for `full`.
+        num_epochs: how often the data is read.
         cache_bytes: of the node; 0 for a cache as large as the data.
-        cache_block_bytes: about how large the cache's blocks are.
+        cache_block_bytes: about the size of the cache's blocks.
         prices: of the storage.
-        is_local: the data lies on this machine and has no prices, so that a request costs next to nothing.
+        is_local: whether the data lies on this machine and has no prices, so that a request costs
+            next to nothing.
     """
 
     order: Order
     num_epochs: int
     cache_bytes: int
     cache_block_bytes: int
-    prices: Prices
+    prices: StoragePrices
     is_local: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One order's.
+    """What one order costs.
 
     Attributes:
         order: its name.
@@ -75,7 +83,7 @@ class Estimate:
         amplification: bytes read for each byte that is served.
         memory_bytes: beside the prefetch window, which all orders need.
         quality: of the shuffle.
-        money: where prices are known.
+        money: None if no price is known.
     """
 
     order: str
@@ -88,8 +96,8 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """All orders' estimates, and which one to take."""
+class CostReport:
+    """The estimates of all orders, and the recommended one in a sentence."""
 
     estimates: Sequence[Estimate]
     recommendation: str
@@ -98,109 +106,129 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _Averages:
-    """Of a dataset: what a sample and a block take."""
+    """The average samples and blocks of a dataset.
+
+    Attributes:
+        num_samples: N.
+        num_blocks: of the dataset.
+        sample_requests: requests for a sample.
+        sample_bytes: bytes that these requests read.
+        served_bytes: bytes of a sample that are served.
+        block_bytes: bytes of a block.
+    """
 
     num_samples: int
     num_blocks: int
     sample_requests: float
-    sample_bytes: float  # that its requests bring
+    sample_bytes: float
     served_bytes: float
     block_bytes: float
 
     @property
     def data_bytes(self) -> float:
-        """Of all blocks together."""
+        """The bytes of all blocks together."""
         return self.num_blocks * self.block_bytes
 
 
-def estimate_costs(index: SampleIndex, question: Question) -> Report:
+def estimate_costs(index: SampleIndex, query: CostQuery) -> CostReport:
     """What each order costs on a dataset.
 
     Raises:
-        InvalidRequest: the order cannot go through the dataset; see `Plan`.
+        InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
     """
-    order, epochs = question.order, question.num_epochs
-    averages = _look_at(index, order.io_block_bytes)
-    cached = _look_at(index, question.cache_block_bytes)
-    full = expected_quality(plan_of(replace(order, mode="full", io_block_bytes=0, window_blocks=0), index))
-    block = expected_quality(plan_of(order, index))
+    order, epochs = query.order, query.num_epochs
+    averages = _average(index, order.io_block_bytes)
+    cache = _average(index, query.cache_block_bytes)
+    full_order = replace(order, mode="full", io_block_bytes=0, window_blocks=0)
+    full_quality = expected_quality(planner_for(full_order, index))
+    block_quality = expected_quality(planner_for(order, index))
     served = averages.num_samples * averages.served_bytes * epochs
 
-    def estimate(name: str, num_requests: float, num_bytes: float, memory_bytes: float, quality: ShuffleQuality) -> Estimate:
-        requests, read = round(num_requests), round(num_bytes)
+    def estimate(
+        name: str,
+        requests: float,
+        num_bytes: float,
+        memory_bytes: float,
+        quality: ShuffleQuality,
+    ) -> Estimate:
         return Estimate(
             name,
-            requests,
-            read,
+            round(requests),
+            round(num_bytes),
             num_bytes / max(served, 1),
             round(memory_bytes),
             quality,
-            question.prices.of(requests, read),
+            query.prices.of(round(requests), round(num_bytes)),
         )
 
-    one_by_one = averages.num_samples * averages.sample_requests, averages.num_samples * averages.sample_bytes
-    held = min(1.0, question.cache_bytes / max(cached.data_bytes, 1)) if question.cache_bytes else 1.0
+    sample_requests = epochs * averages.num_samples * averages.sample_requests
+    sample_bytes = epochs * averages.num_samples * averages.sample_bytes
+    held = min(1.0, query.cache_bytes / max(cache.data_bytes, 1)) if query.cache_bytes else 1.0
     window_blocks = min(order.window_blocks + 2, averages.num_blocks)
     estimates = [
-        estimate("full", epochs * one_by_one[0], epochs * one_by_one[1], 0, full),
+        estimate("full", sample_requests, sample_bytes, 0, full_quality),
         estimate(
             "block",
             epochs * averages.num_blocks,
             epochs * averages.data_bytes,
             window_blocks * averages.block_bytes,
-            block,
+            block_quality,
         ),
         estimate(
             "full with the cache",
-            held * cached.num_blocks + (1 - held) * epochs * one_by_one[0],
-            held * cached.data_bytes + (1 - held) * epochs * one_by_one[1],
-            held * cached.data_bytes,
-            full,
+            held * cache.num_blocks + (1 - held) * sample_requests,
+            held * cache.data_bytes + (1 - held) * sample_bytes,
+            held * cache.data_bytes,
+            full_quality,
         ),
     ]
-    return Report(estimates, _recommend(question, averages, estimates, held), round(served))
+    return CostReport(estimates, _recommend(query, averages, estimates, held), round(served))
 
 
-def _recommend(question: Question, averages: _Averages, estimates: Sequence[Estimate], held: float) -> str:
+def _recommend(
+    query: CostQuery, averages: _Averages, estimates: Sequence[Estimate], held: float
+) -> str:
     full, block, cached = estimates
     samples_per_block = averages.num_samples / averages.num_blocks
-    if question.is_local:
-        return "Take `full`: the data lies on this machine, where every order costs the same and nothing shuffles better."
-    if question.cache_bytes and held == 1.0:
+    if query.is_local:
         return (
-            "Take `full` with the cache: it holds all of the data, so each byte is asked for once, and the shuffle is global."
+            "Take `full`: the data lies on this machine, where every order costs the same and "
+            "nothing shuffles better."
         )
-    if samples_per_block < _WORTH_WHILE:
+    if query.cache_bytes and held == 1.0:
         return (
-            f"Take `full`: a block of {question.order.io_block_bytes} bytes would bring only {samples_per_block:.1f} samples, "
-            "so the order `block` saves few requests."
+            "Take `full` with the cache: it holds all of the data, so each byte is asked for once, "
+            "and the shuffle is global."
         )
-    if block.quality.worst < GOOD_QUALITY:
+    if samples_per_block < _MIN_SAMPLES_PER_BLOCK:
         return (
-            f"Take `full`, or `block` with a wider window than {question.order.window_blocks} blocks: this one shuffles only "
-            f"{block.quality.worst:.2f} as well as a global shuffle."
+            f"Take `full`: a block of {query.order.io_block_bytes} bytes would bring only "
+            f"{samples_per_block:.1f} samples, so the order `block` saves few requests."
+        )
+    quality = block.quality.worst
+    if quality < GOOD_QUALITY:
+        return (
+            f"Take `full`, or `block` with a wider window than {query.order.window_blocks} blocks: "
+            f"this one shuffles only {quality:.2f} as well as a global shuffle."
         )
     fewer = f"{full.num_requests / max(block.num_requests, 1):,.0f} times fewer"
+    saved = ""
+    if full.money is not None and block.money is not None and block.money <= full.money:
+        saved = f", saves {full.money - block.money:,.2f} of {full.money:,.2f}"
+    with_cache = ""
+    if not query.cache_bytes and query.num_epochs > 1:
+        with_cache = (
+            f"; where there are {cached.memory_bytes / 1e9:,.1f} GB for a cache, `full` asks for "
+            "each byte only once"
+        )
     return (
-        f"Take `block`: it asks for {fewer} requests than `full`{_saved(full, block)}, and shuffles {block.quality.worst:.2f} "
-        f"as well{_would_spare(question, cached)}."
+        f"Take `block`: it asks for {fewer} requests than `full`{saved}, and shuffles "
+        f"{quality:.2f} as well{with_cache}."
     )
 
 
-def _saved(full: Estimate, block: Estimate) -> str:
-    if full.money is None or block.money is None or block.money > full.money:
-        return ""
-    return f", saves {full.money - block.money:,.2f} of {full.money:,.2f}"
-
-
-def _would_spare(question: Question, cached: Estimate) -> str:
-    if question.cache_bytes or question.num_epochs == 1:
-        return ""
-    return f"; where there are {cached.memory_bytes / 1e9:,.1f} GB for a cache, `full` asks for each byte only once"
-
-
-def _look_at(index: SampleIndex, io_block_bytes: int) -> _Averages:
-    """The averages, from evenly spread samples and blocks."""
+def _average(index: SampleIndex, io_block_bytes: int) -> _Averages:
+    """Averages over evenly spread samples and blocks."""
     table = index.blocks(io_block_bytes)
     extents = index.locate(_spread(index.num_samples))
     num_requests, num_bytes = _requests(extents)
@@ -216,9 +244,10 @@ def _look_at(index: SampleIndex, io_block_bytes: int) -> _Averages:
 
 
 def _requests(extents: Extents) -> tuple[Int64Array, Int64Array]:
-    """How many requests each sample takes, and the bytes that they bring; empty fields take none."""
+    """The requests for each sample and the bytes that they read; empty fields need none."""
     by_start = np.argsort(extents.start, axis=1, kind="stable")
-    start, size = (np.take_along_axis(part, by_start, axis=1) for part in (extents.start, extents.size))
+    start = np.take_along_axis(extents.start, by_start, axis=1)
+    size = np.take_along_axis(extents.size, by_start, axis=1)
     num_requests = (size[:, 0] > 0).astype(np.int64)
     num_bytes, stop = size[:, 0].copy(), start[:, 0] + size[:, 0]
     for field in range(1, start.shape[1]):
@@ -232,5 +261,5 @@ def _requests(extents: Extents) -> tuple[Int64Array, Int64Array]:
 
 
 def _spread(count: int) -> Int64Array:
-    """Some of `[0, count)`, evenly."""
-    return np.unique(np.linspace(0, count - 1, min(count, _NUM_LOOKED_AT)).astype(np.int64))
+    """Some numbers of `[0, count)`, evenly spread."""
+    return np.unique(np.linspace(0, count - 1, min(count, _NUM_SAMPLED)).astype(np.int64))

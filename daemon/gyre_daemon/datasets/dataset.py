@@ -1,4 +1,4 @@
-"""A dataset that is open: its shards, its index, and the fingerprint that tells it from every other."""
+"""An open dataset: its shards, its index, and its fingerprint."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from gyre_daemon.storage.shard import Shard
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What sessions read from.
+    """An open dataset, from which sessions read.
 
     Attributes:
-        name: the operator's.
-        format: the format's name.
-        uri: where it lies, credentials redacted.
+        name: the operator's name for it.
+        format: the name of its format.
+        uri: where it lies, without credentials.
         storage: its shards.
         index: its samples.
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
@@ -36,7 +36,7 @@ class Dataset:
 
     @property
     def num_samples(self) -> int:
-        """N, the samples of an epoch."""
+        """N, the number of samples of an epoch."""
         return self.index.num_samples
 
     @property
@@ -46,70 +46,72 @@ class Dataset:
 
     @property
     def has_equal_samples(self) -> bool:
-        """No field is ragged: all batches of one size have the same layout."""
+        """Whether no field is ragged, so that all batches of one size have one layout."""
         return not any(spec.ragged for spec in self.fields)
 
     @property
     def num_bytes(self) -> int:
-        """Of all shards together."""
+        """The size of all shards together."""
         return sum(shard.size_bytes for shard in self.storage.shards)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRanges:
-    """The range request of each of n blocks: the bytes `[start, stop)` of a shard.
-
-    Attributes:
-        shard: int64 [n].
-        start: int64 [n].
-        stop: int64 [n].
-    """
+    """The range request of each of n blocks: bytes `[start, stop)` of a shard, int64 [n]."""
 
     shard: npt.NDArray[np.int64]
     start: npt.NDArray[np.int64]
     stop: npt.NDArray[np.int64]
 
 
-def block_ranges(index: SampleIndex, table: BlockTable, blocks: npt.NDArray[np.int64]) -> BlockRanges:
-    """Where blocks lie: every field of every one of a block's samples is within its range.
+def block_ranges(
+    index: SampleIndex, table: BlockTable, blocks: npt.NDArray[np.int64]
+) -> BlockRanges:
+    """The smallest ranges that have every field of every sample of each block.
 
     Args:
         index: of the samples, which lie in their shard in the order of their ids.
         table: from `index.blocks`.
         blocks: int64 [n].
     """
-    first, last = index.locate(table.first_sample(blocks)), index.locate(table.first_sample(blocks + 1) - 1)
+    first = index.locate(table.first_sample(blocks))
+    last = index.locate(table.first_sample(blocks + 1) - 1)
     return BlockRanges(first.shard, first.start.min(axis=1), (last.start + last.size).max(axis=1))
 
 
-def fingerprint(shards: Sequence[Shard], index: SampleIndex, probes: Sequence[bytes]) -> str:
+def fingerprint(shards: Sequence[Shard], index: SampleIndex, contents: Sequence[bytes]) -> str:
     """The identity of a dataset's data.
 
-    It covers the shards' relative names and sizes, the place of every sample in them, and the probed contents. It leaves out
-    times and etags, so that a copy of the data elsewhere has the same fingerprint.
+    It covers the shards' relative names and sizes, where each sample lies in them, and some of
+    their contents. Times and etags are left out, so that a copy of the data elsewhere has the same
+    fingerprint.
 
     Args:
         shards: in the dataset's order.
         index: of all samples.
-        probes: some bytes of some shards, chosen by `probe_ranges`.
+        contents: the bytes of `fingerprint_ranges`.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([(shard.name, shard.size_bytes) for shard in shards]).encode())
     digest.update(index.digest())
-    for probe in probes:
-        digest.update(hashlib.blake2b(probe, digest_size=16).digest())
+    for content in contents:
+        digest.update(hashlib.blake2b(content, digest_size=16).digest())
     return digest.hexdigest()
 
 
-def probe_ranges(shards: Sequence[Shard], max_shards: int = 32, num_bytes: int = 4096) -> list[tuple[int, int, int]]:
-    """Which contents the fingerprint looks at: the middle of evenly chosen shards, as (shard, start, stop).
+def fingerprint_ranges(
+    shards: Sequence[Shard], max_shards: int = 32, num_bytes: int = 4096
+) -> tuple[list[int], list[int], list[int]]:
+    """Which contents the fingerprint covers: the middle of evenly chosen shards.
 
-    It is a probe, not a proof: it tells a regenerated dataset from its predecessor, not every flipped bit.
+    This tells a regenerated dataset from its predecessor. It does not notice every flipped bit.
+
+    Returns:
+        The ranges' shards, first bytes and ends; none is empty.
     """
-    chosen = range(0, len(shards), max(1, -(-len(shards) // max_shards)))
-    ranges = []
-    for shard in chosen:
-        size = shards[shard].size_bytes
-        start = max(0, (size - num_bytes) // 2)
-        ranges.append((shard, start, min(start + num_bytes, size)))
-    return ranges
+    step = max(1, -(-len(shards) // max_shards))
+    chosen = [shard for shard in range(0, len(shards), step) if shards[shard].size_bytes]
+    sizes = [shards[shard].size_bytes for shard in chosen]
+    starts = [max(0, (size - num_bytes) // 2) for size in sizes]
+    stops = [min(start + num_bytes, size) for start, size in zip(starts, sizes, strict=True)]
+    return chosen, starts, stops

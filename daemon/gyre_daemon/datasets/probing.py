@@ -1,123 +1,124 @@
-"""Shows a format the bytes of shards that it wants to see when a dataset is opened, and remembers what it made of them.
+"""Runs the probes of formats, and keeps what they returned.
 
-What many shards or remote ones told is kept in one file among the sidecars, for exactly these shards in these versions.
+The result for many shards, or for remote ones, is kept in one sidecar file. It counts for exactly
+these shards in these versions.
 """
 
 import asyncio
 import hashlib
 import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-import numpy as np
-
-from gyre_daemon.datasets.formats import Found, Probe, Wanted
-from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    Probe,
+    ProbeRequest,
+    ProbeResponse,
+    ProbeSteps,
+)
+from gyre_daemon.datasets.shardfiles import read_ranges
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
-from gyre_daemon.errors import Overloaded, ShardMissing, first_error
-from gyre_daemon.runtime.events import log_event
-from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.errors import ShardMissing
+from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
 
-_MAX_UNKEPT = 16  # local shards: to look at so few takes less time than a file that says what they told
-_VERSION = "probe/1"
+# Up to this many local shards are probed at every opening. That takes less time than to write a
+# sidecar; with more of them, the second opening of a large dataset would be slower.
+_MAX_UNKEPT_SHARDS = 16
 
 
-class Prober:
-    """Asks the shards of one daemon's datasets."""
+class ProbeRunner:
+    """Probes the shards of a daemon's datasets."""
 
     def __init__(self, opener: StorageOpener, sidecars: SidecarStore, threads: Executor) -> None:
         self._opener = opener
         self._sidecars = sidecars
         self._threads = threads
 
-    async def look(
+    async def run(
         self,
-        probe: Callable[[Sequence[Shard]], Probe],
+        probe: Probe,
         storage: Storage,
         location: str,
         settings: Mapping[str, Any],
         *,
-        anew: bool,
+        refresh: bool,
     ) -> Arrays:
-        """What the format makes of its shards.
+        """What a probe returns for the shards of a dataset.
 
         Args:
             probe: the format's.
             storage: the shards.
-            location: the dataset's, redacted.
+            location: of the dataset, redacted.
             settings: of the storage driver.
-            anew: whatever is remembered.
+            refresh: probe the shards even if a result was kept.
 
         Raises:
-            CorruptSample: they are nothing that the format stores.
+            CorruptSample: the shards are nothing that the format stores.
             ShardMissing, NotAllowed, StorageUnavailable: they cannot be read.
         """
-        if len(storage.shards) <= _MAX_UNKEPT and storage.local_path(0):
-            return await self._ask(probe(storage.shards), storage, settings)
-        key = _key(location, storage.shards)
-        kept = None if anew else await self._sidecars.load(key, None)
-        if kept is None:
-            kept = await self._ask(probe(storage.shards), storage, settings)
-            await self._keep(key, kept)
-        return kept
+        if len(storage.shards) <= _MAX_UNKEPT_SHARDS and storage.local_path(0):
+            return await self._run(probe.run(storage.shards), storage, settings)
+        key = _key(location, storage.shards, probe.version)
+        arrays = None if refresh else await asyncio.to_thread(self._sidecars.load, key, None)
+        if arrays is None:
+            arrays = await self._run(probe.run(storage.shards), storage, settings)
+            await asyncio.to_thread(self._sidecars.try_to_save, key, None, arrays)
+        return arrays
 
-    async def _keep(self, key: SidecarKey, arrays: Arrays) -> None:
-        try:
-            await self._sidecars.save(key, None, arrays)
-        except Overloaded as error:
-            log_event("index not stored", {"shard": key.shard, "reason": error}, logging.WARNING)
-
-    async def _ask(self, asking: Probe, storage: Storage, settings: Mapping[str, Any]) -> Arrays:
-        """Answer until the format knows enough; it thinks in a thread."""
+    async def _run(
+        self, steps: ProbeSteps, storage: Storage, settings: Mapping[str, Any]
+    ) -> Arrays:
+        """Answer requests until the probe returns; the probe itself computes in a thread."""
         loop = asyncio.get_running_loop()
-        found: Found | None = None
+        response: ProbeResponse | None = None
         while True:
-            wanted = await loop.run_in_executor(self._threads, _next, asking, found)
-            if not isinstance(wanted, Wanted):
-                return wanted
-            found = await self._find(wanted, storage, settings)
+            request = await loop.run_in_executor(self._threads, _advance, steps, response)
+            if not isinstance(request, ProbeRequest):
+                return request
+            response = await self._answer(request, storage, settings)
 
-    async def _find(self, wanted: Wanted, storage: Storage, settings: Mapping[str, Any]) -> Found | None:
-        if not wanted.suffix:
-            return await _read(storage, wanted.shard, wanted)
-        shards = list(dict.fromkeys(wanted.shard))
-        beside = await self._opener.open_beside(storage, shards, wanted.suffix, settings)
+    async def _answer(
+        self, request: ProbeRequest, storage: Storage, settings: Mapping[str, Any]
+    ) -> ProbeResponse | None:
+        if not request.suffix:
+            return await _read(storage, request.shard, request)
+        shards = list(dict.fromkeys(request.shard))
+        beside = await self._opener.open_beside(storage, shards, request.suffix, settings)
         if beside is not None:
-            return await _read(beside, [shards.index(shard) for shard in wanted.shard], wanted)
-        if wanted.is_optional:
+            return await _read(beside, [shards.index(shard) for shard in request.shard], request)
+        if request.is_optional:
             return None
         names = f"{storage.shards[shards[0]].name} to {storage.shards[shards[-1]].name}"
-        raise ShardMissing(f"not each of the shards {names} has its {wanted.suffix} file beside it; restore the missing ones")
+        raise ShardMissing(
+            f"not each of the shards {names} has its {request.suffix} file beside it; restore the "
+            "missing ones"
+        )
 
 
-def _next(asking: Probe, found: Found | None) -> Wanted | Arrays:
-    """What the format wants next, or what it knows."""
+def _advance(steps: ProbeSteps, response: ProbeResponse | None) -> ProbeRequest | Arrays:
+    """The probe's next request, or what it returned."""
     try:
-        return asking.send(found)
+        return steps.send(response)
     except StopIteration as end:
-        known: Arrays = end.value
-        return known
+        arrays: Arrays = end.value
+        return arrays
 
 
-async def _read(storage: Storage, files: Sequence[int], wanted: Wanted) -> Found:
-    """All ranges at once, cut off at the ends of their files."""
+async def _read(storage: Storage, files: Sequence[int], request: ProbeRequest) -> ProbeResponse:
+    """Read all ranges of a request, cut off at the ends of their files."""
     sizes = [storage.shards[file].size_bytes for file in files]
-    starts = [min(start, size) for start, size in zip(wanted.start, sizes, strict=True)]
-    stops = [min(stop, size) for stop, size in zip(wanted.stop, sizes, strict=True)]
-    pieces = [np.empty(stop - start, np.uint8) for start, stop in zip(starts, stops, strict=True)]
-    try:
-        await storage.read(Reads.into(pieces, files, starts))
-    except ExceptionGroup as errors:
-        raise first_error(errors) from errors
-    return Found([piece.tobytes() for piece in pieces], sizes)
+    starts = [min(start, size) for start, size in zip(request.start, sizes, strict=True)]
+    stops = [min(stop, size) for stop, size in zip(request.stop, sizes, strict=True)]
+    return ProbeResponse(await read_ranges(storage, files, starts, stops), sizes)
 
 
-def _key(location: str, shards: Sequence[Shard]) -> SidecarKey:
-    """One file for all shards; it counts for these names, sizes and versions."""
+def _key(location: str, shards: Sequence[Shard], version: str) -> SidecarKey:
+    """The key of the one sidecar for all shards, by a digest of how they were listed."""
     listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards])
-    version = hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
-    return SidecarKey(location, "all shards' headers", sum(shard.size_bytes for shard in shards), version, _VERSION)
+    digest = hashlib.blake2b(listed.encode(), digest_size=16).hexdigest()
+    num_bytes = sum(shard.size_bytes for shard in shards)
+    return SidecarKey(location, "all shards' headers", num_bytes, digest, version)

@@ -1,20 +1,21 @@
-"""Shards as files that a thread reads from their beginning to their end, wherever they lie."""
+"""Reads shards while a dataset is opened: whole ones as files, or a few byte ranges."""
 
 import asyncio
+import contextlib
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO, cast
 
-from gyre_daemon.datasets.formats import Format
-from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.unpacked import UnpackedDataset
-from gyre_daemon.storage.local.local import check_listed
-from gyre_daemon.storage.local.openfiles import file_error
-from gyre_daemon.storage.shard import Shard
+import numpy as np
+
+from gyre_daemon.errors import first_error
+from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage.local.listing import check_listed, file_error
 
 
-class StreamFile(io.RawIOBase):
-    """A stream of the event loop as a file that a scanning thread reads from its beginning to its end."""
+class _StreamFile(io.RawIOBase):
+    """A stream of the event loop as a file that another thread reads once."""
 
     def __init__(self, chunks: AsyncIterator[bytes], loop: asyncio.AbstractEventLoop) -> None:
         self._chunks = chunks
@@ -23,17 +24,16 @@ class StreamFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def tell(self) -> int:
-        """How many bytes were read."""
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """The next bytes, as many as are there; 0 at the end."""
         if not self._rest:
-            self._rest = memoryview(asyncio.run_coroutine_threadsafe(self._next(), self._loop).result())
+            self._rest = memoryview(
+                asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
+            )
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
@@ -44,39 +44,54 @@ class StreamFile(io.RawIOBase):
         return await anext(self._chunks, b"")
 
 
-def scan_file(dataset_format: Format, name: str, path: Path) -> Arrays:
-    """The index of a shard that is a file of this machine.
+@contextlib.contextmanager
+def open_file(path: Path, name: str) -> Iterator[BinaryIO]:
+    """A local file; errors say that it is the shard `name`.
 
     Raises:
-        CorruptSample: see `Format.scan`.
         ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
     """
     try:
         with path.open("rb") as file:
-            return dataset_format.scan(name, file)
+            yield file
     except OSError as error:
         raise file_error(name, error) from error
 
 
-def scan_listed(dataset_format: Format, listed: Shard, path: Path) -> Arrays:
-    """As `scan_file`, of a shard that is what was listed, up to the end of its scan."""
-    scan = scan_file(dataset_format, listed.name, path)
-    check_listed(path, listed)
-    return scan
+@contextlib.contextmanager
+def open_shard(storage: Storage, shard: int, loop: asyncio.AbstractEventLoop) -> Iterator[BinaryIO]:
+    """A shard as a file for one pass, in a thread that may wait.
 
-
-def unpack_file(unpacked: UnpackedDataset, listed: Shard, path: Path) -> Path:
-    """Where a shard lies that is compressed on this machine's disk, once it is unpacked.
+    Args:
+        storage: has the shard.
+        shard: its number.
+        loop: the event loop that the storage's streams belong to.
 
     Raises:
-        CorruptSample: it is damaged, or no longer what was listed.
-        Overloaded: there is no room.
+        CorruptSample: a local shard was no longer what was listed when it had been read.
         ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            found = unpacked.unpack(listed, file)
-    except OSError as error:
-        raise file_error(listed.name, error) from error
+    listed, path = storage.shards[shard], storage.local_path(shard)
+    if path is None:
+        yield cast("BinaryIO", _StreamFile(storage.stream(shard), loop))
+        return
+    with open_file(path, listed.name) as file:
+        yield file
     check_listed(path, listed)
-    return found
+
+
+async def read_ranges(
+    storage: Storage, shards: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+) -> list[bytes]:
+    """The n byte ranges `[start, stop)`, all read at once.
+
+    Raises:
+        ShardMissing, NotAllowed, StorageUnavailable: a range cannot be read.
+    """
+    pieces = [np.empty(stop - start, np.uint8) for start, stop in zip(starts, stops, strict=True)]
+    try:
+        if pieces:
+            await storage.read(Reads.into(pieces, shards, starts))
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return [piece.tobytes() for piece in pieces]

@@ -1,14 +1,14 @@
-"""Indexes of shards, kept as sidecar files so that a shard is scanned once and not at every start.
+"""Stores what was found out about shards in sidecar files, so that it is found out only once.
 
-A sidecar lies beside its local shard, or in the index folder where one is configured, where the shard is remote, or where the
-shard's own folder cannot be written. It is keyed by the shard's size and version; one that is stale, torn or foreign reads as
-absent.
+A sidecar lies beside its local shard. It lies in the index folder instead if one is configured, if
+the shard is remote, or if the shard's own folder cannot be written. It is valid for one size and
+version of the shard; one that is stale, torn or foreign reads as absent.
 """
 
-import asyncio
 import hashlib
 import io
 import json
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.errors import Overloaded
+from gyre_daemon.runtime.events import log_event
 
 SUFFIX = ".gyre-index"
 _LAYOUT_VERSION = 2
@@ -28,102 +29,106 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class SidecarKey:
-    """What an index belongs to: it is valid for exactly this.
+    """What a sidecar belongs to; it is valid for exactly this.
 
     Attributes:
-        location: the dataset's, redacted; keeps equal names of different datasets apart.
+        location: of the dataset, redacted; keeps equal names of different datasets apart.
         shard: the shard's relative name.
-        size_bytes: the shard's.
-        version: the shard's.
-        scanner: name and version of what made the index.
+        size_bytes: the shard's size.
+        version: the shard's version.
+        kind: name and version of the arrays.
     """
 
     location: str
     shard: str
     size_bytes: int
     version: str
-    scanner: str
+    kind: str
 
     def encoded(self) -> bytes:
-        """The key as stored; the location is not part of validity, since mounts move."""
-        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.scanner]).encode()
+        """The key as stored; without the location, since mounts move."""
+        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.kind]).encode()
 
 
 class SidecarStore:
-    """Loads and saves sidecars; safe for several daemons on one folder, since files only ever appear whole."""
+    """Loads and saves sidecars; all methods wait for the disk.
+
+    Several daemons may share one folder, since files only ever appear whole.
+    """
 
     def __init__(self, index_dir: str, fallback_dir: Path, suffix: str = SUFFIX) -> None:
-        """Look nowhere yet.
+        """Name the folders; nothing is read or made yet.
 
         Args:
-            index_dir: the folder of all sidecars; empty for beside their shards, or the fallback.
-            fallback_dir: where nothing can be written beside a shard.
-            suffix: of the files; sidecars of one kind have one.
+            index_dir: the folder of all sidecars; empty to store them beside their shards.
+            fallback_dir: for sidecars that cannot be written beside a shard.
+            suffix: of the files; each kind of sidecar has its own.
         """
-        self._configured = Path(index_dir) if index_dir else None
+        self._index_dir = Path(index_dir) if index_dir else None
         self._fallback = fallback_dir
         self._suffix = suffix
 
     def sibling(self, suffix: str) -> "SidecarStore":
-        """The sidecars of another kind, in the same places."""
-        return SidecarStore(str(self._configured or ""), self._fallback, suffix)
+        """The store of another kind of sidecars in the same folders."""
+        return SidecarStore(str(self._index_dir or ""), self._fallback, suffix)
 
-    def load_outdated(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
-        """What this scanner last made of a shard, for whichever size and version, or None; waits for the disk."""
-        for path in self._places(key, local_path):
-            try:
-                arrays = _read(path)
-            except (OSError, ValueError):
-                continue
-            if json.loads(arrays[_KEY].tobytes())[-1] == key.scanner:
-                return arrays
-        return None
+    def load(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
+        """The arrays stored under exactly this key, or None."""
+        found = self.load_latest(key, local_path)
+        return found[0] if found and found[1] else None
 
-    async def load(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
-        """The index of a shard, or None where there is no fresh one."""
-        return await asyncio.to_thread(self.load_now, key, local_path)
+    def load_latest(self, key: SidecarKey, local_path: Path | None) -> tuple[Arrays, bool] | None:
+        """The arrays of this kind last stored for a shard, and whether the whole key fits.
 
-    def load_now(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
-        """As `load`, in a thread that may wait."""
-        for path in self._places(key, local_path):
+        None if there are none for any size and version of the shard.
+        """
+        outdated: Arrays | None = None
+        for path in self._candidates(key, local_path):
             try:
                 arrays = _read(path)
             except (OSError, ValueError):
                 continue
             if arrays[_KEY].tobytes() == key.encoded():
-                return arrays
-        return None
+                return arrays, True
+            if outdated is None and json.loads(arrays[_KEY].tobytes())[-1] == key.kind:
+                outdated = arrays
+        return None if outdated is None else (outdated, False)
 
-    async def save(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
-        """Store an index whole or not at all.
+    def save(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
+        """Store arrays whole or not at all.
 
         Raises:
-            Overloaded: no place could take it; names the first one and why.
+            Overloaded: no folder could take them; names the first one and why.
         """
-        await asyncio.to_thread(self.save_now, key, local_path, arrays)
-
-    def save_now(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
-        """As `save`, in a thread that may wait."""
         data = _encode({**arrays, _KEY: np.frombuffer(key.encoded(), np.uint8)})
         failures: list[tuple[Path, OSError]] = []
-        for place in self._places(key, local_path):
+        for path in self._candidates(key, local_path):
             try:
-                _write_whole(place, data)
+                _write_whole(path, data)
             except OSError as failure:
-                failures.append((place, failure))
+                failures.append((path, failure))
             else:
                 return
         path, error = failures[0]
         raise Overloaded(
-            f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {path}: {error.strerror}; free some "
-            "space or set index_dir",
+            f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {path}: "
+            f"{error.strerror}; free some space or set index_dir",
             {"shard": key.shard, "needed_bytes": len(data), "reason": error.strerror or "unknown"},
         ) from error
 
-    def _places(self, key: SidecarKey, local_path: Path | None) -> Sequence[Path]:
-        name = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16).hexdigest() + self._suffix
-        if self._configured:
-            return [self._configured / name]
+    def try_to_save(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
+        """Store arrays as `save` does; where that fails, log it and go on without them."""
+        try:
+            self.save(key, local_path, arrays)
+        except Overloaded as error:
+            log_event("index not stored", {"shard": key.shard, "reason": error}, logging.WARNING)
+
+    def _candidates(self, key: SidecarKey, local_path: Path | None) -> Sequence[Path]:
+        """Where the sidecar may lie, the best place first."""
+        digest = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16)
+        name = digest.hexdigest() + self._suffix
+        if self._index_dir:
+            return [self._index_dir / name]
         beside = [local_path.with_name(local_path.name + self._suffix)] if local_path else []
         return [*beside, self._fallback / name]
 
@@ -143,7 +148,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 
 def _encode(arrays: Arrays) -> bytes:
-    """A digest of the rest, and a zip of npy files."""
+    """A zip of npy files behind its digest."""
     buffer = io.BytesIO()
     np.savez(buffer, allow_pickle=False, **arrays)
     data = buffer.getvalue()
@@ -151,10 +156,10 @@ def _encode(arrays: Arrays) -> bytes:
 
 
 def _read(path: Path) -> Arrays:
-    """What `_encode` made; what is not that is never looked into.
+    """Read what `_encode` made; the content is parsed only if the digest is right.
 
     Raises:
-        ValueError: it is damaged or foreign.
+        ValueError: the file is damaged or foreign.
     """
     data = path.read_bytes()
     if data[:_DIGEST_BYTES] != _digest(data[_DIGEST_BYTES:]):

@@ -1,8 +1,9 @@
-"""Compressed shards, unpacked once into a folder of the daemon's: from then on they are read as every local file is.
+"""Compressed shards, unpacked once into a folder of the daemon's and read there as local files.
 
-A range of a compressed file cannot be read. So a shard is unpacked when it is indexed, into a file that is named by the
-shard's name, size and version, and appears whole or not at all. Each dataset has a folder with a lock: whoever serves the
-dataset holds it shared, whoever removes something must have it alone. So several daemons may use one folder.
+No range of a compressed file can be read. So a shard is unpacked when it is indexed, into a file
+that is named after the shard's name, size and version, and that appears whole or not at all. Each
+dataset has a folder with a lock file: a daemon that serves the dataset holds the lock shared, and
+one that removes files holds it exclusively. So several daemons may use one folder.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ def is_compressed(name: str) -> bool:
 
 
 def unpacked_name(name: str) -> str:
-    """What a compressed shard is called when it is not."""
+    """The name of a compressed shard once it is unpacked."""
     return name.removesuffix(".gz") if name.endswith(".gz") else name.removesuffix(".tgz") + ".tar"
 
 
@@ -41,18 +42,20 @@ class UnpackedShards:
         """Make nothing yet.
 
         Args:
-            folder: made where it is missing.
-            limit_bytes: what all unpacked shards may take together.
+            folder: made when it is needed.
+            limit_bytes: the most that all unpacked shards may take together.
         """
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
 
     def open(self, identity: str, shards: Sequence[Shard]) -> "UnpackedDataset":
-        """The folder of one dataset; what no shard of it needs goes, if nobody else serves it.
+        """The folder of one dataset, without files that no shard needs.
+
+        Such files are left while another daemon serves the dataset.
 
         Args:
-            identity: the dataset's location, and what tells it from another one there.
+            identity: the dataset's location, and what distinguishes it from others there.
             shards: as listed.
 
         Raises:
@@ -63,7 +66,8 @@ class UnpackedShards:
             return UnpackedDataset(folder, shards, self)
         except OSError as error:
             raise Overloaded(
-                f"compressed shards cannot be unpacked into {self._folder}: {error.strerror}; set unpack_dir",
+                f"compressed shards cannot be unpacked into {self._folder}: {error.strerror}; set "
+                "unpack_dir",
                 {"folder": self._folder, "reason": error.strerror or "unknown"},
             ) from error
 
@@ -71,7 +75,7 @@ class UnpackedShards:
         """Write a file, whole or not at all, within the limit.
 
         Raises:
-            Overloaded: there is no room, not even after datasets that nobody serves have gone.
+            Overloaded: there is no room, even without the datasets that no daemon serves.
         """
         unfinished = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
         try:
@@ -84,8 +88,8 @@ class UnpackedShards:
             unfinished.replace(target)
         except OSError as error:
             raise Overloaded(
-                f"shard {shard.name} cannot be unpacked into {self._folder}: {error.strerror}; free some space, set "
-                "unpack_dir, or store the shard uncompressed",
+                f"shard {shard.name} cannot be unpacked into {self._folder}: {error.strerror}; "
+                "free some space, set unpack_dir, or store the shard uncompressed",
                 {"shard": shard.name, "reason": error.strerror or "unknown"},
             ) from error
         finally:
@@ -99,24 +103,25 @@ class UnpackedShards:
                 if excess <= 0:
                     break
         if excess > 0:
+            needed, limit = self._limit_bytes + excess, self._limit_bytes
             raise Overloaded(
-                f"there is no room to unpack shard {shard.name}: the unpacked shards in {self._folder} would take "
-                f"{self._limit_bytes + excess} bytes, and unpack_disk is {self._limit_bytes}; raise it, or store the shards "
-                "uncompressed",
-                {"shard": shard.name, "needed_bytes": self._limit_bytes + excess, "limit_bytes": self._limit_bytes},
+                f"there is no room to unpack shard {shard.name}: the unpacked shards in "
+                f"{self._folder} would take {needed} bytes, and unpack_disk is {limit}; raise it, "
+                "or store the shards uncompressed",
+                {"shard": shard.name, "needed_bytes": needed, "limit_bytes": limit},
             )
 
     def _unused(self, own: Path) -> Iterator[Path]:
-        """Folders of other datasets, the one that was changed first at first; some may be in use all the same."""
+        """The folders of other datasets, the oldest first; some may be in use."""
         folders = [folder for folder in self._folder.iterdir() if folder.is_dir() and folder != own]
         yield from sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)
 
 
 class UnpackedDataset:
-    """The unpacked shards of one dataset; they stay for as long as this object lives."""
+    """The unpacked shards of one dataset; they stay while this object lives."""
 
     def __init__(self, folder: Path, shards: Sequence[Shard], owner: UnpackedShards) -> None:
-        """See `UnpackedShards.open`.
+        """Lock the folder; see `UnpackedShards.open`.
 
         Raises:
             OSError: the folder cannot be made.
@@ -124,20 +129,23 @@ class UnpackedDataset:
         self._folder = folder
         self._owner = owner
         names = {_file_name(shard) for shard in shards}
-        self._lock = _locked_alone_once(folder, lambda: _tidy(folder, names))
+        self._lock = _lock_and_tidy(folder, lambda: _tidy(folder, names))
 
     def __del__(self) -> None:
-        """Let others remove them."""
+        """Release the lock, so that other daemons may remove the files."""
         if hasattr(self, "_lock"):
             os.close(self._lock)
 
     def find(self, shard: Shard) -> Path | None:
-        """Where a shard lies that was unpacked before; a storage that tells no versions cannot say that it is the same."""
+        """The file of a shard that was unpacked before.
+
+        None if there is none, or if the storage reports no versions, by which to know it again.
+        """
         path = self._folder / _file_name(shard)
         return path if shard.version and path.exists() else None
 
     def unpack(self, shard: Shard, source: BinaryIO) -> Path:
-        """Unpack a shard from a file that is read from its beginning to its end; waits.
+        """Unpack a shard from a file that is read from its beginning to its end; waits for it.
 
         Raises:
             CorruptSample: it is damaged or truncated.
@@ -147,20 +155,18 @@ class UnpackedDataset:
         try:
             self._owner.write(shard, gunzipped(source), path)
         except ValueError as error:
-            reason = str(error)
-            raise CorruptSample(
-                f"shard {shard.name} cannot be unpacked: {reason}", {"shard": shard.name, "reason": reason}
-            ) from error
+            facts = {"shard": shard.name, "reason": str(error)}
+            raise CorruptSample(f"shard {shard.name} cannot be unpacked: {error}", facts) from error
         return path
 
 
 def _file_name(shard: Shard) -> str:
     key = f"{shard.name}\n{shard.size_bytes}\n{shard.version}"
-    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + ".tar"
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() + ".unpacked"
 
 
-def _locked_alone_once(folder: Path, tidy: Callable[[], None]) -> int:
-    """A shared lock of a folder; if nobody else had one, the folder was tidied first."""
+def _lock_and_tidy(folder: Path, tidy: Callable[[], None]) -> int:
+    """Lock a folder shared, and tidy it first if no other daemon has a lock; gives the lock."""
     while True:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -180,7 +186,7 @@ def _tidy(folder: Path, names: set[str]) -> None:
 
 
 def _remove_unused(folder: Path) -> int:
-    """Remove a dataset's folder unless somebody serves it; gives the bytes that came back."""
+    """Remove a dataset's folder unless a daemon serves it; returns the bytes that were freed."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -197,7 +203,7 @@ def _remove_unused(folder: Path) -> int:
 
 
 def _num_bytes(folder: Path) -> int:
-    """Of all files in a folder and the folders in it; what goes meanwhile counts as gone."""
+    """The size of all files below a folder; files that vanish meanwhile do not count."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:

@@ -1,5 +1,8 @@
-"""From steps to whole batches in slots: which samples, how far ahead, where each goes, and what must be done to its bytes.
+"""From steps to whole batches in memory.
 
-In: a plan of steps, an open dataset, slots of an arena. Out: batches that are whole, or why one is not, and an account of what
-it took. `window` is pure. `sessions` imports it; it imports `memory`, `datasets`, `storage` and `order`.
+In: a planner of steps, an open dataset, slots of arenas. Out: whole batch groups, or the reason why
+a batch failed, with the time that each part of the work took. `prefetch` decides which steps are
+laid out and read, `layout` where their bytes go, `fetch` reads them, and `codecs` checks and
+decodes. `layout`, `codecs` and `timing` are pure. `sessions` and `service` import this package; it
+imports `memory`, `datasets`, `storage` and `order`.
 """

@@ -1,30 +1,32 @@
-"""Fetch unordered, place ordered: all reads of a strip are in flight at once, and each lands in its own place.
+"""Reads the samples of batch groups into slots, in whatever order their bytes arrive.
 
-Reading waits on the event loop, checking and decoding compute in threads, and this file is the one place that decides which.
-There is no object per sample: a batch's reads are arrays, and only fields that must be checked or converted are looked at one
-by one.
+All reads of a batch group are in flight at once, and each lands in its own place of the slot.
+
+Reads wait on the event loop; checks and decoding run in threads. This module alone decides where
+each of these runs. There is no object per sample: the reads of a batch group are arrays, and only
+fields that must be checked or converted are visited one by one.
 """
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import Extents, known_fields, stored_fields
+from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.fetching.layout import LayoutMaker, StripLayout, write_own_tensors
-from gyre_daemon.fetching.transform import CODECS, first_unknown_id
-from gyre_daemon.memory.arena import Arena, Slot
-from gyre_daemon.order.steps import StripPlan
+from gyre_daemon.fetching.codecs import CODECS, Finish, first_unknown_id
+from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
+from gyre_daemon.memory.arena import Slot
+from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import NextUse, Reads
 from gyre_daemon.storage.delays import Delays
-from gyre_daemon.storage.local.local import LocalStorage
 
 _Integers = npt.NDArray[np.int64]
 _Columns = tuple[_Integers, _Integers, _Integers, _Integers]  # start, size, target, sample
@@ -32,61 +34,66 @@ _Columns = tuple[_Integers, _Integers, _Integers, _Integers]  # start, size, tar
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A strip of batches that is laid out and not yet read.
+    """A batch group that is laid out and not yet read.
 
     Attributes:
-        plan: its samples.
-        extents: where they lie in storage, batch after batch.
-        layout: where they go.
+        plan: the sample ids of its batches.
+        extents: where the samples lie in storage, batch after batch.
+        layout: where the samples go in the slot.
     """
 
-    plan: StripPlan
+    plan: GroupPlan
     extents: Extents
-    layout: StripLayout
+    layout: GroupLayout
 
     def part(self, begin: int, end: int) -> "Fetch":
-        """Some of the batches; they go where they go in the whole."""
+        """The batches `[begin, end)` of the group; they keep their places in the slot."""
         size = self.plan.sample_ids.shape[1]
         extents = self.extents.part(slice(begin * size, end * size))
         return Fetch(self.plan[begin:end], extents, self.layout.part(begin, end))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Strip:
-    """Successive steps' batches, whole and never changed again.
+class BatchGroup:
+    """The batches of successive steps, complete and never changed again.
 
     Attributes:
-        plan: which samples they have.
-        layout: where they lie.
-        slot: the memory.
+        plan: the sample ids of the batches.
+        layout: where the batches and their tensors lie in the slot.
+        slot: the memory that the group owns.
     """
 
-    plan: StripPlan
-    layout: StripLayout
+    plan: GroupPlan
+    layout: GroupLayout
     slot: Slot
 
-    def part(self, steps: range) -> "Strip":
-        """Some of the batches, where they are."""
+    def part(self, steps: range) -> "BatchGroup":
+        """The batches of some of its steps; their bytes stay where they are."""
         if len(steps) == len(self.plan):
             return self
         begin, end = steps.start - self.plan.first_step, steps.stop - self.plan.first_step
-        return Strip(self.plan[begin:end], self.layout.part(begin, end), self.slot)
+        return BatchGroup(self.plan[begin:end], self.layout.part(begin, end), self.slot)
 
     @property
     def num_bytes(self) -> int:
-        """Of all its batches, without what lies between them."""
+        """The bytes of all batches, without the padding between them."""
         return sum(batch.num_bytes for batch in self.layout.batches)
 
     @property
     def payloads(self) -> list[memoryview]:
-        """Each batch's bytes."""
+        """The bytes of each batch, as views of the slot."""
         pairs = zip(self.layout.batches, self.layout.offsets.tolist(), strict=True)
         return [self.slot.memory[offset : offset + batch.num_bytes] for batch, offset in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a cache may know of a job's future: see `Reads`."""
+    """What a cache is told about the later reads of a job; see `Reads`.
+
+    Attributes:
+        block_bytes: the approximate size of the blocks of the order; 0 lets the cache choose.
+        next_use: says in how many samples the job reads each of some blocks; None if unknown.
+    """
 
     block_bytes: int = 0
     next_use: NextUse | None = None
@@ -96,18 +103,18 @@ NOTHING_AHEAD = Ahead()
 
 
 @dataclass(frozen=True, slots=True)
-class _Bulk:
-    """Some or all samples of a strip, seen as one long batch of n samples.
+class _Samples:
+    """n consecutive samples of a batch group with F stored fields, across its batches.
 
     Attributes:
         sample_ids: int64 [n].
-        slot: where they go.
-        shard: int64 [n].
-        start: int64 [n, F], of the stored bytes.
-        stored: int64 [n, F], their sizes.
-        place: int64 [n, F], addresses of the samples' places.
-        placed: int64 [n, F], the sizes of the places.
-        absent: bool [n, F], which samples lack which fields; None where none may.
+        slot: the memory that the samples go to.
+        shard: int64 [n], the number of each sample's shard.
+        start: int64 [n, F], the byte of the shard at which each stored field begins.
+        stored: int64 [n, F], the sizes of the stored fields in bytes.
+        target: int64 [n, F], the addresses of the fields in the slot.
+        reserved: int64 [n, F], the bytes reserved for each field in the slot.
+        absent: bool [n, F], which samples lack which fields; None if no field is optional.
     """
 
     sample_ids: _Integers
@@ -115,42 +122,50 @@ class _Bulk:
     shard: _Integers
     start: _Integers
     stored: _Integers
-    place: _Integers
-    placed: _Integers
+    target: _Integers
+    reserved: _Integers
     absent: npt.NDArray[np.bool_] | None
 
     @classmethod
-    def of(cls, fetch: Fetch, slot: Slot, some: slice) -> "_Bulk":
-        places, extents = fetch.layout.places[some], fetch.extents.part(some)
-        sample_ids, addresses = fetch.plan.sample_ids.reshape(-1)[some], places[:, :, 0] + slot.address
-        sizes = places[:, :, 1] - places[:, :, 0]
-        return cls(sample_ids, slot, extents.shard, extents.start, extents.size, addresses, sizes, extents.absent)
+    def of(cls, fetch: Fetch, slot: Slot, some: slice) -> "_Samples":
+        destinations, extents = fetch.layout.destinations[some], fetch.extents.part(some)
+        return cls(
+            fetch.plan.sample_ids.reshape(-1)[some],
+            slot,
+            extents.shard,
+            extents.start,
+            extents.size,
+            destinations[:, :, 0] + slot.address,
+            destinations[:, :, 1] - destinations[:, :, 0],
+            extents.absent,
+        )
 
-    def lack(self, column: int) -> npt.NDArray[np.bool_] | None:
-        """Which samples lack a field, bool [n]; None where none does."""
+    def lacking(self, column: int) -> npt.NDArray[np.bool_] | None:
+        """Bool [n], which samples lack a field; None if none does."""
         if self.absent is None or not self.absent[:, column].any():
             return None
         return self.absent[:, column]
 
-    def begins(self, column: int) -> list[int]:
-        """Where the places of a field begin in the slot."""
-        begins: list[int] = (self.place[:, column] - self.slot.address).tolist()
-        return begins
+    def offsets(self, column: int) -> list[int]:
+        """Where a field's bytes begin in the slot, for each sample."""
+        offsets: list[int] = (self.target[:, column] - self.slot.address).tolist()
+        return offsets
 
-    def clear_lacking(self, column: int, lacking: npt.NDArray[np.bool_]) -> None:
-        """Zeros for samples that lack a field."""
-        begins, sizes = self.begins(column), self.placed[:, column].tolist()
+    def clear(self, column: int, lacking: npt.NDArray[np.bool_]) -> None:
+        """Write zeros for samples that lack a field."""
+        offsets, sizes = self.offsets(column), self.reserved[:, column].tolist()
         for sample in np.flatnonzero(lacking).tolist():
-            self.slot.memory[begins[sample] : begins[sample] + sizes[sample]] = bytes(sizes[sample])
+            begin, size = offsets[sample], sizes[sample]
+            self.slot.memory[begin : begin + size] = bytes(size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Memory for the stored bytes of one field that are no part of its tensor.
+    """Memory for stored bytes of one field that are not part of its tensor, such as a header.
 
     Attributes:
         memory: uint8.
-        ends: int64 [n + 1], sample i has `[ends[i], ends[i + 1])` of it.
+        ends: int64 [n + 1]; sample i has the bytes `[ends[i], ends[i + 1])` of the memory.
     """
 
     memory: npt.NDArray[np.uint8]
@@ -159,180 +174,236 @@ class _Scratch:
 
 _NO_MEMORY = np.empty(0, np.uint8)
 
-_Placed = tuple[_Bulk, list[_Scratch]]
-
 
 class Fetcher:
-    """Fills batch buffers from one dataset."""
+    """Fills slots with batches of one dataset."""
 
     def __init__(self, dataset: Dataset, workers: FairExecutor) -> None:
         self._dataset = dataset
         self._workers = workers
         stored = stored_fields(dataset.fields)
-        self._codecs = [CODECS[spec.codec] for spec in stored]
-        self._known = [spec.name for spec in known_fields(dataset.fields)]
-        self._finishes = any(CODECS[spec.codec].finishes or spec.codec == "ids" for spec in stored)
+        self.codecs = [CODECS[spec.codec] for spec in stored]
+        self.indexed_names = [spec.name for spec in indexed_fields(dataset.fields)]
+        self._finishes = any(CODECS[spec.codec].finish or spec.codec == "ids" for spec in stored)
         self._layouts = LayoutMaker(dataset.fields)
 
-    def prepare(self, plan: StripPlan, num_together: int) -> list[Fetch]:
-        """Lay out batches, in strips of so many: arithmetic on the index, no I/O."""
+    def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
+        """Lay out batches in groups of `num_together`: only arithmetic on the index, no I/O."""
         extents = self._dataset.index.locate(plan.sample_ids.reshape(-1))
         size, fetches = plan.sample_ids.shape[1], []
         for begin in range(0, len(plan), num_together):
             some = plan[begin : begin + num_together]
             its = extents.part(slice(begin * size, (begin + len(some)) * size))
-            fetches.append(Fetch(some, its, self._layouts.make(some, its.served)))
+            fetches.append(Fetch(some, its, self._layouts.make(some, its.tensor_bytes)))
         return fetches
 
     async def fill(
-        self, fetch: Fetch, slot: Slot, flow: Flow, ahead: Ahead = NOTHING_AHEAD, delays: Delays | None = None
-    ) -> Strip:
-        """Read a strip into its slot; it is the same bytes whatever the order in which its samples arrive.
+        self,
+        fetch: Fetch,
+        slot: Slot,
+        flow: Flow,
+        ahead: Ahead = NOTHING_AHEAD,
+        delays: Delays | None = None,
+    ) -> BatchGroup:
+        """Read a batch group into its slot.
+
+        The bytes are the same in whatever order the samples arrive.
 
         Args:
-            fetch: from `prepare`.
+            fetch: a batch group that `prepare` has laid out.
             slot: at least `fetch.layout.num_bytes` long; the caller holds a lease of its arena.
-            flow: the job for which it is done; earlier steps are more urgent.
-            ahead: what the job will read after these.
-            delays: told what it took.
+            flow: the job that reads; its earlier steps are more urgent.
+            ahead: what the job will read later, for the cache.
+            delays: records how long each part of the work took.
 
         Raises:
             CorruptSample: names shard, sample, offset and reason.
-            ShardMissing, NotAllowed, StorageUnavailable: from the storage, maybe as the first member of an exception group.
+            ShardMissing, NotAllowed, StorageUnavailable: from the storage, possibly as the first
+                member of an exception group.
         """
         delays = delays or Delays()
         began = time.monotonic()
-        placed = await self._read(fetch, slot, flow, ahead, delays)
-        read = time.monotonic()
-        delays.read_s += read - began
+        plan = _GroupReads(self, fetch, slot, flow, ahead, delays)
+        await self._dataset.storage.read(plan)
+        done = time.monotonic()
+        delays.read_s += done - began
         if delays.num_requests:
             delays.storage_s = delays.read_s
         if self._finishes:
-            finish = partial(self._finish, placed)
-            work = partial(_while_leased, slot.arena, finish)
-            await self._workers.run(flow, fetch.layout.num_bytes, fetch.plan.first_step, work)
-            delays.finish_s += time.monotonic() - read
-        return Strip(fetch.plan, fetch.layout, slot)
+            work = partial(self._finish, slot, plan.parts)
+            await self._workers.run(flow, plan.num_bytes, plan.urgency, work)
+            delays.finish_s += time.monotonic() - done
+        return BatchGroup(fetch.plan, fetch.layout, slot)
 
-    async def _read(self, fetch: Fetch, slot: Slot, flow: Flow, ahead: Ahead, delays: Delays) -> Sequence[_Placed]:
-        """Read all stored bytes; of local files, threads work out for themselves where they are."""
-        storage, urgency = self._dataset.storage, fetch.plan.first_step
-        placed: list[_Placed] = []
-        if isinstance(storage, LocalStorage):
-            cuts = itertools.pairwise(storage.cuts(fetch.plan.sample_ids.size, fetch.layout.num_bytes))
-            makes = [partial(self._make_reads, fetch, slot, slice(*cut), placed) for cut in cuts]
-            delays.storage_s += await storage.read_made(makes, flow, fetch.layout.num_bytes, urgency, slot.arena.lease)
-        else:
-            reads = self._make_reads(fetch, slot, slice(None), placed)
-            told = replace(
-                reads, flow=flow, urgency=urgency, block_bytes=ahead.block_bytes, next_use=ahead.next_use, delays=delays
-            )
-            await storage.read(told)
-        return placed
+    def _finish(self, slot: Slot, parts: Sequence[tuple[_Samples, list[_Scratch]]]) -> None:
+        """Check and decode; runs in a thread, which continues if the caller is cancelled."""
+        with slot.arena.lease():
+            for samples, scratches in parts:
+                for column, (codec, scratch) in enumerate(zip(self.codecs, scratches, strict=True)):
+                    if codec.finish:
+                        self._finish_column(samples, column, scratch, codec.finish)
+                    elif self._dataset.fields[column].codec == "ids":
+                        self._check_ids(samples, column)
 
-    def _make_reads(self, fetch: Fetch, slot: Slot, some: slice, placed: list[_Placed]) -> Reads:
-        """Of some samples; with the first of them goes what a strip has beside its samples."""
-        if not some.start:
-            known = dict(zip(self._known, fetch.extents.known, strict=True))
-            write_own_tensors(fetch.plan, fetch.layout, slot.memory, known)
-        bulk = _Bulk.of(fetch, slot, some)
-        reads, scratches = self._place(bulk)
-        placed.append((bulk, scratches))
-        return reads
-
-    def _place(self, bulk: _Bulk) -> tuple[Reads, list[_Scratch]]:
-        """The reads: of each field, first what goes to scratch memory, then what goes to its place."""
-        pieces: list[_Columns] = []
-        scratches: list[_Scratch] = []
-        everyone = np.arange(len(bulk.start))
-        for column, codec in enumerate(self._codecs):
-            start, stored, placed = bulk.start[:, column], bulk.stored[:, column], bulk.placed[:, column]
-            misfits, lacking = codec.misfits(stored, placed), bulk.lack(column)
-            if lacking is not None:
-                misfits &= ~lacking
-                bulk.clear_lacking(column, lacking)
-            if misfits.any():
-                first = int(np.argmax(misfits))
-                raise self._corrupt(
-                    bulk, first, column, f"{stored[first]} bytes are no {self._dataset.fields[column].codec} here"
-                )
-            if not codec.uses_scratch:
-                scratches.append(_Scratch(_NO_MEMORY, np.zeros(len(stored) + 1, np.int64)))
-                if stored.any():
-                    pieces.append((start, stored, bulk.place[:, column], everyone))
-                continue
-            before = codec.scratch_bytes(stored, placed)
-            if lacking is not None:
-                before = np.where(lacking, 0, before)
-            ends = np.concatenate(([0], np.cumsum(before)))
-            scratch = _Scratch(np.empty(int(ends[-1]), np.uint8), ends)
-            scratches.append(scratch)
-            after = stored - before
-            if ends[-1]:
-                pieces.append((start, before, ends[:-1] + scratch.memory.ctypes.data, everyone))
-            if after.any():
-                pieces.append((start + before, after, bulk.place[:, column], everyone))
-        start, size, target, sample = _in_order(pieces)
-        memory = tuple(scratch.memory for scratch in scratches if len(scratch.memory))
-        shard = bulk.shard if sample is everyone else bulk.shard[sample]
-        return Reads(shard, start, size, target.view(np.uint64), sample, memory, arena=bulk.slot.arena), scratches
-
-    def _finish(self, placed: Sequence[_Placed]) -> None:
-        for bulk, scratches in placed:
-            for column, (codec, scratch) in enumerate(zip(self._codecs, scratches, strict=True)):
-                if codec.finishes:
-                    self._finish_column(bulk, column, scratch)
-                elif self._dataset.fields[column].codec == "ids":
-                    self._check_ids(bulk, column)
-
-    def _finish_column(self, bulk: _Bulk, column: int, scratch: _Scratch) -> None:
-        codec, spec = self._codecs[column], self._dataset.fields[column]
+    def _finish_column(
+        self, samples: _Samples, column: int, scratch: _Scratch, finish: Finish
+    ) -> None:
+        spec = self._dataset.fields[column]
         memory, ends = scratch.memory.data, scratch.ends.tolist()
-        lacking = bulk.lack(column)
-        for sample, (begin, size) in enumerate(zip(bulk.begins(column), bulk.placed[:, column].tolist(), strict=True)):
+        lacking, sizes = samples.lacking(column), samples.reserved[:, column].tolist()
+        for sample, begin in enumerate(samples.offsets(column)):
             if lacking is not None and lacking[sample]:
                 continue
+            stored = memory[ends[sample] : ends[sample + 1]]
             try:
-                codec.finish(spec, memory[ends[sample] : ends[sample + 1]], bulk.slot.memory[begin : begin + size])
+                finish(spec, stored, samples.slot.memory[begin : begin + sizes[sample]])
             except ValueError as error:
-                raise self._corrupt(bulk, sample, column, str(error)) from error
+                raise self.corrupt(samples, sample, column, str(error)) from error
 
-    def _check_ids(self, bulk: _Bulk, column: int) -> None:
-        """Where places follow each other, as those of a batch do, their ids are looked at together."""
-        spec, size = self._dataset.fields[column], int(bulk.placed[0, column])
-        begins = bulk.place[:, column] - bulk.slot.address
-        runs = [0, *(np.flatnonzero(np.diff(begins) != size) + 1).tolist(), len(begins)]
+    def _check_ids(self, samples: _Samples, column: int) -> None:
+        """Check token ids against the vocabulary, adjacent samples of a batch at once."""
+        spec, size = self._dataset.fields[column], int(samples.reserved[0, column])
+        offsets, memory = np.array(samples.offsets(column)), samples.slot.memory
+        runs = [0, *(np.flatnonzero(np.diff(offsets) != size) + 1).tolist(), len(offsets)]
         for first, stop in itertools.pairwise(runs):
-            begin, end = int(begins[first]), int(begins[stop - 1]) + size
-            unknown = first_unknown_id(spec, bulk.slot.memory[begin:end])
+            begin, end = int(offsets[first]), int(offsets[stop - 1]) + size
+            unknown = first_unknown_id(spec, memory[begin:end])
             if unknown is not None:
                 row, position = divmod(unknown, size // spec.dtype.itemsize)
-                value = np.frombuffer(bulk.slot.memory[begin:end], spec.dtype)[unknown]
-                reason = f"id {value} at position {position} is outside the vocabulary of {spec.vocabulary} ids"
-                raise self._corrupt(bulk, first + row, column, reason)
+                value = np.frombuffer(memory[begin:end], spec.dtype)[unknown]
+                raise self.corrupt(
+                    samples,
+                    first + row,
+                    column,
+                    f"id {value} at position {position} is outside the vocabulary of "
+                    f"{spec.vocabulary} ids",
+                )
 
-    def _corrupt(self, bulk: _Bulk, sample: int, column: int, reason: str) -> CorruptSample:
-        sample_id, offset = int(bulk.sample_ids[sample]), int(bulk.start[sample, column])
-        shard = self._dataset.storage.shards[int(bulk.shard[sample])].name
+    def corrupt(self, samples: _Samples, sample: int, column: int, reason: str) -> CorruptSample:
+        """The error for one field of one sample."""
+        dataset, spec = self._dataset, self._dataset.fields[column]
+        sample_id, offset = int(samples.sample_ids[sample]), int(samples.start[sample, column])
+        shard = dataset.storage.shards[int(samples.shard[sample])].name
         return CorruptSample(
-            f"sample {sample_id} of dataset `{self._dataset.name}` (shard {shard}, byte {offset}) is corrupt: field "
-            f"{self._dataset.fields[column].name}: {reason}",
-            {"dataset": self._dataset.name, "shard": shard, "sample_id": sample_id, "offset": offset, "reason": reason},
+            f"sample {sample_id} of dataset `{dataset.name}` (shard {shard}, byte {offset}) is "
+            f"corrupt: field {spec.name}: {reason}",
+            {
+                "dataset": dataset.name,
+                "shard": shard,
+                "sample_id": sample_id,
+                "offset": offset,
+                "reason": reason,
+            },
         )
 
+    def misfit(self, samples: _Samples, sample: int, column: int) -> CorruptSample:
+        """The error for stored bytes that cannot be a field of this kind."""
+        num_bytes, codec = samples.stored[sample, column], self._dataset.fields[column].codec
+        return self.corrupt(samples, sample, column, f"{num_bytes} bytes are no {codec} here")
 
-def _while_leased(arena: Arena, compute: Callable[[], None]) -> None:
-    """In a thread, which goes on where nobody waits for it any more."""
-    with arena.lease():
-        compute()
+
+class _GroupReads:
+    """The reads of a batch group; a `ReadPlan` of its samples.
+
+    Attributes:
+        parts: the samples of each part that was asked for so far, with their scratch memory.
+    """
+
+    def __init__(
+        self, fetcher: Fetcher, fetch: Fetch, slot: Slot, flow: Flow, ahead: Ahead, delays: Delays
+    ) -> None:
+        self.parts: list[tuple[_Samples, list[_Scratch]]] = []
+        self.num_bytes = fetch.layout.num_bytes
+        self.flow = flow
+        self.urgency = fetch.plan.first_step
+        self.delays: Delays | None = delays
+        self._fetcher = fetcher
+        self._fetch = fetch
+        self._slot = slot
+        self._ahead = ahead
+
+    def __len__(self) -> int:
+        return self._fetch.plan.sample_ids.size
+
+    def lease(self) -> AbstractContextManager[None]:
+        return self._slot.arena.lease()
+
+    def part(self, which: slice) -> Reads:
+        """Compute the reads of some samples.
+
+        The part with the first sample also writes the tensors that are not read from storage, such
+        as `sample_id`.
+        """
+        fetch = self._fetch
+        if not which.start:
+            names = self._fetcher.indexed_names
+            indexed = dict(zip(names, fetch.extents.indexed, strict=True))
+            write_own_tensors(fetch.plan, fetch.layout, self._slot.memory, indexed)
+        samples = _Samples.of(fetch, self._slot, which)
+        pieces: list[_Columns] = []
+        everyone = np.arange(len(samples.shard))
+        scratches = [
+            self._add_reads(samples, column, everyone, pieces)
+            for column in range(len(self._fetcher.codecs))
+        ]
+        self.parts.append((samples, scratches))
+        start, size, target, sample = _in_order(pieces)
+        return Reads(
+            samples.shard if sample is everyone else samples.shard[sample],
+            start,
+            size,
+            target.view(np.uint64),
+            sample,
+            tuple(scratch.memory for scratch in scratches if len(scratch.memory)),
+            self.flow,
+            self.urgency,
+            self._ahead.block_bytes,
+            self._ahead.next_use,
+            self.delays,
+            self._slot.arena,
+        )
+
+    def _add_reads(
+        self, samples: _Samples, column: int, everyone: _Integers, pieces: list[_Columns]
+    ) -> _Scratch:
+        """Append the reads of one field: those into scratch memory, then those into the slot."""
+        codec = self._fetcher.codecs[column]
+        start, stored = samples.start[:, column], samples.stored[:, column]
+        target, reserved = samples.target[:, column], samples.reserved[:, column]
+        misfits, lacking = codec.misfits(stored, reserved), samples.lacking(column)
+        if lacking is not None:
+            misfits &= ~lacking
+            samples.clear(column, lacking)
+        if misfits.any():
+            raise self._fetcher.misfit(samples, int(np.argmax(misfits)), column)
+        if codec.scratch_bytes is None:
+            if stored.any():
+                pieces.append((start, stored, target, everyone))
+            return _Scratch(_NO_MEMORY, np.zeros(len(stored) + 1, np.int64))
+        before = codec.scratch_bytes(stored, reserved)
+        if lacking is not None:
+            before = np.where(lacking, 0, before)
+        ends = np.concatenate(([0], np.cumsum(before)))
+        scratch = _Scratch(np.empty(int(ends[-1]), np.uint8), ends)
+        after = stored - before
+        if ends[-1]:
+            pieces.append((start, before, ends[:-1] + scratch.memory.ctypes.data, everyone))
+        if after.any():
+            pieces.append((start + before, after, target, everyone))
+        return scratch
 
 
 def _in_order(pieces: Sequence[_Columns]) -> _Columns:
-    """Starts, sizes, targets and samples, joined: the reads of a sample after each other by their starts, none empty."""
+    """Join the reads of several fields: starts, sizes, targets and samples, without empty reads.
+
+    The reads of each sample are adjacent and sorted by start.
+    """
     if len(pieces) == 1:
         return pieces[0]
     nothing = np.empty(0, np.int64)
-    start, size, target, sample = (np.concatenate([nothing, *(piece[part] for piece in pieces)]) for part in range(4))
+    start, size, target, sample = (
+        np.concatenate([nothing, *(piece[part] for piece in pieces)]) for part in range(4)
+    )
     order = np.lexsort((start, sample))
     order = order[size[order] > 0]
     return start[order], size[order], target[order], sample[order]

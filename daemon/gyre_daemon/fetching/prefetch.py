@@ -1,4 +1,7 @@
-"""What a feed fetches next: steps are planned and laid out ahead, and several small batches are a strip, read together."""
+"""Plans the steps of a shared stream ahead, and reads its batch groups.
+
+A batch group is one batch, or several small ones that are laid out in one slot and read together.
+"""
 
 import asyncio
 from collections import deque
@@ -10,238 +13,220 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import first_error
-from gyre_daemon.fetching.account import BatchAccount
-from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, Fetch, Fetcher, Strip
-from gyre_daemon.fetching.window import Window
+from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, BatchGroup, Fetch, Fetcher
 from gyre_daemon.memory.arena import Slot
-from gyre_daemon.memory.arenas import Arenas
 from gyre_daemon.memory.share import Share
-from gyre_daemon.order.plan import NEVER, Order, Plan
-from gyre_daemon.order.steps import StripPlan
+from gyre_daemon.order.planner import NEVER, BatchPlanner, Order
+from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
-from gyre_daemon.storage.cache.cached import CachedStorage
+from gyre_daemon.storage.base import BlockCache
 from gyre_daemon.storage.delays import Delays
 
-_MAX_PREPARED = 64  # batches that are laid out at once, unless a strip has more
-_FIRST_BYTES = 4 << 20  # so many at first: a first batch does not wait for many others
-_PLANNED_POSITIONS = 1 << 13  # at once: a quarter of a millisecond; larger arrays have their pages faulted in anew each time
+# Batches that are laid out at once, unless a batch group has more. To lay out many costs less for
+# each, but the event loop does nothing else meanwhile.
+_MAX_PREPARED = 64
+# The first batches that are laid out have this many bytes: a first batch does not wait for others.
+_FIRST_BYTES = 4 << 20
+# Positions that are planned at once, in a quarter of a millisecond. Fewer cost more for each; the
+# pages of larger arrays are given back to the system and faulted in again each time.
+_PLANNED_POSITIONS = 1 << 13
+# Blocks that are announced ahead. More would push blocks out of the cache that are still needed.
 _MAX_BLOCKS_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A strip that is to be read, and where it goes."""
-
-    fetch: Fetch
-    slot: Slot
-
-    @property
-    def first_step(self) -> int:
-        """The strip's."""
-        return self.fetch.plan.first_step
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a strip.
+class GroupResult:
+    """A batch group that was read.
 
     Attributes:
-        strip: its batches, whole but for those that failed.
-        errors: by step, why a batch failed.
+        group: its batches, complete but for those that failed.
+        errors: why a batch failed, by its step.
     """
 
-    strip: Strip
+    group: BatchGroup
     errors: Mapping[int, Exception]
 
     def good(self, steps: range) -> range:
         """These steps up to the first that failed; empty where that is the first of all."""
-        return next((range(steps.start, step) for step in steps if step in self.errors), steps) if self.errors else steps
+        if not self.errors:
+            return steps
+        return next((range(steps.start, step) for step in steps if step in self.errors), steps)
+
+
+SpecKey = tuple[int, Order, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is fetched. Feeds of one spec give the same batches.
+    """What is fetched.
 
     Attributes:
-        dataset: open.
+        dataset: an open one.
         order: how to go through it.
-        rank: whose part of each global batch.
-        world_size: of how many.
-        plan: of the order.
-        num_wished: batches ahead that were asked for; 0 where the size of a batch decides.
+        rank: the one whose part of each global batch is fetched.
+        world_size: the number of ranks.
+        planner: plans the samples of each step in this order.
+        num_wished: the window in batches that was asked for; 0 where the size of a batch decides.
     """
 
     dataset: Dataset
     order: Order
     rank: int
     world_size: int
-    plan: Plan
+    planner: BatchPlanner
     num_wished: int
 
-    def is_as(self, other: "Spec") -> bool:
-        """Both give the same batches; the same dataset opened anew counts as another."""
-        return self.dataset is other.dataset and self._terms == other._terms
-
     @property
-    def _terms(self) -> tuple[Order, int, int, int]:
-        return self.order, self.rank, self.world_size, self.num_wished
-
-
-def account_of(
-    spec: Spec, job: str, outcome: Outcome, times: tuple[float, float], delays: Delays, *, is_awaited: bool
-) -> BatchAccount:
-    """What became of a strip.
-
-    Args:
-        spec: that it is of.
-        job: for which it was read.
-        outcome: of it.
-        times: when it was begun and when it was whole, on the daemon's clock.
-        delays: of its reads.
-        is_awaited: somebody waited for it.
-    """
-    plan, (began, ended) = outcome.strip.plan, times
-    return BatchAccount(
-        dataset=spec.dataset.name,
-        job=job,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        first_step=plan.first_step,
-        stop_step=plan.stop_step,
-        begun_at=began,
-        total_s=ended - began,
-        is_awaited=is_awaited,
-        delays=delays,
-        error=next(map(str, outcome.errors.values()), ""),
-    )
+    def key(self) -> SpecKey:
+        """Two specs with one key give the same batches; a dataset that was opened again differs."""
+        return id(self.dataset), self.order, self.rank, self.world_size, self.num_wished
 
 
 class Prefetcher:
-    """Begins and fills the steps of one spec, in order from a first one on.
+    """Plans the steps of one spec, from a first one on in their order, and reads them.
 
     Attributes:
-        num_together: batches that make a strip from now on.
+        share: the memory, whose window and batch groups it plans for.
     """
 
-    def __init__(self, spec: Spec, share: Share, first_step: int, flow: Flow, workers: FairExecutor) -> None:
+    def __init__(
+        self, spec: Spec, share: Share, first_step: int, flow: Flow, workers: FairExecutor
+    ) -> None:
+        self.share = share
         self._spec = spec
         self._flow = flow
         self._fetcher = Fetcher(spec.dataset, workers)
-        self.num_together = share.num_together
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
         self._num_prepared = max(1, min(_FIRST_BYTES // share.batch_bytes, _MAX_PREPARED))  # grows
-        self._plans = spec.plan.batches(first_step, 0, spec.rank, spec.world_size)  # not laid out
+        self._plans = spec.planner.batches(
+            first_step, 0, spec.rank, spec.world_size
+        )  # not laid out
         blockwise = spec.order.mode == "block"
-        self._ahead = Ahead(spec.order.io_block_bytes, self._next_use) if blockwise else NOTHING_AHEAD
-        storage = spec.dataset.storage
-        self._announcer = _Announcer(spec, storage) if blockwise and isinstance(storage, CachedStorage) else None
+        self._ahead = (
+            Ahead(spec.order.io_block_bytes, self._next_use) if blockwise else NOTHING_AHEAD
+        )
+        cache = spec.dataset.storage.block_cache
+        self._announcer = _Announcer(spec, cache) if blockwise and cache else None
 
-    def may_begin(self, window: Window) -> bool:
-        """There is room for a whole strip, or for the last steps."""
-        room = window.room
-        return room >= self.num_together or (room > 0 and window.next_to_begin + room == window.end_step)
+    def next_fetch(self, max_steps: int, end_step: int | None) -> Fetch:
+        """The next batch group, laid out; the same again until it is `begun`.
 
-    def begin(self, window: Window, arenas: Arenas) -> Begun | None:
-        """Begin a strip, if there is a slot for it; call only where it may."""
-        fetch, num_steps = self._next_fetch(window), min(window.room, self.num_together)
-        if num_steps < len(fetch.plan):
-            self._fetches.insert(1, fetch.part(num_steps, len(fetch.plan)))
-            fetch = self._fetches[0] = fetch.part(0, num_steps)
-        slot = arenas.take(fetch.layout.num_bytes)
-        if slot is None:
-            return None
-        self._fetches.popleft()
-        self._next_to_begin = window.begin(len(fetch.plan)).stop
-        return Begun(fetch, slot)
+        Args:
+            max_steps: the most steps that it may have, at least 1.
+            end_step: the first step that nobody wants; None for no end.
+        """
+        if not self._fetches:
+            self._prepare(end_step)
+        fetch = self._fetches[0]
+        if max_steps < len(fetch.plan):
+            self._fetches.insert(1, fetch.part(max_steps, len(fetch.plan)))
+            fetch = self._fetches[0] = fetch.part(0, max_steps)
+        return fetch
+
+    def begun(self) -> None:
+        """The next batch group is being read."""
+        self._next_to_begin = self._fetches.popleft().plan.stop_step
 
     def rewind(self, step: int) -> None:
-        """Begin at this step next, which was begun before."""
-        if step == self._next_to_begin:
-            return
+        """Go on at this step, which was begun before."""
         self._fetches.clear()
         self._next_to_begin = step
-        self._plans = self._spec.plan.batches(step, 0, self._spec.rank, self._spec.world_size)
+        self._plans = self._spec.planner.batches(step, 0, self._spec.rank, self._spec.world_size)
         if self._announcer:
             self._announcer.rewind()
 
-    async def fill(self, begun: Begun, flow: Flow, delays: Delays) -> Outcome:
-        """Read a strip into its slot; where some batches fail, which do; `delays` are told what it took."""
-        fetch, slot = begun.fetch, begun.slot
+    async def fill(self, fetch: Fetch, slot: Slot, flow: Flow, delays: Delays) -> GroupResult:
+        """Read a batch group into its slot; where it fails, batch by batch.
+
+        `delays` are told what it took.
+        """
+        group = BatchGroup(fetch.plan, fetch.layout, slot)
         try:
-            return Outcome(await self._fetcher.fill(fetch, slot, flow, self._ahead, delays), {})
+            await self._fetcher.fill(fetch, slot, flow, self._ahead, delays)
+            return GroupResult(group, {})
         except Exception as error:
             failure = first_error(error) if isinstance(error, ExceptionGroup) else error
         if len(fetch.plan) == 1:
-            return Outcome(Strip(fetch.plan, fetch.layout, slot), {fetch.plan.first_step: failure})
-        singles = [Begun(fetch.part(row, row + 1), slot) for row in range(len(fetch.plan))]
-        outcomes = [await self.fill(single, flow, delays) for single in singles]
-        errors = {step: error for outcome in outcomes for step, error in outcome.errors.items()}
-        return Outcome(Strip(fetch.plan, fetch.layout, slot), errors)
+            return GroupResult(group, {fetch.plan.first_step: failure})
+        errors: dict[int, Exception] = {}
+        for row in range(len(fetch.plan)):
+            single = await self.fill(fetch.part(row, row + 1), slot, flow, delays)
+            errors.update(single.errors)
+        return GroupResult(group, errors)
 
     def _next_use(self, block_bytes: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """In how many samples from now blocks of this size are read again; see `Reads.next_use`."""
-        plan, table = self._spec.plan, self._spec.dataset.index.blocks(block_bytes)
+        """After how many samples from now each block is read again; see `Reads.next_use`."""
+        planner, table = self._spec.planner, self._spec.dataset.index.blocks(block_bytes)
         position = self._next_to_begin * self._spec.order.global_batch_size
-        uses = plan.next_use_of_blocks(table, blocks, position)
+        uses = planner.next_use_of_blocks(table, blocks, position)
         return np.where(uses == NEVER, NEVER, uses - position)
 
-    def _next_fetch(self, window: Window) -> Fetch:
-        """The strip to begin next, laid out together with those that follow it."""
-        if not self._fetches:
-            most = max(_MAX_PREPARED, self.num_together)
-            if self._announcer:  # blocks are announced behind what is laid out, which must not lag behind the window
-                self._num_prepared = min(window.size, most)
-            together = min(self.num_together, self._num_prepared)
-            wanted = self._num_prepared // together * together
-            self._num_prepared = min(2 * wanted, most)
-            if window.end_step is not None:
-                wanted = min(wanted, max(window.room, 1))
-            self._plan(wanted)
-            self._fetches.extend(self._fetcher.prepare(self._plans[:wanted], together))
-            self._plans = self._plans[wanted:]
-            if self._announcer:
-                self._announcer.announce(self._plans, wanted, window.end_step, self._flow)
-        return self._fetches[0]
+    def _prepare(self, end_step: int | None) -> None:
+        """Lay out the next batch groups together."""
+        num_together = self.share.num_together
+        most = max(_MAX_PREPARED, num_together)
+        # blocks are announced behind what is laid out, which must not lag behind the window
+        if self._announcer:
+            self._num_prepared = min(self.share.num_ahead, most)
+        together = min(num_together, self._num_prepared)
+        wanted = self._num_prepared // together * together
+        self._num_prepared = min(2 * wanted, most)
+        if end_step is not None:
+            wanted = min(wanted, max(end_step - self._next_to_begin, 1))
+        self._plan(wanted)
+        self._fetches.extend(self._fetcher.prepare(self._plans[:wanted], together))
+        self._plans = self._plans[wanted:]
+        if self._announcer:
+            self._announcer.announce(self._plans, wanted, end_step, self._flow)
 
     def _plan(self, num_wanted: int) -> None:
-        """Have so many steps planned at least, and those that are to be announced; many at once cost a third each."""
-        num_missing = num_wanted + (self._announcer.num_steps if self._announcer else 0) - len(self._plans)
+        """Plan this many steps at least, and those that are to be announced.
+
+        A step costs a third where many are planned at once.
+        """
+        num_missing = (
+            num_wanted + (self._announcer.num_steps if self._announcer else 0) - len(self._plans)
+        )
         if num_missing <= 0:
             return
         positions = self._spec.order.global_batch_size // self._spec.world_size
         num_steps = max(num_missing, _PLANNED_POSITIONS // positions)
-        self._plans += self._spec.plan.batches(self._plans.stop_step, num_steps, self._spec.rank, self._spec.world_size)
+        self._plans += self._spec.planner.batches(
+            self._plans.stop_step, num_steps, self._spec.rank, self._spec.world_size
+        )
 
 
 class _Announcer:
-    """Tells the node cache which blocks a job reads next, earlier than the batches that read them are begun.
+    """Tells the node cache which blocks a job reads next, before it begins the batches.
 
-    A window of batches reaches only a few blocks ahead, since each block serves many batches: too few requests at once.
+    Each block serves many batches, so a window of batches reaches only a few blocks ahead: too few
+    requests would be under way at once.
     """
 
-    def __init__(self, spec: Spec, storage: CachedStorage) -> None:
+    def __init__(self, spec: Spec, cache: BlockCache) -> None:
         self._block_bytes = spec.order.io_block_bytes
         self._table = spec.dataset.index.blocks(self._block_bytes)
-        self._storage = storage
+        self._cache = cache
         self._telling: set[asyncio.Task[None]] = set()
-        self._num_announced = 0  # of the steps to come
-        num_blocks = max(1, min(_MAX_BLOCKS_AHEAD, spec.order.window_blocks // 4))  # beside those of the window itself
+        self._num_announced = 0  # the steps to come whose blocks were announced
+        # beside the blocks of the window itself
+        num_blocks = max(1, min(_MAX_BLOCKS_AHEAD, spec.order.window_blocks // 4))
         samples_ahead = num_blocks * spec.dataset.num_samples // max(1, self._table.num_blocks)
         self.num_steps = -(-samples_ahead // spec.order.global_batch_size)
 
     def rewind(self) -> None:
-        """The steps to come are others than those that were announced."""
+        """Other steps come next than those that were announced."""
         self._num_announced = 0
 
-    def announce(self, plans: StripPlan, num_taken: int, end_step: int | None, flow: Flow) -> None:
-        """The blocks of the next steps will be read, in this order.
+    def announce(self, plans: GroupPlan, num_taken: int, end_step: int | None, flow: Flow) -> None:
+        """Tell the cache that the blocks of the next steps will be read, in this order.
 
         Args:
-            plans: of the steps to come.
-            num_taken: so many were taken from their beginning since the last time.
-            end_step: that nobody wants; None for no end.
-            flow: the job.
+            plans: the steps to come.
+            num_taken: how many steps were taken from their beginning since the last call.
+            end_step: the first step that nobody wants; None for no end.
+            flow: the job that reads them.
         """
         self._num_announced = max(0, self._num_announced - num_taken)
         fresh = plans[self._num_announced : self.num_steps]
@@ -252,11 +237,13 @@ class _Announcer:
             return
         blocks = self._table.block_of(fresh.sample_ids.reshape(-1))
         _, first = np.unique(blocks, return_index=True)
-        telling = asyncio.create_task(self._storage.expect(self._block_bytes, blocks[np.sort(first)], flow))
+        telling = asyncio.create_task(
+            self._cache.expect(self._block_bytes, blocks[np.sort(first)], flow)
+        )
         self._telling.add(telling)
         telling.add_done_callback(self._told)
 
     def _told(self, telling: asyncio.Task[None]) -> None:
         self._telling.discard(telling)
         if not telling.cancelled():
-            telling.exception()  # an error is for those who read the block
+            telling.exception()  # the read of the block gets the error, too

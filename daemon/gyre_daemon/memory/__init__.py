@@ -1,5 +1,7 @@
-"""The memory of batches: a budget, arenas that are sealed memory files, slots in them, and how clients get to map them.
+"""The memory of batches: a budget, arenas, slots in them, and how clients map them.
 
-In: how many bytes a session wants. Out: slots to write batches into. What lies in them is not known here. `sessions` imports
-it.
+In: how many bytes a session wants. Out: slots that batches are written into. An *arena* is a sealed
+memory file, and a *slot* is the place of one batch group in it. A session's *share* is its part of
+the budget. Nothing here knows what lies in a slot. It imports `copy_workers` and `storage.base`;
+`fetching`, `sessions`, `service` and `server` import it.
 """

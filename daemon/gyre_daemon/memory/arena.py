@@ -1,9 +1,9 @@
-"""The memory of batches: arenas of slots that are reused.
+"""Arenas: memory files that are divided into slots for batches.
 
-[Note: Who owns an arena]
-A feed makes an arena and closes it. While somebody reads or writes there, it holds a lease: each job of a thread for as long as
-it runs, each coroutine that waits for bytes which land there, each payload until it was sent. The memory is given back when the
-arena is closed and the last lease has been returned, and at that moment, whatever still refers to a slot.
+[Note: Who owns an arena] A shared stream makes an arena and closes it. Code that reads or writes
+there holds a lease: a thread while its work runs, a coroutine while it waits for bytes that land
+there, a payload until it was sent. When the arena is closed and the last lease was returned, the
+memory is given back at once, even if a frame or a traceback still refers to a slot.
 """
 
 import bisect
@@ -11,9 +11,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
-from gyre_daemon.copiers import new_key
+from gyre_daemon.copy_workers import new_key
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.memfile import MemoryFile
 from gyre_daemon.memory.pages import whole_pages
@@ -22,12 +21,13 @@ from gyre_daemon.storage.base import ArenaClosed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """The memory of one strip of batches.
+    """The memory of one batch group.
 
     Attributes:
-        arena: that it is a part of.
-        offset_bytes: in the arena.
-        memory: writable; whole pages, at least as long as was asked for. Only who holds a lease of the arena may look into it.
+        arena: the arena that the slot is a part of.
+        offset_bytes: where it begins in the arena.
+        memory: writable, whole pages, at least as long as was asked for. Only the holder of a lease
+            of the arena may touch it.
         address: of its first byte.
     """
 
@@ -38,33 +38,26 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        """Capacity."""
+        """The slot's capacity."""
         return self.memory.nbytes
 
 
-class Reader(Protocol):
-    """A client that maps arenas."""
-
-    def arena_left(self, arena: "Arena") -> None:
-        """No further batch comes to lie there: it should be unmapped."""
-
-
 class Arena:
-    """Slots for batches, in a sealed memory file: see the note above.
+    """Slots for batches in one memory file; [Note: Who owns an arena] says who frees it.
 
     Attributes:
         key: its name, which no other arena of this process has or had.
         num_bytes: its size.
         address: of its first byte.
-        held_bytes: of slots that are taken.
+        held_bytes: size of the slots that are taken.
     """
 
     def __init__(self, num_bytes: int, budget: Budget | None = None) -> None:
-        """Map an empty file; `allocate` gives it its memory, `seal` ends that.
+        """Map an empty file; `allocate` gives it memory, `seal` makes slots available.
 
         Args:
-            num_bytes: its size, if that is whole pages.
-            budget: told what clients alone keep of it.
+            num_bytes: at least, rounded up to whole pages.
+            budget: told when only clients still map the arena.
 
         Raises:
             Overloaded: the machine has no such memory.
@@ -73,26 +66,27 @@ class Arena:
         self.num_bytes = whole_pages(num_bytes)
         self._file = MemoryFile(self.num_bytes)
         self.address = self._file.address
-        self._free = [(0, self.num_bytes)]  # (offset, length) of every free range, sorted, none touching the next
+        # (offset, length) of every free range, sorted, none touching the next
+        self._free = [(0, self.num_bytes)]
         self.held_bytes = 0
         self._budget = budget or Budget(0)
-        self._readers: list[Reader] = []  # one as often as it maps it
+        self._clients: list[Callable[[Arena], None]] = []  # once for each mapping
         self._is_closed = False
         self._when_unmapped: list[Callable[[], object]] = []
-        self._lock = threading.Lock()  # over the next one
-        self._num_leases = 1  # that of whoever made it
+        self._lock = threading.Lock()  # guards the number of leases
+        self._num_leases = 1  # the maker's, until `close`
 
     @property
     def descriptor(self) -> int:
-        """Of the file; -1 once the memory is given back."""
+        """The file's descriptor; -1 once the memory is given back."""
         return self._file.descriptor
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[None]:
-        """Inside, the memory is there. In any thread.
+        """Hold a lease inside the block. In any thread.
 
         Raises:
-            ArenaClosed: it is not any more; nobody waits for what would be written.
+            ArenaClosed: the memory was given back, so nobody waits for what would be written.
         """
         if not self.acquire():
             raise ArenaClosed
@@ -102,13 +96,13 @@ class Arena:
             self.release()
 
     def acquire(self) -> bool:
-        """Hold a lease until `release`; False where the memory was given back. In any thread."""
+        """Take a lease, returned by `release`; False where the memory is gone. In any thread."""
         with self._lock:
             self._num_leases += self._num_leases > 0
             return self._num_leases > 0
 
     def release(self) -> None:
-        """Return a lease. In any thread."""
+        """Return a lease; the last one gives the memory back. In any thread."""
         with self._lock:
             self._num_leases -= 1
             if self._num_leases:
@@ -118,31 +112,35 @@ class Arena:
             act()
 
     def allocate(self, begin: int, end: int) -> None:
-        """See `MemoryFile.allocate`.
+        """Give the bytes `[begin, end)` memory; see `MemoryFile.allocate`.
 
         Raises:
             Overloaded: the machine has no such memory.
-            ArenaClosed: nobody needs it any more.
+            ArenaClosed: the arena was closed meanwhile.
         """
         with self.lease():
             self._file.allocate(begin, end)
 
     def seal(self) -> None:
-        """See `MemoryFile.seal`; from now on slots can be taken."""
+        """Seal the file, see `MemoryFile.seal`; from now on slots can be taken."""
         self._file.seal()
 
     def take(self, num_bytes: int) -> Slot | None:
-        """The first free slot of at least so many bytes, or None until enough is given back."""
+        """Take the first free slot of at least `num_bytes`, or None where none is large enough."""
         needed = whole_pages(num_bytes)
         for index, (offset, length) in enumerate(self._free):
             if length >= needed:
-                self._free[index : index + 1] = [(offset + needed, length - needed)] if length > needed else []
+                self._free[index : index + 1] = (
+                    [(offset + needed, length - needed)] if length > needed else []
+                )
                 self.held_bytes += needed
-                return Slot(self, offset, self._file.memory[offset : offset + needed], self.address + offset)
+                return Slot(
+                    self, offset, self._file.memory[offset : offset + needed], self.address + offset
+                )
         return None
 
     def put_back(self, slot: Slot) -> None:
-        """Make a slot free for another batch; nobody may read it any more."""
+        """Make a slot free for another batch group; nobody may touch it any more."""
         begin, end = slot.offset_bytes, slot.offset_bytes + slot.num_bytes
         self.held_bytes -= slot.num_bytes
         index = bisect.bisect(self._free, (begin,))
@@ -154,34 +152,34 @@ class Arena:
         self._free.insert(index, (begin, end - begin))
 
     def when_unmapped(self, act: Callable[[], object]) -> None:
-        """Do something, in the thread that returns the last lease, once this process has the memory no longer."""
+        """Call `act` once the memory is unmapped, in the thread that returns the last lease."""
         self._when_unmapped.append(act)
 
     def close(self) -> None:
-        """Use it for no further batch; its memory is given back with the last lease. A second call changes nothing.
+        """Put no further batch here, and give the memory back with the last lease.
 
-        What clients still map of it counts as abandoned until they have unmapped it.
+        As long as clients map the arena, it counts as abandoned. A second call changes nothing.
         """
         if self._is_closed:
             return
         self._is_closed = True
         self._free.clear()
-        if self._readers:
+        if self._clients:
             self._budget.abandon(self.num_bytes)
         self.leave()
         self.release()
 
     def leave(self) -> None:
-        """No further batch comes to lie here: clients should unmap it."""
-        for reader in set(self._readers):
-            reader.arena_left(self)
+        """Tell clients that no further batch is put here, so that they unmap it."""
+        for on_left in set(self._clients):
+            on_left(self)
 
-    def add_reader(self, reader: "Reader") -> None:
-        """A client maps it from now on."""
-        self._readers.append(reader)
+    def add_client(self, on_left: "Callable[[Arena], None]") -> None:
+        """Count a client that maps the arena; `on_left` tells it when it should unmap it."""
+        self._clients.append(on_left)
 
-    def remove_reader(self, reader: "Reader") -> None:
-        """A client has it no longer."""
-        self._readers.remove(reader)
-        if self._is_closed and not self._readers:
+    def remove_client(self, on_left: "Callable[[Arena], None]") -> None:
+        """Count a client no longer, which has unmapped the arena."""
+        self._clients.remove(on_left)
+        if self._is_closed and not self._clients:
             self._budget.abandon(-self.num_bytes)

@@ -1,7 +1,7 @@
-"""Memory files: what a process of another user may map and read, and can neither write into nor change the size of.
+"""Memory files: other processes may map and read them, but neither write nor resize them.
 
-Python's own `mmap` keeps a duplicate of the descriptor, and the memory for as long as any view of it is referred to. Here both
-end with `close`, whoever still refers to a view: frames, tracebacks, and reference cycles keep no memory.
+Python's `mmap` duplicates the descriptor and keeps the memory as long as a view of it exists. Here
+`close` ends both, even if a frame, a traceback or a reference cycle still has a view.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 from gyre_daemon.errors import Overloaded
 
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not named in the standard library, as the next ones
+# constants that the standard library does not name
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _F_SEAL_FUTURE_WRITE = 0x0010  # since Linux 5.1
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _F_SEAL_FUTURE_WRITE
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
@@ -23,7 +24,14 @@ _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap
 _mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _madvise = _libc.madvise  # `mmap.madvise` keeps the interpreter's lock for as long as it takes
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -36,11 +44,11 @@ class MemoryFile:
         num_bytes: its size.
         descriptor: of the file; -1 once it is closed.
         address: of its first byte.
-        memory: all of it, writable. After `close` nobody may look into it: the process would end.
+        memory: all of it, writable. Who touches it after `close` ends the process.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Map an empty file; `allocate` gives it its memory, `seal` ends that.
+        """Map an empty file; `allocate` gives it memory.
 
         Args:
             num_bytes: whole pages.
@@ -53,30 +61,43 @@ class MemoryFile:
             self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(self.descriptor, num_bytes)
-                self.address = _map(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.descriptor)
+                self.address = _map(
+                    None,
+                    num_bytes,
+                    mmap.PROT_READ | mmap.PROT_WRITE,
+                    mmap.MAP_SHARED,
+                    self.descriptor,
+                )
             except OSError:
                 os.close(self.descriptor)
                 raise
         array = (ctypes.c_char * num_bytes).from_address(self.address)
         self.memory = memoryview(array).cast("B")
-        weakref.finalize(array, _munmap, self.address, num_bytes).atexit = False  # nothing else comes to lie there before
+        # the addresses stay reserved as long as a view exists, so that nothing else is mapped there
+        weakref.finalize(array, _munmap, self.address, num_bytes).atexit = False
 
     def allocate(self, begin: int, end: int) -> None:
-        """Allocate and touch a part, of whole pages; takes some ms per 10 MiB. Different parts in any threads at once.
+        """Allocate and touch the whole pages `[begin, end)`; takes some ms per 10 MiB.
+
+        Several threads may allocate different parts at once.
 
         Raises:
             Overloaded: the machine has no such memory.
         """
         with self._refusal():
             os.posix_fallocate(self.descriptor, begin, end - begin)
-        _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)  # an older kernel: each page when it is written to
+        # an older kernel does it for each page that is written to
+        _madvise(self.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def seal(self) -> None:
-        """From now on nobody else can write, and nobody at all change the size."""
+        """Allow no further mapping for writing, and no change of the size."""
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     def close(self) -> None:
-        """Give memory and descriptor back now; the memory is freed as soon as no other process maps it."""
+        """Unmap the memory and close the descriptor.
+
+        The kernel frees the memory as soon as no other process maps it.
+        """
         descriptor, self.descriptor = self.descriptor, -1
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(self.address, self.num_bytes, _PROT_NONE, flags, -1)
@@ -84,11 +105,14 @@ class MemoryFile:
 
     @contextlib.contextmanager
     def _refusal(self) -> Iterator[None]:
-        """What an operating system without memory says inside."""
+        """Turn an error of the operating system inside the block into Overloaded."""
         try:
             yield
         except OSError as error:
-            raise Overloaded(f"this machine has no {self.num_bytes} bytes of memory for a session: {error.strerror}") from error
+            raise Overloaded(
+                f"this machine has no {self.num_bytes} bytes of memory for a session: "
+                f"{error.strerror}"
+            ) from error
 
 
 def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:

@@ -1,67 +1,58 @@
-"""How a session divides its memory among the window, the client's queue, and what the client keeps. Pure."""
+"""How a session's memory is divided: the window, the client's queue, and what the client keeps.
 
-from dataclasses import dataclass, replace
+Pure.
+"""
+
+from dataclasses import dataclass
 
 from gyre_daemon.memory.pages import whole_pages
 
-_SESSION_NOTE_BYTES = 256 << 10  # of a session, its feed and its connection
-_STRIP_BYTES, _MAX_TOGETHER, _MAX_WINDOWS = 26 << 20, 256, 4
+# What a session, its shared stream and its connection take beside the memory of batches.
+_SESSION_METADATA_BYTES = 256 << 10
+# A batch group is at most this long. Longer ones cost less per batch, but the first batch of a
+# group comes only with its last, and a window has room for fewer of them.
+_GROUP_BYTES, _MAX_TOGETHER = 26 << 20, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a session divides its memory.
+    """The memory that a session reserves, and what it is for.
 
     Attributes:
-        batch_bytes: upper bound of one batch.
-        note_bytes: upper bound of what is noted of one batch beside its memory.
-        num_bytes: of its arenas.
-        num_ahead: batches in flight or ready: the prefetch window.
-        num_together: batches that make a strip: they are read together and lie in one slot.
-        max_windows: how many times the memory makes strips as long as they may be.
-        num_queued: batches that its client may have received and not taken.
-        num_kept: batches that its client may go on to use after it took the next.
-        may_grow: nobody asked for just this window.
+        batch_bytes: the most bytes that a batch has, in whole pages.
+        metadata_bytes: the most bytes that the daemon notes of a batch beside its memory.
+        num_bytes: the size of all arenas.
+        num_ahead: how many batches may be in flight or ready: the prefetch window.
+        num_together: how many batches make a batch group, which is read into one slot.
+        num_queued: how many batches the client may have received and not taken.
+        num_kept: how many batches the client may go on to use after it took the next.
     """
 
     batch_bytes: int
-    note_bytes: int
+    metadata_bytes: int
     num_bytes: int
     num_ahead: int
     num_together: int
-    max_windows: int
     num_queued: int
     num_kept: int
-    may_grow: bool
 
     @property
-    def strip_bytes(self) -> int:
-        """Upper bound of a strip."""
+    def group_bytes(self) -> int:
+        """The most bytes that a batch group has."""
         return self.batch_bytes * self.num_together
 
     @property
     def reserved_bytes(self) -> int:
-        """What a session with it takes of the budget."""
+        """What a session with this share takes of the budget."""
         return self.reserved_for(self.num_bytes)
 
     def reserved_for(self, num_bytes: int) -> int:
-        """What a session with so many bytes of arenas takes of the budget."""
-        return _SESSION_NOTE_BYTES + self.with_notes(num_bytes)
+        """What a session with arenas of this size takes of the budget."""
+        return _SESSION_METADATA_BYTES + self.with_metadata(num_bytes)
 
-    def with_notes(self, num_bytes: int) -> int:
-        """So many bytes of arenas, with what is noted of the batches in them."""
-        return num_bytes + num_bytes // self.batch_bytes * self.note_bytes
-
-    def times(self, num_windows: int) -> "Share":
-        """As many times the memory, for longer strips."""
-        return replace(
-            self,
-            num_bytes=self.num_bytes * num_windows,
-            num_ahead=self.num_ahead * num_windows,
-            num_together=self.num_together * num_windows,
-            num_queued=self.num_queued * num_windows,
-            num_kept=self.num_kept * num_windows,
-        )
+    def with_metadata(self, num_bytes: int) -> int:
+        """Arenas of this size, and what is noted of the batches in them."""
+        return num_bytes + num_bytes // self.batch_bytes * self.metadata_bytes
 
 
 def divide(
@@ -69,29 +60,35 @@ def divide(
     num_ahead: int,
     limit_bytes: int,
     *,
-    note_bytes: int = 0,
-    in_strips: bool = False,
-    may_grow: bool = False,
+    metadata_bytes: int = 0,
+    in_groups: bool = False,
 ) -> Share:
-    """The share of a session that wants to be so many batches ahead: within the limit, but room for one batch in any case.
+    """The share of a session within a limit, but with room for one batch in any case.
 
     Args:
-        batch_bytes: upper bound of a batch.
-        num_ahead: the prefetch window it would like.
-        limit_bytes: what it may have.
-        note_bytes: see `Share`.
-        in_strips: whether several small batches are read together; a third of the window at most.
-        may_grow: whether more may be added later.
+        batch_bytes: the most bytes that a batch has.
+        num_ahead: the window in batches that the session would like.
+        limit_bytes: the most that it may reserve.
+        metadata_bytes: see `Share`.
+        in_groups: whether several small batches are read together: a third of the window at most,
+            so that three batch groups are under way.
     """
     batch_bytes = whole_pages(batch_bytes)
     num_wanted = 2 * num_ahead + max(2, 2 * num_ahead // 3)
-    num_slots = max(1, min(num_wanted, (limit_bytes - _SESSION_NOTE_BYTES) // (batch_bytes + note_bytes)))
+    num_possible = (limit_bytes - _SESSION_METADATA_BYTES) // (batch_bytes + metadata_bytes)
+    num_slots = max(1, min(num_wanted, num_possible))
     if num_slots < num_wanted:
         num_ahead = max(1, 3 * (num_slots - 1) // 8)
-    longest = max(1, min(_STRIP_BYTES // batch_bytes, _MAX_TOGETHER)) if in_strips else 1
+    longest = max(1, min(_GROUP_BYTES // batch_bytes, _MAX_TOGETHER)) if in_groups else 1
     num_together = max(1, min(longest, num_ahead // 3))
-    max_windows = min(_MAX_WINDOWS, longest // num_together) if num_ahead >= 3 else 1  # three strips at least are under way
-    num_queued = min(num_ahead, max(1, num_slots - num_ahead)) // num_together * num_together  # whole strips travel
-    num_kept = max(0, num_slots - num_ahead - num_queued)
-    num_bytes = num_slots * batch_bytes
-    return Share(batch_bytes, note_bytes, num_bytes, num_ahead, num_together, max_windows, num_queued, num_kept, may_grow)
+    # whole batch groups travel
+    num_queued = min(num_ahead, max(1, num_slots - num_ahead)) // num_together * num_together
+    return Share(
+        batch_bytes,
+        metadata_bytes,
+        num_slots * batch_bytes,
+        num_ahead,
+        num_together,
+        num_queued,
+        num_kept=max(0, num_slots - num_ahead - num_queued),
+    )

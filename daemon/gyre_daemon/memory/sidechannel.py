@@ -1,8 +1,9 @@
-"""The side channel: how a client on the same machine gets the descriptors of the arenas that its batches lie in.
+"""The side channel hands a client on the same machine the descriptors of its arenas.
 
-gRPC cannot pass descriptors and hides who its peer is. So a client that can share memory first connects here; the kernel says
-which process and user it is, and it gets a token that its gRPC calls carry. It stays connected as long as it may read what it
-was given: so the daemon knows when memory that several jobs read can be used again, also after one of them was killed.
+gRPC cannot pass descriptors and does not say which process calls. So a client that can share memory
+connects here first. The kernel says which process and user it is, and the client gets a token that
+its gRPC calls carry. It stays connected as long as it may read the arenas: so the daemon knows when
+memory can be used again, even if the client was killed.
 """
 
 import asyncio
@@ -19,6 +20,9 @@ from gyre_daemon.memory.arena import Arena
 from gyre_daemon.runtime.events import log_event
 
 SUFFIX = ".side"
+# A client takes a descriptor, so their number is bounded. Where `accept` fails, for want of
+# descriptors as a rule, the client still waits in the backlog: without a pause the event loop would
+# try again all the time.
 _BACKLOG = 128
 _MAX_PEERS = 4096
 _REFUSED_PAUSE_S = 1.0
@@ -26,56 +30,57 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Peer:
-    """A client beside the daemon, for as long as it may read shared memory.
+    """A client on the same machine, as long as it may read shared memory.
 
     Attributes:
+        connection: to the client, owned by this.
         pid: its process.
         uid: its user.
     """
 
     def __init__(self, connection: socket.socket, pid: int, uid: int) -> None:
+        self.connection = connection
         self.pid = pid
         self.uid = uid
-        self._connection = connection
         self._is_gone = False
         self._when_gone: list[Callable[[], None]] = []
 
     def hand_over(self, session_id: str, number: int, descriptor: int) -> bool:
-        """Send an arena of a session; False where the client is gone or does not take it."""
+        """Send an arena's descriptor; False where the client is gone or does not take it."""
         if self._is_gone:
             return False
         try:
-            socket.send_fds(self._connection, [f"{session_id} {number}".encode()], [descriptor])
+            socket.send_fds(self.connection, [f"{session_id} {number}".encode()], [descriptor])
         except OSError:
             return False
         return True
 
     def when_gone(self, act: Callable[[], None]) -> None:
-        """Do something once the client reads no shared memory any more: it says so by hanging up, and so does its death."""
+        """Call `act` once the client reads no shared memory any more: it hung up or died."""
         if self._is_gone:
             act()
         else:
             self._when_gone.append(act)
 
     def hang_up(self) -> None:
-        """The client is gone."""
-        self._connection.close()
+        """Treat the client as gone."""
+        self.connection.close()
         self._is_gone = True
         while self._when_gone:
             self._when_gone.pop()()
 
 
 class ShownArenas:
-    """The arenas of one session that its client maps, by number."""
+    """The arenas that a session's client maps, by the number that the client knows them by."""
 
     def __init__(self, session_id: str, peer: Peer, on_left: Callable[[Arena, int], None]) -> None:
-        """None yet.
+        """Nothing is shown yet.
 
         Args:
-            session_id: whose they are.
-            peer: the client.
-            on_left: called with an arena that the client should unmap, and its number. From then on the client does not
-                know the arena; where it is shown once more, it has another number.
+            session_id: of the session.
+            peer: its client.
+            on_left: called with an arena that the client should unmap, and its number. If the arena
+                is shown to the client later, it gets another number.
         """
         self._session_id = session_id
         self._peer = peer
@@ -86,29 +91,35 @@ class ShownArenas:
         peer.when_gone(self._peer_gone)
 
     def number(self, arena: Arena) -> int | None:
-        """What the client calls an arena, which it is given if it does not have it; None if that cannot be done."""
+        """The client's number for an arena, which is handed over where the client lacks it.
+
+        Returns:
+            None where the arena cannot be handed over.
+        """
         number = self._numbers.get(arena)
-        if number is None and self._peer.hand_over(self._session_id, self._num_shown, arena.descriptor):
+        if number is None and self._peer.hand_over(
+            self._session_id, self._num_shown, arena.descriptor
+        ):
             number = self._numbers[arena] = self._num_shown
             self._num_shown += 1
-            arena.add_reader(self)
+            arena.add_client(self.arena_left)
         return number
 
     def arena_left(self, arena: Arena) -> None:
-        """See `Reader`."""
+        """Ask the client to unmap an arena that no further batch is put into."""
         number = self._numbers.pop(arena, None)
         if number is not None:
             self._leaving[number] = arena
             self._on_left(arena, number)
 
     def unmapped(self, number: int) -> None:
-        """The client has this one no longer; what it was not asked to unmap changes nothing."""
+        """Note that the client has unmapped an arena; ignored where it was not asked to."""
         arena = self._leaving.pop(number, None)
         if arena:
-            arena.remove_reader(self)
+            arena.remove_client(self.arena_left)
 
     def when_unread(self, act: Callable[[], None]) -> None:
-        """See `Peer.when_gone`."""
+        """Call `act` once the client reads no shared memory any more."""
         self._peer.when_gone(act)
 
     def _peer_gone(self) -> None:
@@ -116,36 +127,38 @@ class ShownArenas:
         self._numbers.clear()
         self._leaving.clear()
         for arena in arenas:
-            arena.remove_reader(self)
+            arena.remove_client(self.arena_left)
 
 
 class SideChannel:
-    """Listens beside a Unix socket and knows who is connected."""
+    """Listens beside a Unix socket of the daemon and knows the clients that are connected."""
 
     def __init__(self, path: Path) -> None:
-        """Bind; the path is this daemon's by the claim on the socket beside it.
+        """Listen.
+
+        Args:
+            path: the daemon's socket, which it has claimed; the side channel's has a suffix more.
 
         Raises:
-            ConfigError: it cannot be bound.
+            ConfigError: the socket cannot be bound.
         """
         self._path = path.with_name(path.name + SUFFIX)
         self._peers: dict[str, Peer] = {}
-        self._connections: dict[str, socket.socket] = {}
         self._bind()
 
     @property
     def is_reachable(self) -> bool:
-        """Clients that connect to the path find this daemon's socket."""
+        """Whether clients that connect to the path reach this daemon's socket."""
         try:
             return os.path.samestat(self._socket, self._path.stat())
         except OSError:
             return False
 
     def bind_again(self) -> None:
-        """Listen at the path again, where the socket was removed; who is connected stays so.
+        """Listen at the path again, where the socket was removed; clients stay connected.
 
         Raises:
-            ConfigError: it cannot be bound.
+            ConfigError: the socket cannot be bound.
         """
         before = self._listener
         self._bind()
@@ -153,7 +166,9 @@ class SideChannel:
         before.close()
 
     def _bind(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         try:
             self._path.unlink(missing_ok=True)
             listener.bind(str(self._path))
@@ -171,7 +186,7 @@ class SideChannel:
         return self._peers.get(token)
 
     def close(self) -> None:
-        """Disconnect everybody and remove the socket."""
+        """Disconnect all clients and remove the socket."""
         is_reachable = self.is_reachable
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
@@ -183,20 +198,23 @@ class SideChannel:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # out of descriptors, say: the client goes on without shared memory
+        except OSError as error:
             log_event("side channel refused", {"reason": error.strerror}, logging.WARNING)
             loop = asyncio.get_running_loop()
-            loop.remove_reader(self._listener)  # who waits there goes on waiting, and would be refused again at once
+            loop.remove_reader(self._listener)
             loop.call_later(_REFUSED_PAUSE_S, self._listen_again, self._listener)
             return
         connection.setblocking(False)
-        pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
         token = secrets.token_hex(16)
         if len(self._peers) >= _MAX_PEERS:
             connection.close()
             return
-        self._peers[token], self._connections[token] = Peer(connection, pid, uid), connection
-        asyncio.get_running_loop().add_reader(connection, self._hear, token)
+        self._peers[token] = Peer(connection, pid, uid)
+        # a client has nothing to send: what arrives is its end, or nonsense that ends it
+        asyncio.get_running_loop().add_reader(connection, self._drop, token)
         try:
             connection.send(token.encode())
         except OSError:
@@ -206,11 +224,7 @@ class SideChannel:
         if listener is self._listener and listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept)
 
-    def _hear(self, token: str) -> None:
-        """A client has nothing to say here: what comes is its end, or nonsense that ends it; descriptors are not received."""
-        self._drop(token)
-
     def _drop(self, token: str) -> None:
-        connection = self._connections.pop(token)
-        asyncio.get_running_loop().remove_reader(connection)
-        self._peers.pop(token).hang_up()
+        peer = self._peers.pop(token)
+        asyncio.get_running_loop().remove_reader(peer.connection)
+        peer.hang_up()

@@ -1,4 +1,5 @@
-"""What is counted and how it is told: counters, a session's occupancy, and the Prometheus exposition.
+"""Counters of the daemon and of its jobs, and how Prometheus scrapes them.
 
-In: counts from every wing. Out: a page of metrics. It imports no wing but `runtime`.
+In: counts from every package, and how full each prefetch window is. Out: totals and recent rates,
+for the status and for Prometheus. It imports only `runtime` and `errors`.
 """

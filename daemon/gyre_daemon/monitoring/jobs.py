@@ -1,29 +1,31 @@
-"""What each job has had from this daemon since it started. Pure; the number of jobs that are told apart is bounded.
+"""Totals of each job since the daemon's start. Pure.
 
-Clients choose the names of jobs, so their number has no bound of its own: every loader that is given none makes one up. Beyond
-`MAX_JOBS` a new job takes the place of the one that has been without a session for longest; where every place is in use, it is
-counted under `OTHERS` for as long as its session lives, so that no counter ever falls while somebody reads it.
+Clients choose the names of jobs, and a loader without one makes one up, so the number of jobs that
+are told apart must be bounded. Beyond `MAX_JOBS`, a new job replaces the one that has been without
+a session for longest. If all have sessions, the new job's session is counted under `OTHERS` until
+it closes, so that no counter falls while it is read.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 from gyre_daemon.monitoring.occupancy import WindowTimes
 
-MAX_JOBS = 64
-OTHERS = "_others"  # of every job that has no place of its own
+MAX_JOBS = 64  # each has some 15 time series in Prometheus
+OTHERS = "_others"  # stands for all jobs that are not told apart
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTotals:
-    """What a session has done; those of several can be added.
+    """Totals of a session; the sum of two is that of both.
 
     Attributes:
-        num_batches: sent.
-        num_bytes: of their payload.
-        times: of its window.
-        trainer_waited_s: its trainer had no batch to go on with, as the client tells.
+        num_batches: how many were sent.
+        num_bytes: payload of those batches.
+        times: of the prefetch window.
+        trainer_waited_s: how long the trainer had no batch to go on with, as the client reports.
     """
 
     num_batches: int = 0
@@ -40,52 +42,83 @@ class SessionTotals:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SessionGauges:
+    """Present state of a session; the sum of two is that of both.
+
+    Attributes:
+        num_sessions: how many it is the state of.
+        num_ready: batches that are ready and were not sent.
+        num_held: batches that trainers were sent and have not released.
+        window_batches: size of the prefetch window.
+        memory_bytes: held by batches.
+        memory_limit_bytes: reserved for batches.
+    """
+
+    num_sessions: int = 0
+    num_ready: int = 0
+    num_held: int = 0
+    window_batches: int = 0
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+
+    def __add__(self, other: "SessionGauges") -> "SessionGauges":
+        return SessionGauges(*map(add, astuple(self), astuple(other)))
+
+
 @dataclass(slots=True)
-class _Place:
+class _Job:
     past: SessionTotals = field(default_factory=SessionTotals)
     num_open: int = 0
 
 
 class Jobs:
-    """The jobs that are told apart, and what their sessions that have ended did."""
+    """The jobs that are told apart, with the totals of their closed sessions."""
 
     def __init__(self, max_jobs: int = MAX_JOBS) -> None:
         self._max_jobs = max_jobs
-        self._places: OrderedDict[str, _Place] = OrderedDict()  # those without a session in the order in which they lost it
+        # jobs without a session stand in the order in which they lost it
+        self._jobs: OrderedDict[str, _Job] = OrderedDict()
 
     def open(self, name: str) -> str:
-        """A session of this job begins; gives the name that it is counted under until it is closed."""
-        if name not in self._places and not self._make_room():
+        """Count a session that opens.
+
+        Returns:
+            The name that the session is counted under until it is closed.
+        """
+        if name not in self._jobs and not self._make_room():
             name = OTHERS
-        self._places.setdefault(name, _Place()).num_open += 1
+        self._jobs.setdefault(name, _Job()).num_open += 1
         return name
 
     def close(self, name: str, totals: SessionTotals) -> None:
-        """A session that was opened under this name has ended."""
-        place = self._places[name]
-        place.past += totals
-        place.num_open -= 1
-        self._places.move_to_end(name)
+        """Keep the totals of a session that was counted under this name and has ended."""
+        job = self._jobs[name]
+        job.past += totals
+        job.num_open -= 1
+        self._jobs.move_to_end(name)
 
     def totals(self, live: Iterable[tuple[str, SessionTotals]]) -> Mapping[str, SessionTotals]:
-        """Of every job, its sessions that have ended and those that have not.
+        """The totals of each job, over its closed and its open sessions.
 
         Args:
-            live: of every open session, the name that it is counted under and its totals now.
+            live: for each open session, the name that it is counted under and its totals now.
         """
-        sums = {name: place.past for name, place in self._places.items()}
+        sums = {name: job.past for name, job in self._jobs.items()}
         for name, totals in live:
             sums[name] += totals
         return sums
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._jobs)
 
     def _make_room(self) -> bool:
-        """Whether there is a place for one job more; whoever has been without a session for longest loses his to it."""
-        if sum(name != OTHERS for name in self._places) < self._max_jobs:
+        """Forget an idle job if there are too many; False where all have sessions."""
+        names = [name for name in self._jobs if name != OTHERS]
+        if len(names) < self._max_jobs:
             return True
-        idle = next((name for name, place in self._places.items() if not place.num_open and name != OTHERS), None)
-        if idle is not None:
-            del self._places[idle]
-        return idle is not None
+        idle = next((name for name in names if not self._jobs[name].num_open), None)
+        if idle is None:
+            return False
+        del self._jobs[idle]
+        return True

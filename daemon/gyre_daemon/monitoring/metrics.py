@@ -1,4 +1,4 @@
-"""What the daemon counts. Plain numbers, owned by one daemon, read by its status."""
+"""The daemon's counters: plain numbers that its status and its metrics are rendered from."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 from gyre_daemon.monitoring.jobs import Jobs
 
 RequestKind = Literal["read", "list", "stream"]
-# Of each request that was sent: its bytes were used; it was answered 429 or 503, or reached nobody; it failed otherwise and was
-# tried again; its twin was faster; nobody waited any more; it failed for good.
+# How a request ended. ok: its bytes were used. refused: it was answered with 429 or 503, or could
+# not connect. retried: it failed otherwise and was sent again. hedged: its duplicate was faster.
+# abandoned: nobody waited for it any more. error: it failed for good.
 Outcome = Literal["ok", "refused", "retried", "hedged", "abandoned", "error"]
 
 
@@ -21,7 +22,14 @@ class RequestLabels(NamedTuple):
 
 @dataclass(slots=True)
 class RequestCount:
-    """How many requests there were, how many bytes they brought, and what they took together where that was timed."""
+    """Requests of one kind and outcome.
+
+    Attributes:
+        num_requests: how many were sent.
+        num_bytes: how many bytes they brought.
+        first_byte_s: sum of the times to the first byte, where they were measured.
+        body_s: sum of the times from the first byte to the last, where they were measured.
+    """
 
     num_requests: int = 0
     num_bytes: int = 0
@@ -31,19 +39,19 @@ class RequestCount:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What the node cache did, in reads and in blocks.
+    """Reads and blocks of the node cache.
 
     Attributes:
         num_hits: reads whose block was there.
-        num_misses: reads that found none.
-        num_joined: reads whose block was on its way for another.
-        num_past: reads that went to the storage beside the cache; those of `num_misses` that a block could not be had for.
-        num_blocks_fetched: whole blocks.
-        num_bytes_fetched: their bytes.
-        num_evicted: blocks that went for others.
-        num_corrupt: blocks on disk that were not what was written, and were fetched anew.
-        memory_bytes: held now.
-        disk_bytes: held now.
+        num_misses: reads whose block was not there.
+        num_joined: reads whose block was being fetched for another read.
+        num_past: reads that bypassed the cache, among them misses that got no room for a block.
+        num_blocks_fetched: blocks fetched from storage.
+        num_bytes_fetched: bytes of those blocks.
+        num_evicted: blocks that were dropped to make room.
+        num_corrupt: blocks on disk that were damaged, and were fetched again.
+        memory_bytes: size of the blocks in memory now.
+        disk_bytes: size of the blocks on disk now.
     """
 
     num_hits: int = 0
@@ -60,7 +68,7 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class Metrics:
-    """The counters of one daemon since its start; updated on the event loop only."""
+    """The counters of one daemon since its start; they belong to the event loop."""
 
     storage: dict[RequestLabels, RequestCount] = field(default_factory=dict)
     num_batches_sent: int = 0
@@ -69,7 +77,7 @@ class Metrics:
     cache: CacheCounts = field(default_factory=CacheCounts)
 
     def requests(self, labels: RequestLabels) -> RequestCount:
-        """The count of the requests of one kind and outcome, to add to."""
+        """The count of one kind and outcome, for the caller to add to."""
         count = self.storage.get(labels)
         if count is None:
             count = self.storage[labels] = RequestCount()

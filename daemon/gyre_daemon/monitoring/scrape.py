@@ -1,120 +1,132 @@
-"""Answers scrapes: GET /metrics over HTTP/1.1 and nothing else, in the daemon's event loop, within limits of time and size.
+"""Answers Prometheus: prometheus-client's own application on one port.
 
-A scrape is a short answer to a short question, and the numbers belong to the event loop. So no HTTP framework and no thread:
-what is not a whole question of the right kind within the limits gets one line and is hung up on.
+Each scrape runs in a thread of its own, so a slow scraper holds up neither the event loop nor
+another scraper. The numbers belong to the event loop, which hands them over for each scrape.
 """
 
 import asyncio
+import io
 import logging
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import TcpAddress
 
-MAX_HEAD_BYTES = 8 << 10
+# Each connection has a thread, so their number bounds what strangers can take of the daemon. A
+# connection that sends or takes nothing for _TIMEOUT_S is closed: Prometheus itself gives up after
+# ten seconds by default, and a daemon that needs five to answer is in trouble.
 MAX_CONNECTIONS = 16
 _TIMEOUT_S = 5.0
 
-Answer = Callable[[str], tuple[bytes, str]]
+_Environment = dict[str, Any]
+_StartResponse = Callable[[str, list[tuple[str, str]]], object]
 
 
 class ScrapeServer:
-    """Listens on one port."""
+    """Serves the metrics of a registry over HTTP."""
 
-    def __init__(self, answer: Answer, timeout_s: float = _TIMEOUT_S) -> None:
-        """Not listening yet.
+    def __init__(self, registry: CollectorRegistry, timeout_s: float = _TIMEOUT_S) -> None:
+        """Nothing listens yet.
 
         Args:
-            answer: gives body and content type for the value of a request's Accept header.
-            timeout_s: for a question to come, and again for its answer to be taken.
+            registry: what is served; its collectors are called in the threads of scrapes.
+            timeout_s: how long a connection may neither send nor take a byte.
         """
-        self._answer = answer
+        self._registry = registry
         self._timeout_s = timeout_s
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._server: asyncio.Server | None = None
+        self._server: _Server | None = None
 
     async def start(self, address: TcpAddress) -> str:
-        """Listen; gives the address with the port that it is.
+        """Listen, and return the address with the port that was bound.
 
         Raises:
-            ConfigError: the address cannot be had.
+            ConfigError: the address cannot be bound.
         """
         try:
-            self._server = await asyncio.start_server(self._serve, address.host, address.port, limit=MAX_HEAD_BYTES)
+            # in a thread: the library's server looks up the name of its host
+            server = await asyncio.to_thread(_Server, address, self._timeout_s)
         except OSError as error:
             target, reason = address.grpc_target, error.strerror or error
-            raise ConfigError(f"metrics_listen: cannot listen on {target}: {reason}; is another process using it?") from error
-        return f"tcp:{address.host}:{self._server.sockets[0].getsockname()[1]}"
+            raise ConfigError(
+                f"metrics_listen: cannot listen on {target}: {reason}; is another process using it?"
+            ) from error
+        server.set_app(_logging_failures(make_wsgi_app(self._registry)))
+        asyncio.get_running_loop().add_reader(server.fileno(), server.handle_request)
+        self._server = server
+        return f"tcp:{address.host}:{server.server_port}"
 
-    async def stop(self) -> None:
-        """Listen no longer, and leave whoever is connected."""
+    def stop(self) -> None:
+        """Stop listening; scrapes that are being answered end with the process."""
         if self._server:
-            self._server.close()
-        for writer in self._connections.values():
-            writer.transport.abort()
-        await asyncio.gather(*self._connections)
+            asyncio.get_running_loop().remove_reader(self._server.fileno())
+            self._server.server_close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task
-        self._connections[task] = writer
+
+class _Server(ThreadingWSGIServer):
+    """A thread per connection, up to `MAX_CONNECTIONS`; further connections are closed at once."""
+
+    request_queue_size = MAX_CONNECTIONS
+    timeout = 0  # `handle_request` is called only when somebody has connected
+
+    def __init__(self, address: TcpAddress, timeout_s: float) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._free_places = threading.Semaphore(MAX_CONNECTIONS)
+        handler = type("Handler", (_Handler,), {"timeout": timeout_s})
+        super().__init__((address.host, address.port), handler)
+        self.socket.setblocking(False)
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        return self._free_places.acquire(blocking=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
         try:
-            is_crowded = len(self._connections) > MAX_CONNECTIONS
-            writer.write(_refusal(HTTPStatus.SERVICE_UNAVAILABLE) if is_crowded else await self._respond(reader))
-            async with asyncio.timeout(self._timeout_s):
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
-        except (OSError, TimeoutError):
-            pass  # it went away, or takes nothing
+            super().process_request(request, client_address)
+        except BaseException:  # no further thread can be started
+            self._free_places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
         finally:
-            writer.transport.abort()
-            del self._connections[task]
+            self._free_places.release()
 
-    async def _respond(self, reader: asyncio.StreamReader) -> bytes:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                head = await reader.readuntil(b"\r\n\r\n")
-        except TimeoutError:
-            return _refusal(HTTPStatus.REQUEST_TIMEOUT)
-        except asyncio.LimitOverrunError:
-            return _refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        except asyncio.IncompleteReadError:
-            return _refusal(HTTPStatus.BAD_REQUEST)
-        return self._answer_to(head)
+    def handle_error(self, request: object, client_address: object) -> None:
+        """The scraper went away or was too slow: that is its own affair."""
 
-    def _answer_to(self, head: bytes) -> bytes:
-        request, *fields = head.decode("latin-1").split("\r\n")
-        match request.split(" "):
-            case ["GET", target, "HTTP/1.1" | "HTTP/1.0"] if target.partition("?")[0] == "/metrics":
-                pass
-            case ["GET", _, "HTTP/1.1" | "HTTP/1.0"]:
-                return _refusal(HTTPStatus.NOT_FOUND)
-            case [_, _, "HTTP/1.1" | "HTTP/1.0"]:
-                return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "Allow: GET\r\n")
-            case _:
-                return _refusal(HTTPStatus.BAD_REQUEST)
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *message: object) -> None:
+        """Requests are not logged."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Nowhere: failures to collect are logged, and slow scrapers are not."""
+        return io.StringIO()
+
+
+def _logging_failures(
+    app: Callable[[_Environment, _StartResponse], Iterable[bytes]],
+) -> Callable[[_Environment, _StartResponse], Iterable[bytes]]:
+    """The application, with a line in the daemon's log where it would print a traceback."""
+
+    def logged(environ: _Environment, start_response: _StartResponse) -> Iterable[bytes]:
         try:
-            body, content_type = self._answer(_accepted(fields))
+            return app(environ, start_response)
         except Exception as error:
             log_event("scrape failed", {"error": repr(error)}, logging.ERROR)
-            return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR)
-        return _response(HTTPStatus.OK, content_type, body)
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            start_response(
+                f"{status.value} {status.phrase}", [("Content-Type", "text/plain; charset=utf-8")]
+            )
+            return [b"the metrics could not be collected; see the daemon's log\n"]
 
-
-def _accepted(fields: list[str]) -> str:
-    """The value of the Accept header; empty where there is none."""
-    pairs = (field.partition(":") for field in fields)
-    return next((value.strip() for name, _, value in pairs if name.lower() == "accept"), "")
-
-
-def _refusal(status: HTTPStatus, more: str = "") -> bytes:
-    body = f"{status.value} {status.phrase}; ask with GET /metrics\n".encode()
-    return _response(status, "text/plain; charset=utf-8", body, more)
-
-
-def _response(status: HTTPStatus, content_type: str, body: bytes, more: str = "") -> bytes:
-    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}{more}Connection: close\r\n\r\n".encode("latin-1") + body
+    return logged

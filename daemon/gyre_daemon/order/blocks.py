@@ -1,18 +1,20 @@
-"""Blocks: runs of successive samples of one shard that one range request brings. Pure arithmetic on arrays.
+"""Blocks: runs of successive samples of one shard that one range request reads.
 
-A table is a list of *runs*. All blocks of a run have the same number of samples, but for its last, which has what is left. So a
-shard of samples of one size is one run, however many blocks it has; where samples differ in size, each block is a run.
+A table of blocks is a list of *runs*. All blocks of a run have the same number of samples, except
+its last, which has the rest. So a shard of samples of one size is one run, however many blocks it
+has; where samples differ in size, each block is a run.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from gyre_daemon.order.permutation import Int64Array
+
+# Sessions and caches ask for a few block sizes again and again. A table takes up to 16 bytes per
+# block, so keeping many costs memory; with fewer, a busy node would make the same tables again.
 _MAX_TABLES = 8
-
-_Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +22,18 @@ class BlockTable:
     """Which samples each block of a dataset has. No block is empty, and no sample is in two.
 
     Attributes:
-        regular_size: samples of a block that is not its run's last.
+        regular_size: samples of a block that is not the last of its run.
         first_block: int64 [R + 1], the first block of each run, and the number of all blocks.
         first: int64 [R + 1], the first sample of each run, and the number of all samples.
     """
 
     regular_size: int
-    first_block: _Integers
-    first: _Integers
+    first_block: Int64Array
+    first: Int64Array
 
     @property
     def num_blocks(self) -> int:
-        """Of the dataset."""
+        """The number of blocks of the dataset."""
         return int(self.first_block[-1])
 
     @property
@@ -39,38 +41,38 @@ class BlockTable:
         """N."""
         return int(self.first[-1])
 
-    def block_of(self, sample_ids: _Integers) -> _Integers:
-        """The block of each sample."""
+    def block_of(self, sample_ids: Int64Array) -> Int64Array:
+        """The block of each sample; both int64 [n]."""
         run = np.searchsorted(self.first, sample_ids, side="right") - 1
-        last = self.first_block[run + 1] - 1
-        blocks: _Integers = np.minimum(self.first_block[run] + (sample_ids - self.first[run]) // self.regular_size, last)
+        block = self.first_block[run] + (sample_ids - self.first[run]) // self.regular_size
+        blocks: Int64Array = np.minimum(block, self.first_block[run + 1] - 1)
         return blocks
 
-    def first_sample(self, blocks: _Integers) -> _Integers:
-        """The first sample of each block; the block `num_blocks`, which there is not, begins at N."""
+    def first_sample(self, blocks: Int64Array) -> Int64Array:
+        """The first sample of each block; for the number `num_blocks`, N."""
         run = np.searchsorted(self.first_block, blocks, side="right") - 1
         return self.first[run] + (blocks - self.first_block[run]) * self.regular_size
 
-    def sizes(self, blocks: _Integers) -> _Integers:
-        """How many samples each block has."""
+    def sizes(self, blocks: Int64Array) -> Int64Array:
+        """The number of samples of each block."""
         return self.first_sample(blocks + 1) - self.first_sample(blocks)
 
-    def irregular(self) -> _Integers:
+    def irregular(self) -> Int64Array:
         """The blocks whose size is not the regular one, ascending: at most one of each run."""
         last = self.first_block[1:] - 1
-        irregular: _Integers = last[self.sizes(last) != self.regular_size]
+        irregular: Int64Array = last[self.sizes(last) != self.regular_size]
         return irregular
 
 
 class BlockTables:
-    """The tables of a dataset by the size of their blocks; the last few are kept, and each is one object."""
+    """The tables of a dataset by block size; the last few are kept."""
 
     def __init__(self, make: Callable[[int], BlockTable]) -> None:
         self._make = make
         self._kept: dict[int, BlockTable] = {}
 
     def of(self, io_block_bytes: int) -> BlockTable:
-        """The table whose blocks are about so long."""
+        """The table of blocks of about this size; the same object while it is kept."""
         table = self._kept.get(io_block_bytes)
         if table is None:
             if len(self._kept) >= _MAX_TABLES:
@@ -79,8 +81,12 @@ class BlockTables:
         return table
 
 
-def blocks_of_equal_samples(num_samples: _Integers, stride_bytes: int, io_block_bytes: int) -> BlockTable:
-    """Blocks of shards whose samples begin every `stride_bytes`; a shard's last block is half to one and a half of the others.
+def blocks_of_equal_samples(
+    num_samples: Int64Array, stride_bytes: int, io_block_bytes: int
+) -> BlockTable:
+    """Blocks of shards whose samples begin every `stride_bytes`.
+
+    A shard's last block has half to one and a half times the size of the others.
 
     Args:
         num_samples: int64 [S], of each shard.
@@ -93,8 +99,12 @@ def blocks_of_equal_samples(num_samples: _Integers, stride_bytes: int, io_block_
     return BlockTable(size, _cumulated(num_blocks), _cumulated(counts))
 
 
-def blocks_of_unequal_samples(shard: _Integers, start: _Integers, stop: _Integers, io_block_bytes: int) -> BlockTable:
-    """Blocks of samples that lie one after the other in each shard; those of a shard are about equally long.
+def blocks_of_unequal_samples(
+    shard: Int64Array, start: Int64Array, stop: Int64Array, io_block_bytes: int
+) -> BlockTable:
+    """Blocks of samples that lie one after the other in each shard.
+
+    The blocks of one shard have about the same number of bytes.
 
     Args:
         shard: int64 [N], ascending.
@@ -102,18 +112,21 @@ def blocks_of_unequal_samples(shard: _Integers, start: _Integers, stop: _Integer
         stop: int64 [N], the byte after its last.
         io_block_bytes: the size that blocks should have.
     """
-    of_shard = np.flatnonzero(np.diff(shard, prepend=-1))  # first sample of each shard
-    counts = np.diff(of_shard, append=len(shard))
-    begin, end = start[of_shard], np.maximum.reduceat(stop, of_shard)
+    shard_first = np.flatnonzero(np.diff(shard, prepend=-1))  # first sample of each shard
+    counts = np.diff(shard_first, append=len(shard))
+    begin, end = start[shard_first], np.maximum.reduceat(stop, shard_first)
     num_bytes = np.maximum(end - begin, 1)
-    piece_bytes = -(-num_bytes // np.maximum(1, (num_bytes + io_block_bytes // 2) // io_block_bytes))
-    last_piece = (num_bytes - 1) // piece_bytes  # an empty sample at the shard's end makes no piece of its own
-    piece = np.minimum((start - np.repeat(begin, counts)) // np.repeat(piece_bytes, counts), np.repeat(last_piece, counts))
-    new = np.diff(piece, prepend=-1) != 0
-    new[of_shard] = True
-    first = np.append(np.flatnonzero(new), len(shard)).astype(np.int64)
+    num_pieces = np.maximum(1, (num_bytes + io_block_bytes // 2) // io_block_bytes)
+    piece_bytes = -(-num_bytes // num_pieces)
+    last_piece = (num_bytes - 1) // piece_bytes
+    piece = (start - np.repeat(begin, counts)) // np.repeat(piece_bytes, counts)
+    # an empty sample at the end of a shard makes no piece of its own
+    piece = np.minimum(piece, np.repeat(last_piece, counts))
+    is_first = np.diff(piece, prepend=-1) != 0
+    is_first[shard_first] = True
+    first = np.append(np.flatnonzero(is_first), len(shard)).astype(np.int64)
     return BlockTable(max(1, len(shard) // (len(first) - 1)), np.arange(len(first)), first)
 
 
-def _cumulated(counts: _Integers) -> _Integers:
+def _cumulated(counts: Int64Array) -> Int64Array:
     return np.concatenate(([0], np.cumsum(counts)))

@@ -1,4 +1,7 @@
-"""The cursor: where a job stands. Tiny, versioned, equal on every rank, opaque to clients, refused where it does not fit."""
+"""The cursor: where a job stands in its stream.
+
+It is tiny, versioned, equal on every rank and opaque to clients. One that does not fit is refused.
+"""
 
 import json
 import struct
@@ -8,13 +11,13 @@ from dataclasses import asdict, dataclass, fields
 
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.permutation import ALGORITHM_VERSION
-from gyre_daemon.order.plan import MAX_START_POSITION, Order
+from gyre_daemon.order.planner import MAX_START_POSITION, Order
 
 _MAGIC = b"GYRE"
-_SEALED = struct.Struct("<4sI")  # magic, and checksum of the rest
-NUM_BEFORE = _SEALED.size
+_HEAD = struct.Struct("<4sI")  # the magic number, and the CRC-32 of the rest
+NUM_BEFORE = _HEAD.size
 _FORMAT_VERSION = 1
-_MAX_BYTES = 4096
+_MAX_BYTES = 4096  # a cursor has about 200; more is not even parsed
 _MAX_POSITION = 1 << 63
 
 
@@ -24,10 +27,10 @@ class Cursor:
 
     Attributes:
         fingerprint: of the dataset.
-        order: mode, tail, seed and G; of the order `block` its blocks and window; where the job joined another one.
-        algorithm: version of the permutation.
-        position: the first that has not been consumed; a multiple of G.
+        order: how the job goes through the dataset.
+        position: the first one that has not been consumed; a multiple of G.
         num_substitutes: samples replaced so far.
+        algorithm: the version of the permutation.
     """
 
     fingerprint: str
@@ -37,23 +40,23 @@ class Cursor:
     algorithm: int = ALGORITHM_VERSION
 
     def encode(self) -> bytes:
-        """As bytes: magic, CRC-32 of the rest, format version and fields as JSON."""
+        """Magic number, CRC-32 of the rest, and format version and all fields as JSON."""
         return self.encoder().encode(self.position)
 
     def encoder(self) -> "CursorEncoder":
-        """Encodes this cursor at any position; what does not change is encoded once."""
-        told = {**asdict(self), "order": _given(self.order), "position": 0}
-        text = json.dumps([_FORMAT_VERSION, told], separators=(",", ":"), sort_keys=True)
+        """Encodes this cursor at any position; everything else is encoded once."""
+        values = {**asdict(self), "order": _without_defaults(self.order), "position": 0}
+        text = json.dumps([_FORMAT_VERSION, values], separators=(",", ":"), sort_keys=True)
         before, after = (part.encode() for part in text.rsplit("0", 1))  # `position` sorts last
         return CursorEncoder(before, zlib.crc32(before), after)
 
 
 @dataclass(frozen=True, slots=True)
 class CursorEncoder:
-    """Encodes the cursors of one job, which differ in their position and checksum alone.
+    """Encodes the cursors of one job, which differ in position and checksum alone.
 
     Attributes:
-        common: what all have, behind their first `NUM_BEFORE` bytes.
+        common: the bytes behind the first `NUM_BEFORE` that all of them have.
     """
 
     common: bytes
@@ -66,44 +69,48 @@ class CursorEncoder:
         return own[:NUM_BEFORE] + self.common + own[NUM_BEFORE:]
 
     def own(self, positions: Iterable[int]) -> list[bytes]:
-        """The cursors at positions, without what all have in common."""
+        """The cursors at positions, without the common bytes."""
         rests = [b"%d%b" % (position, self._after) for position in positions]
-        return [_SEALED.pack(_MAGIC, zlib.crc32(rest, self._checksum)) + rest for rest in rests]
+        return [_HEAD.pack(_MAGIC, zlib.crc32(rest, self._checksum)) + rest for rest in rests]
 
 
 def decode_cursor(data: bytes) -> Cursor:
     """Read what `encode` wrote.
 
     Raises:
-        CursorRejected: damaged, no cursor, or of a version that this daemon does not know.
+        CursorRejected: the bytes are damaged, are no cursor, or have a version that this daemon
+            does not know.
     """
-    body = data[8:]
-    if len(data) > _MAX_BYTES or data[:4] != _MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[4:8]:
-        raise CursorRejected("the cursor is damaged or is none of this loader's; pass the bytes as state_dict() gave them")
+    body = data[NUM_BEFORE:]
+    if len(data) > _MAX_BYTES or data[:NUM_BEFORE] != _HEAD.pack(_MAGIC, zlib.crc32(body)):
+        raise _rejected("the cursor is damaged or is none of this loader's")
     try:
-        version, told = json.loads(body)
+        version, values = json.loads(body)
     except (ValueError, TypeError, RecursionError) as error:
-        raise CursorRejected("the cursor cannot be read; pass the bytes as state_dict() gave them") from error
+        raise _rejected("the cursor cannot be read") from error
     if version != _FORMAT_VERSION:
         raise CursorRejected(
-            f"the cursor has format version {version}, but this daemon reads version {_FORMAT_VERSION}; upgrade the daemon"
+            f"the cursor has format version {version}, but this daemon reads version "
+            f"{_FORMAT_VERSION}; upgrade the daemon"
         )
     try:
-        cursor = Cursor(**{**told, "order": Order(**told["order"])})
+        cursor = Cursor(**{**values, "order": Order(**values["order"])})
     except (TypeError, KeyError) as error:
-        raise CursorRejected("the cursor lacks what its version promises; pass the bytes as state_dict() gave them") from error
+        raise _rejected("the cursor lacks what its version promises") from error
     if not _is_possible(cursor):
-        raise CursorRejected(
-            "the cursor's position is no beginning of a global batch; pass the bytes as state_dict() gave them"
-        )
+        raise _rejected("the cursor's position is no beginning of a global batch")
     return cursor
 
 
+def _rejected(reason: str) -> CursorRejected:
+    return CursorRejected(f"{reason}; pass the bytes as state_dict() gave them")
+
+
 def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Order) -> None:
-    """Let a cursor pass only where every batch from it on is the one its job would have had.
+    """Check that every batch from the cursor on is the one that its job would have had.
 
     Raises:
-        CursorRejected: one sentence that says what differs.
+        CursorRejected: it is not; says what differs.
     """
     pairs = [
         ("the order algorithm's version", cursor.algorithm, ALGORITHM_VERSION),
@@ -113,21 +120,29 @@ def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Ord
         ("the global batch size", cursor.order.global_batch_size, order.global_batch_size),
         ("the block size (io_block) in bytes", cursor.order.io_block_bytes, order.io_block_bytes),
         ("the window in blocks", cursor.order.window_blocks, order.window_blocks),
-        ("the position of another job at which it joined", cursor.order.start_position, order.start_position),
+        (
+            "the position of another job at which it joined",
+            cursor.order.start_position,
+            order.start_position,
+        ),
     ]
     if cursor.fingerprint != fingerprint:
         raise CursorRejected(
-            f"the cursor belongs to other data: its dataset's fingerprint is {cursor.fingerprint}, that of `{dataset_name}` is "
-            f"{fingerprint}; restore the dataset or start anew",
+            f"the cursor belongs to other data: its dataset's fingerprint is {cursor.fingerprint}, "
+            f"that of `{dataset_name}` is {fingerprint}; restore the dataset, or start from the "
+            "beginning",
             {"differs": "fingerprint"},
         )
     for what, theirs, ours in pairs:
         if theirs != ours:
-            raise CursorRejected(f"the cursor does not fit: {what} is {theirs} there and {ours} here", {"differs": what})
+            raise CursorRejected(
+                f"the cursor does not fit: {what} is {theirs} there and {ours} here",
+                {"differs": what},
+            )
 
 
 def joined_at(data: bytes) -> int:
-    """The start position of the job that a cursor is of: who resumes stays where it joined.
+    """The start position of a cursor's job, which it keeps when it resumes.
 
     Raises:
         CursorRejected: see `decode_cursor`.
@@ -135,18 +150,23 @@ def joined_at(data: bytes) -> int:
     return decode_cursor(data).order.start_position
 
 
-def _given(order: Order) -> dict[str, object]:
-    """What is said of an order: a field that its mode has no use for is left out, as in cursors from before there was one."""
+def _without_defaults(order: Order) -> dict[str, object]:
+    """The fields of an order that are not at their defaults.
+
+    So a cursor does not change when `Order` gets a field that its mode has no use for.
+    """
     defaults = {field.name: field.default for field in fields(Order)}
     return {name: value for name, value in asdict(order).items() if value != defaults[name]}
 
 
 def _is_possible(cursor: Cursor) -> bool:
-    """Whether a job can have come there; a checksum proves no more than that the bytes travelled well."""
+    """Whether a job can have come there; the checksum proves only that the bytes are whole."""
     order, position, num_substitutes = cursor.order, cursor.position, cursor.num_substitutes
     size, start = order.global_batch_size, order.start_position
     of_order = (order.seed, size, order.io_block_bytes, order.window_blocks, start)
-    if not all(type(number) is int for number in (cursor.algorithm, position, num_substitutes, *of_order)):
+    if not all(
+        type(number) is int for number in (cursor.algorithm, position, num_substitutes, *of_order)
+    ):
         return False
     if not 0 <= start <= MAX_START_POSITION:
         return False

@@ -1,12 +1,13 @@
-"""The order of each epoch of a job, made when it is needed and kept while it may be needed again."""
+"""The order of each epoch of a job, made when needed and kept while it may be needed again."""
 
 from collections.abc import Callable
 from typing import Protocol
 
-from gyre_daemon.order.block_order import BlockOrder
 from gyre_daemon.order.permutation import Int64Array
 
-_MAX_KEPT = 3  # a batch touches the epoch that ends and the one that begins; a next use may lie in the one after
+# A batch may span the epoch that ends and the one that begins, and a sample's next use may lie in
+# the one after. A table of the order `block` is some MiB for irregular blocks, so no more are kept.
+_MAX_KEPT = 3
 
 
 class EpochOrder(Protocol):
@@ -16,11 +17,11 @@ class EpochOrder(Protocol):
         """Sample ids at places; both int64 [n], in `[0, N)`."""
 
     def inverse(self, sample_ids: Int64Array) -> Int64Array:
-        """Places at which sample ids occur; both int64 [n], in `[0, N)`."""
+        """Places of sample ids; both int64 [n], in `[0, N)`."""
 
 
 class Sequential:
-    """By sample id."""
+    """The order by sample id."""
 
     def __call__(self, places: Int64Array) -> Int64Array:
         """See `EpochOrder`."""
@@ -32,7 +33,7 @@ class Sequential:
 
 
 class EpochOrders:
-    """The orders of all epochs."""
+    """The orders of all epochs of a job."""
 
     def __init__(self, make: Callable[[int], EpochOrder]) -> None:
         self._make = make
@@ -49,9 +50,3 @@ class EpochOrders:
                 del self._kept[min(self._kept)]
             self._kept[epoch] = self._make(epoch)
         return self._kept[epoch]
-
-    def blocks_of(self, epoch: int) -> BlockOrder:
-        """The order of an epoch of a job that reads in blocks."""
-        order = self.of(epoch)
-        assert isinstance(order, BlockOrder)
-        return order

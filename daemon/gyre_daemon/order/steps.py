@@ -1,4 +1,4 @@
-"""What steps read, once a plan has decided it: of one step, and of several successive ones. Plain values."""
+"""What a rank reads in one step, and in several successive ones. Plain values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class BatchPlan:
     """The samples of one rank's part of one step.
 
     Attributes:
-        step: global step.
+        step: the global step.
         epoch: of the global batch's first position.
         sample_ids: int64 [B], in the order of positions.
-        mask: bool [B], false where a position is padding; None where the tail never pads.
+        mask: bool [B], false at padding; None if the tail never pads.
     """
 
     step: int
@@ -28,11 +28,13 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StripPlan(Sequence[BatchPlan]):
-    """One rank's parts of K successive steps: a sequence of batch plans, of which a slice is a strip plan again.
+class GroupPlan(Sequence[BatchPlan]):
+    """One rank's parts of K successive steps: a sequence of batch plans.
+
+    A slice of it is a group plan too.
 
     Attributes:
-        first_step: global step of the first.
+        first_step: the first global step.
         sample_ids: int64 [K, B].
         mask: bool [K, B]; see `BatchPlan`.
         global_batch_size: G.
@@ -57,18 +59,20 @@ class StripPlan(Sequence[BatchPlan]):
     def __getitem__(self, index: int) -> BatchPlan: ...
 
     @overload
-    def __getitem__(self, index: slice) -> "StripPlan": ...
+    def __getitem__(self, index: slice) -> "GroupPlan": ...
 
-    def __getitem__(self, index: int | slice) -> "BatchPlan | StripPlan":
+    def __getitem__(self, index: int | slice) -> "BatchPlan | GroupPlan":
+        sample_ids, mask = self.sample_ids[index], None if self.mask is None else self.mask[index]
+        size, length = self.global_batch_size, self.epoch_length
         if isinstance(index, slice):
-            mask = None if self.mask is None else self.mask[index]
             first_step = self.first_step + index.indices(len(self))[0]
-            return StripPlan(first_step, self.sample_ids[index], mask, self.global_batch_size, self.epoch_length)
+            return GroupPlan(first_step, sample_ids, mask, size, length)
         step = self.first_step + range(len(self))[index]
-        epoch = step * self.global_batch_size // self.epoch_length
-        return BatchPlan(step, epoch, self.sample_ids[index], None if self.mask is None else self.mask[index])
+        return BatchPlan(step, step * size // length, sample_ids, mask)
 
-    def __add__(self, later: "StripPlan") -> "StripPlan":
-        mask = None if self.mask is None or later.mask is None else np.concatenate((self.mask, later.mask))
+    def __add__(self, later: "GroupPlan") -> "GroupPlan":
+        mask = None
+        if self.mask is not None and later.mask is not None:
+            mask = np.concatenate((self.mask, later.mask))
         ids = np.concatenate((self.sample_ids, later.sample_ids))
-        return StripPlan(self.first_step, ids, mask, self.global_batch_size, self.epoch_length)
+        return GroupPlan(self.first_step, ids, mask, self.global_batch_size, self.epoch_length)

@@ -1,4 +1,6 @@
-"""What a service needs of its process: fair scheduling, addresses and locks, notifications, limits, the log, the loop's lag.
+"""What any service needs from its process; nothing here knows about datasets or batches.
 
-In and out: nothing of the data. Every wing may import it; it imports only `errors`.
+Fair scheduling of threads and requests, addresses and socket locks, the service manager's protocol,
+limits of the machine, the log, and the lag of the event loop. Every package may import it; it
+imports only `errors`.
 """

@@ -1,6 +1,7 @@
-"""The daemon's log: one event per line on standard error, as JSON for programs or as text for a reader at a terminal.
+"""The daemon's log: one event per line on standard error.
 
-Facts are short values; no credential is ever one.
+Lines are JSON for programs, or text for a person at a terminal. An event has facts, which are short
+values and never credentials.
 """
 
 import json
@@ -12,13 +13,15 @@ from datetime import UTC, datetime
 _LOGGER = logging.getLogger("gyre_daemon")
 
 
-def log_event(event: str, facts: Mapping[str, object] | None = None, level: int = logging.INFO) -> None:
+def log_event(
+    event: str, facts: Mapping[str, object] | None = None, level: int = logging.INFO
+) -> None:
     """Write one line.
 
     Args:
-        event: what happened, in two or three words that never vary.
-        facts: to what, and how much.
-        level: of the logging module.
+        event: what happened, in a few words that never vary.
+        facts: what it happened to, and how much.
+        level: one of the logging module's.
     """
     _LOGGER.log(level, event, extra={"facts": dict(facts or {})})
 
@@ -28,7 +31,7 @@ def start_log(level: str, style: str = "json") -> None:
 
     Args:
         level: debug, info, warning or error.
-        style: json or text; with auto it is text on a terminal and JSON elsewhere.
+        style: json, text, or auto, which is text on a terminal and JSON elsewhere.
     """
     handler = logging.StreamHandler(sys.stderr)
     is_text = style == "text" or (style == "auto" and sys.stderr.isatty())
@@ -50,7 +53,7 @@ class _TextFormatter(logging.Formatter):
 
 
 def _shown(value: object) -> str:
-    """A fact as one word, or quoted. Control characters, which would act on a terminal, are escaped."""
+    """A fact as one word or quoted, with control characters escaped, as a terminal obeys them."""
     if isinstance(value, list | tuple):
         return ",".join(map(_shown, value)) or "none"
     text = str(value)

@@ -1,8 +1,9 @@
-"""Weighted fair sharing: what is scarce (threads, requests to an endpoint) goes to the job that had the least of it so far.
+"""Weighted fair sharing of threads and of requests to an endpoint.
 
-Each job is a flow. A flow that waits is served when its virtual time, the cost it was served divided by its weight, is the
-lowest (stride scheduling, Waldspurger and Weihl 1995). One that was idle starts at the present virtual time: it has saved
-nothing up. Within a flow the most urgent goes first, and among equals the oldest.
+Each job is a flow. The next turn goes to the waiting flow with the lowest virtual time: the cost of
+the turns that it had, divided by its weight (stride scheduling, Waldspurger and Weihl 1995). A flow
+that was idle begins at the current virtual time, so idling earns no credit. Within a flow the most
+urgent request goes first, and of equally urgent ones the oldest.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-_MAX_IDLE_LANES = 64
+# Flows that do not wait are remembered only for their virtual time. Beyond this many queues, those
+# that wait for nothing and owe nothing are dropped; a larger bound only makes that rarer.
+_MAX_IDLE_QUEUES = 64
 
 Result = TypeVar("Result")
 
@@ -26,18 +29,19 @@ class Flow:
 
     Attributes:
         name: of the job.
-        weight: its share relative to others, above 0; what it is changed to counts from the next turn on.
+        weight: its share relative to other flows, above 0. It may be changed at any time and counts
+            from the next turn.
     """
 
     name: str
     weight: float = 1.0
 
 
-NO_JOB = Flow("")  # what the daemon does for itself: indexes, probes
+NO_JOB = Flow("")  # for the daemon's own work, such as indexes and probes
 
 
 class Turn:
-    """Somebody's place in the line."""
+    """A turn that was asked for and may not have come yet."""
 
     __slots__ = ("granted",)
 
@@ -45,42 +49,42 @@ class Turn:
         self.granted: Callable[[], None] | None = granted
 
     def cancel(self) -> None:
-        """Give it up; what comes too late once the turn was granted."""
+        """Ask for it no longer; without effect once it was granted."""
         self.granted = None
 
 
 @dataclass(slots=True)
-class _Lane:
-    """A flow in one queue; `waiting` is a heap of (urgency, arrival, cost, turn)."""
+class _FlowQueue:
+    """What one flow waits for: a heap of (urgency, arrival, cost, turn)."""
 
     virtual_time: float
     waiting: list[tuple[int, int, float, Turn]] = field(default_factory=list)
 
 
 class FairQueue:
-    """So many turns at once, handed out fairly. Used from one event loop."""
+    """Grants turns to flows fairly. Used from one event loop.
+
+    Attributes:
+        num_taken: turns that are taken now.
+        num_waiting: turns that were asked for and not granted yet.
+    """
 
     def __init__(self, capacity: int) -> None:
+        """Nobody has a turn.
+
+        Args:
+            capacity: how many turns may be taken at once.
+        """
         self._capacity = capacity
-        self._num_taken = 0
+        self.num_taken = 0
         self._now = 0.0  # virtual
-        self._lanes: dict[Flow, _Lane] = {}
+        self._queues: dict[Flow, _FlowQueue] = {}
         self._arrivals = itertools.count()
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._is_serving = False
 
-    @property
-    def num_taken(self) -> int:
-        """Turns that are taken now."""
-        return self._num_taken
-
-    @property
-    def num_waiting(self) -> int:
-        """Those who wait for one."""
-        return self._num_waiting
-
     def resize(self, capacity: int) -> None:
-        """Change how many turns there are; those that are taken stay taken."""
+        """Change how many turns may be taken at once; those that are taken stay taken."""
         self._capacity = capacity
         self._serve()
 
@@ -88,9 +92,9 @@ class FairQueue:
         """Wait for a turn; `release` gives it back.
 
         Args:
-            flow: who asks.
-            cost: what the turn will take, in any unit that is the same for all.
-            urgency: within the flow the lowest goes first.
+            flow: the job that asks.
+            cost: of what will be done in the turn, in a unit that all callers of the queue share.
+            urgency: within the flow, the lowest goes first.
         """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -111,106 +115,125 @@ class FairQueue:
                 self.release()
             raise
 
-    def ask(self, flow: Flow, cost: float, urgency: int, granted: Callable[[], None]) -> Turn | None:
-        """Queue for a turn without waiting for it; see `acquire`.
+    def ask(
+        self, flow: Flow, cost: float, urgency: int, granted: Callable[[], None]
+    ) -> Turn | None:
+        """Ask for a turn without waiting for it.
 
         Args:
-            flow: see `acquire`.
-            cost: see there.
-            urgency: see there.
-            granted: called once, when the turn has come, from whatever made room; it may ask and release, and raises nothing.
+            flow: the job that asks.
+            cost: as for `acquire`.
+            urgency: as for `acquire`.
+            granted: called once, when the turn is granted, by the call that made room. It may ask
+                and release, and must not raise.
 
         Returns:
-            None: it has its turn now, and `granted` is not called. Otherwise its place in the line, to give it up.
+            None where the turn was granted at once; then `granted` is not called. Otherwise the
+            turn, so that it can be cancelled.
         """
-        lane = self._lane(flow)
-        if self._num_taken < self._capacity and not self._num_waiting:
-            self._charge(flow, lane, cost)
+        queue = self._queue_of(flow)
+        if self.num_taken < self._capacity and not self.num_waiting:
+            self._charge(flow, queue, cost)
             return None
-        if not lane.waiting:
-            lane.virtual_time = max(lane.virtual_time, self._now)
+        if not queue.waiting:
+            queue.virtual_time = max(queue.virtual_time, self._now)
         turn = Turn(granted)
-        heapq.heappush(lane.waiting, (urgency, next(self._arrivals), cost, turn))
-        self._num_waiting += 1
-        if self._num_taken < self._capacity:
-            self._serve()  # those before it may have given up
+        heapq.heappush(queue.waiting, (urgency, next(self._arrivals), cost, turn))
+        self.num_waiting += 1
+        if self.num_taken < self._capacity:
+            self._serve()  # all that waited before may have cancelled
         return turn
 
     def release(self) -> None:
         """Give a turn back."""
-        self._num_taken -= 1
-        if self._num_waiting:
+        self.num_taken -= 1
+        if self.num_waiting:
             self._serve()
 
     @contextlib.asynccontextmanager
     async def turn(self, flow: Flow, cost: float, urgency: int = 0) -> AsyncIterator[None]:
-        """Have a turn inside; see `acquire`."""
+        """Hold a turn inside the block; the arguments are those of `acquire`."""
         await self.acquire(flow, cost, urgency)
         try:
             yield
         finally:
             self.release()
 
-    def _lane(self, flow: Flow) -> _Lane:
-        lane = self._lanes.get(flow)
-        if lane is None:
-            if len(self._lanes) >= _MAX_IDLE_LANES:
-                kept = {one: lane for one, lane in self._lanes.items() if lane.waiting or lane.virtual_time > self._now}
-                self._lanes = kept
-            lane = self._lanes[flow] = _Lane(self._now)
-        return lane
+    def _queue_of(self, flow: Flow) -> _FlowQueue:
+        queue = self._queues.get(flow)
+        if queue is None:
+            if len(self._queues) >= _MAX_IDLE_QUEUES:
+                self._queues = {
+                    other: its_queue
+                    for other, its_queue in self._queues.items()
+                    if its_queue.waiting or its_queue.virtual_time > self._now
+                }
+            queue = self._queues[flow] = _FlowQueue(self._now)
+        return queue
 
-    def _charge(self, flow: Flow, lane: _Lane, cost: float) -> None:
-        self._now = max(self._now, lane.virtual_time)
-        lane.virtual_time = max(lane.virtual_time, self._now) + cost / flow.weight
-        self._num_taken += 1
+    def _charge(self, flow: Flow, queue: _FlowQueue, cost: float) -> None:
+        self._now = max(self._now, queue.virtual_time)
+        queue.virtual_time = max(queue.virtual_time, self._now) + cost / flow.weight
+        self.num_taken += 1
 
     def _serve(self) -> None:
-        if self._is_serving:  # by whom this was called
+        if self._is_serving:  # a `granted` released or asked: the loop below goes on
             return
         self._is_serving = True
         try:
-            while self._num_waiting and self._num_taken < self._capacity:
-                flow, lane = self._next_lane()
-                _, _, cost, turn = heapq.heappop(lane.waiting)
-                self._num_waiting -= 1
+            while self.num_waiting and self.num_taken < self._capacity:
+                flow, queue = self._next()
+                _, _, cost, turn = heapq.heappop(queue.waiting)
+                self.num_waiting -= 1
                 if granted := turn.granted:
-                    self._charge(flow, lane, cost)
+                    self._charge(flow, queue, cost)
                     granted()
         finally:
             self._is_serving = False
 
-    def _next_lane(self) -> tuple[Flow, _Lane]:
-        """Of those who wait, the one that had the least."""
-        waiting = [each for each in self._lanes.items() if each[1].waiting]
-        return waiting[0] if len(waiting) == 1 else min(waiting, key=lambda each: each[1].virtual_time)
+    def _next(self) -> tuple[Flow, _FlowQueue]:
+        """The waiting flow with the lowest virtual time."""
+        waiting = (each for each in self._queues.items() if each[1].waiting)
+        return min(waiting, key=lambda each: each[1].virtual_time)
 
 
 class FairExecutor:
     """Threads that jobs share fairly."""
 
     def __init__(self, executor: Executor, num_threads: int) -> None:
+        """Share the threads of an executor, whose owner shuts it down."""
         self.executor = executor
         self.num_threads = num_threads
         self._queue = FairQueue(num_threads)
 
     @property
     def is_idle(self) -> bool:
-        """No thread has anything to do."""
+        """Whether no thread has work."""
         return self._queue.num_taken == 0
 
-    async def run(self, flow: Flow, cost: float, urgency: int, work: Callable[[], Result]) -> Result:
+    async def run(
+        self, flow: Flow, cost: float, urgency: int, work: Callable[[], Result]
+    ) -> Result:
         """Do computation or blocking I/O in a thread, when it is the flow's turn.
 
-        A thread cannot be stopped: where the caller is cancelled, the turn ends with the work and not before.
+        A thread cannot be stopped: if the caller is cancelled, the turn lasts until the work ends.
+
+        Args:
+            flow: the job that asks.
+            cost: as for `FairQueue.acquire`.
+            urgency: as for `FairQueue.acquire`.
+            work: called in the thread.
+
+        Returns:
+            What the work returns; what it raises is raised.
         """
         await self._queue.acquire(flow, cost, urgency)
         return await self._start(work)
 
     def _start(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
-        """The work runs in a thread. Its turn ends with it, whatever becomes of the future that tells what came of it.
+        """Start work whose turn ends with it, even if the returned future is cancelled.
 
-        `loop.run_in_executor` and a shield around what it gives would do the same by way of two futures more.
+        `asyncio.shield` around `loop.run_in_executor` would need two more futures for each call.
         """
         result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         try:
@@ -218,16 +241,15 @@ class FairExecutor:
         except BaseException:
             self._queue.release()
             raise
-        running.add_done_callback(partial(self._ended, result))
+        running.add_done_callback(partial(self._in_thread_ended, result))
         return result
 
-    def _ended(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
-        """In the thread."""
+    def _in_thread_ended(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
         loop = result.get_loop()
         if not loop.is_closed():
-            loop.call_soon_threadsafe(self._tell, result, running)
+            loop.call_soon_threadsafe(self._set_result, result, running)
 
-    def _tell(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
+    def _set_result(self, result: asyncio.Future[Result], running: Future[Result]) -> None:
         self._queue.release()
         if result.cancelled():
             return

@@ -1,19 +1,19 @@
-"""How late the event loop is: whatever computes in it for too long delays every session of the daemon."""
+"""How late the event loop is: code that computes in it for long delays every session."""
 
 import asyncio
 import time
 from itertools import accumulate
 
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
-_INTERVAL_S = 0.25
+_INTERVAL_S = 0.25  # shorter intervals find shorter delays and wake an idle daemon more often
 
 
 class LoopLag:
-    """How often a timer came how late.
+    """A histogram of how late timers of the event loop were.
 
     Attributes:
-        num_timers: that were waited for.
-        sum_s: of their delays.
+        num_timers: how many were waited for.
+        sum_s: sum of their delays, in seconds.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class LoopLag:
         return list(accumulate(self._counts[:-1]))
 
     def note(self, late_s: float) -> None:
-        """A timer came so late; a negative delay is none."""
+        """Count one timer; a negative delay counts as none."""
         late_s = max(0.0, late_s)
         self.num_timers += 1
         self.sum_s += late_s
         self._counts[sum(late_s > bound for bound in BOUNDS_S)] += 1
 
     async def watch(self) -> None:
-        """Wait for one timer after another, for ever."""
+        """Wait for one timer after another until cancelled."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""What the machine lets this process have: descriptors, and the memory of its control groups."""
+"""Limits that the machine sets for this process: descriptors, and memory of its control groups."""
 
 import resource
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from gyre_daemon.errors import ConfigError
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
-# Of the descriptors that the process may have, a quarter may be connections to object storage and a quarter open shards. The
-# other half is kept for clients, of which each takes two, for arenas, of which each takes two, and for what the daemon itself
-# has open (measured: 50 with four copiers). Without that reserve nobody can connect any more while others read: with a limit of
-# 256, one dataset in object storage took 237. Where the limit is in the thousands, as usual, nothing is ever short.
+# A quarter of the descriptors may be connections to object storage, and a quarter open shards. The
+# other half is kept for clients and arenas, which take two each, and for the daemon itself, which
+# has some 55 open with four copy workers. Without that reserve, clients cannot connect while others
+# read: under a limit of 256, one dataset in object storage took 237. Limits are usually in the
+# thousands, where nothing runs short.
 _SHARE_OF_CONNECTIONS = 4
 _SHARE_OF_SHARDS = 4
-_DESCRIPTORS_PER_SHARD = 2  # its mapping has one of its own
-_PLENTY = 1 << 30
-_MAX_SHARDS = 32768  # half of the mappings that Linux lets a process have
+_DESCRIPTORS_PER_SHARD = 2  # Python's mapping of the file duplicates its descriptor
+_UNLIMITED = 1 << 30
+_MAX_SHARDS = 32768  # half of the mappings that Linux allows a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class DescriptorShares:
     """How the descriptors of this process are divided.
 
     Attributes:
-        limit: all that it may have.
-        connections: to object storage, and so requests in flight, over all endpoints.
-        shards: local files that may be open, over all datasets.
+        limit: of the process.
+        connections: to object storage, over all endpoints; so this bounds requests in flight, too.
+        shards: local files that may be open at once, over all datasets.
     """
 
     limit: int
@@ -36,66 +37,75 @@ class DescriptorShares:
 
     @classmethod
     def of(cls, limit: int) -> "DescriptorShares":
-        """The shares of so many descriptors; `RLIM_INFINITY` for as many as one likes."""
-        limit = _PLENTY if limit == resource.RLIM_INFINITY else limit
+        """The shares under a limit, which may be `RLIM_INFINITY`."""
+        limit = _UNLIMITED if limit == resource.RLIM_INFINITY else limit
         shards = limit // _SHARE_OF_SHARDS // _DESCRIPTORS_PER_SHARD
         return cls(limit, max(1, limit // _SHARE_OF_CONNECTIONS), max(1, min(_MAX_SHARDS, shards)))
 
 
 def descriptor_shares() -> DescriptorShares:
-    """The shares of what the process may open now."""
+    """The shares under the present limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return DescriptorShares.of(soft)
 
 
 def raise_descriptor_limit() -> int:
-    """The process may open as many descriptors as it was ever allowed to; gives their number."""
+    """Raise the soft limit to the hard one, and return what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # a filter of system calls, or a kernel with a lower ceiling
+    except (OSError, ValueError):  # system calls are filtered, or the kernel's ceiling is lower
         return soft
     return hard
 
 
 def check_memory_budget(budget_bytes: int, limit_bytes: int | None) -> None:
-    """Refuse a budget that would have the kernel kill the daemon before it is used up.
+    """Refuse a memory budget above the control group's limit, where the kernel kills the daemon.
 
     Args:
-        budget_bytes: `memory_budget`.
+        budget_bytes: the setting `memory_budget`.
         limit_bytes: of the control group; None for none.
 
     Raises:
-        ConfigError: the budget is larger.
+        ConfigError: the budget is larger than the limit.
     """
     if limit_bytes is not None and budget_bytes > limit_bytes:
         raise ConfigError(
-            f"memory_budget is {budget_bytes} bytes, but this process's control group may use {limit_bytes}: "
-            "lower memory_budget, and leave some for the daemon itself, or raise the limit (MemoryMax=, --memory)"
+            f"memory_budget is {budget_bytes} bytes, but this process's control group may use "
+            f"{limit_bytes}: lower memory_budget to leave some for the daemon itself, or raise the "
+            "limit (MemoryMax=, --memory)"
         )
 
 
 def memory_limit_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int | None:
-    """The lowest memory limit of this process's control group and those around it; None where there is none.
+    """The lowest memory limit of this process's control group and its parents.
 
-    See cgroups(7): a line of the membership is `ID:CONTROLLERS:PATH`, of version 2 `0::PATH`. In a container the path may be
-    the host's; the limit then stands at the root of what is mounted.
+    As cgroups(7) says, a line of the membership is `ID:CONTROLLERS:PATH`, and `0::PATH` in version
+    2. In a container the path may be the host's; then the limit is found at the root of the mount.
 
     Args:
         cgroups: where the control groups are mounted.
-        membership: says which of them the process is in.
+        membership: the file that says which groups the process is in.
+
+    Returns:
+        The limit, or None where no group has one.
     """
     limits = []
     for line in _text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        mount, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        mount, name = (
+            (cgroups / "memory", "memory.limit_in_bytes")
+            if controllers
+            else (cgroups, "memory.max")
+        )
         inside = Path("" if ".." in path.split("/") else path.lstrip("/"))
         texts = [_text(mount / folder / name) for folder in (inside, *inside.parents)]
         limits += [int(text) for text in texts if text.strip().isdecimal()]
     lowest = min(limits, default=None)
-    return None if lowest is None or lowest >= 1 << 62 else lowest  # version 1 writes "none" as a number of that size
+    # version 1 writes a number of that size for "no limit"
+    return None if lowest is None or lowest >= 1 << 62 else lowest
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Addresses and how they are claimed: a second daemon must never take over what a first one serves."""
+"""Addresses, and how a daemon claims a socket so that no second daemon takes it over."""
 
 import fcntl
 import ipaddress
@@ -12,49 +12,53 @@ from gyre_daemon.errors import ConfigError
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f%]")
 _PORT = re.compile(r"[0-9]{1,5}")
-_MAX_SOCKET_PATH_BYTES = 102  # what the kernel takes, less room for the side channel beside it
+_MAX_SOCKET_PATH_BYTES = 102  # the kernel's 107, less the suffix of the side channel beside it
 
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
-    """A socket in the file system."""
+    """A Unix socket, by its path."""
 
     path: Path
 
     @property
     def grpc_target(self) -> str:
-        """As gRPC names it."""
+        """The address in gRPC's form."""
         return f"unix:{self.path}"
 
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A port of an interface, by the interface's IP address; 0 for any that is free."""
+    """A port at an IP address; port 0 stands for any free one."""
 
     host: str
     port: int
 
     @property
     def grpc_target(self) -> str:
-        """As gRPC names it."""
+        """The address in gRPC's form."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str) -> UnixAddress | TcpAddress:
-    """An address from the configuration.
+    """Parse an address on which the daemon serves clients.
 
     Raises:
-        ConfigError: neither `unix:PATH` nor `tcp:HOST:PORT`, or a host that is no loopback address: nothing is authenticated or
-            encrypted on TCP.
+        ConfigError: the text is neither `unix:PATH` nor `tcp:HOST:PORT`, the path cannot be that of
+            a socket, or the host is no loopback address: TCP has no authentication or encryption.
     """
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest:
-        if _UNSAFE.search(rest):  # gRPC decodes percent signs: it would bind where nobody holds the claim
-            raise ConfigError(f"the socket path {rest!r} must not contain control characters or `%`")
+        # gRPC decodes percent signs, so it would bind another path than the one that is claimed
+        if _UNSAFE.search(rest):
+            raise ConfigError(
+                f"the socket path {rest!r} must not contain control characters or `%`"
+            )
         path = Path(rest).absolute()
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
-                f"the socket path {path} is longer than {_MAX_SOCKET_PATH_BYTES} bytes, which no Unix socket can have"
+                f"the socket path {path} is longer than {_MAX_SOCKET_PATH_BYTES} bytes, the most "
+                "that a Unix socket can have"
             )
         return UnixAddress(path)
     if kind != "tcp":
@@ -62,20 +66,22 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
     address = _parse_tcp(text, rest)
     if not _is_loopback(address.host):
         raise ConfigError(
-            f"address {text!r} is open to other hosts, but TCP has no authentication; listen on 127.0.0.1 or a Unix socket"
+            f"address {text!r} is open to other hosts, but TCP has no authentication; listen on "
+            "127.0.0.1 or a Unix socket"
         )
     return address
 
 
 def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
-    """Where metrics are served.
+    """Parse the address at which metrics are served.
 
     Args:
-        text: `tcp:HOST:PORT`.
-        is_public: it may be open to other hosts.
+        text: `tcp:HOST:PORT`, with an IP address as host.
+        is_public: whether other hosts may reach it.
 
     Raises:
-        ConfigError: another form, no IP address, or a host that is no loopback address where that was not said to be meant.
+        ConfigError: the text has another form, or other hosts could reach an address that is not
+            public.
     """
     kind, _, rest = text.partition(":")
     if kind != "tcp":
@@ -85,28 +91,29 @@ def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
         raise ConfigError(f"metrics_listen is {text!r}; HOST must be an IP address")
     if not is_public and not _is_loopback(address.host):
         raise ConfigError(
-            f"metrics_listen is {text!r}, which is open to other hosts: they would learn what each job reads and how fast; "
-            "listen on 127.0.0.1, or set metrics_public = true"
+            f"metrics_listen is {text!r}, which is open to other hosts: they would learn what each "
+            "job reads and how fast; listen on 127.0.0.1, or set metrics_public = true"
         )
     return address
 
 
 class SocketClaim:
-    """The exclusive right to a Unix socket path, held by a lock file for the life of the process.
+    """The exclusive right to a Unix socket path, held by a lock on a file beside it.
 
-    The kernel drops the lock however the process ends, so a socket that is left behind by a killed daemon is cleared away by
-    the next and that of a living one is never touched. Where somebody removed the lock file, a daemon that still listens is
-    found by connecting to its socket.
+    The kernel drops the lock however the process ends. So a daemon removes the socket of one that
+    was killed, and never that of one that runs. Where somebody removed the lock file, a daemon that
+    still listens is found by connecting to its socket.
 
     Attributes:
-        address: that is claimed.
+        address: what is claimed.
     """
 
     def __init__(self, address: UnixAddress) -> None:
-        """Claim the path; its folder is made, for its owner and group only, where it is missing.
+        """Claim the path; a missing folder is made, for its owner and group only.
 
         Raises:
-            ConfigError: another daemon has it, something else is there, or the folder cannot be used.
+            ConfigError: another daemon has claimed the path, something that is no socket is there,
+                or the folder cannot be used.
         """
         self.address = address
         self._path = address.path
@@ -122,19 +129,21 @@ class SocketClaim:
 
     @property
     def is_reachable(self) -> bool:
-        """Clients that connect to the path find this daemon's socket."""
+        """Whether clients that connect to the path reach this daemon's socket."""
         return self._socket is not None and _is_same(self._socket, self._path)
 
     def claim(self) -> None:
-        """The lock is held and nothing is at the path, or this daemon's socket; the first time, or after they were removed.
+        """Hold the lock, and leave nothing at the path but this daemon's socket.
+
+        Called at the start, and whenever lock file or socket were removed.
 
         Raises:
-            ConfigError: see above.
+            ConfigError: as when the claim is made.
         """
         try:
             self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
             if self._path.exists() and not self._path.is_socket():
-                raise ConfigError(f"{self._path} is there and is no socket; remove it or listen on another path")
+                raise ConfigError(f"{self._path} is no socket; remove it or listen on another path")
             if not _is_at(self._lock, self._lock_path):
                 self._hold()
             if not self.is_reachable:
@@ -143,19 +152,19 @@ class SocketClaim:
             raise ConfigError(f"cannot claim the socket {self._path}: {error.strerror}") from error
 
     def open_to_group(self) -> None:
-        """Let owner and group connect; call when the socket is bound."""
+        """Let owner and group connect; called once the socket is bound."""
         self._path.chmod(0o660)
         self._socket = self._path.stat()
 
     def give_up(self) -> None:
-        """Remove socket and lock, unless another daemon has them by now."""
+        """Remove socket and lock file, unless they are another daemon's by now."""
         if _is_at(self._lock, self._lock_path):
             self._path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
 
     def _hold(self) -> None:
-        """Hold the lock file that is there now; one that was held before is let go of."""
+        """Lock the lock file that is there now, and let go of one that was locked before."""
         lock = self._lock_file()
         os.truncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -164,11 +173,12 @@ class SocketClaim:
         self._lock = lock
 
     def _make_way(self) -> None:
-        """Nothing is at the path any more; what was there had no living owner."""
+        """Remove a socket whose daemon has ended."""
         if _is_listening(self._path):
             raise ConfigError(
-                f"another process listens on {self._path}, although the lock file beside it is free, as if it had been removed "
-                "and made again; stop that process or listen on another path"
+                f"another process listens on {self._path}, although the lock file beside it is "
+                "free, perhaps because the file was removed; stop that process or listen on "
+                "another path"
             )
         self._path.unlink(missing_ok=True)
 
@@ -181,21 +191,23 @@ class SocketClaim:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
                 os.close(descriptor)
                 raise ConfigError(
-                    f"another daemon (process {holder}) serves {self._path}; stop it or listen on another path", {"pid": holder}
+                    f"another daemon (process {holder}) serves {self._path}; stop it or listen on "
+                    "another path",
+                    {"pid": holder},
                 ) from error
             if _is_at(descriptor, self._lock_path):
                 return descriptor
-            os.close(descriptor)  # its last holder removed it between our open and our lock
+            os.close(descriptor)  # its holder removed the file after it was opened here
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether a living process listens on the socket at a path; one that nobody may connect to counts as such."""
+    """Whether a process listens on the socket at a path, even if it refuses this process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
         try:
             client.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except OSError:  # EAGAIN: more wait for it than it has room for
+        except OSError:  # such as EAGAIN, where its queue of connections is full
             return True
     return True
 

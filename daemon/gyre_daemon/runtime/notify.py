@@ -1,4 +1,7 @@
-"""The service manager's protocol: state lines on the datagram socket that `NOTIFY_SOCKET` names (see sd_notify(3))."""
+"""Tells the service manager how the daemon is, as sd_notify(3) describes.
+
+State lines go to the datagram socket that `NOTIFY_SOCKET` names.
+"""
 
 import asyncio
 import os
@@ -6,7 +9,7 @@ import socket
 
 
 def notify(state: str) -> None:
-    """Tell the service manager, if there is one, a state such as `READY=1`."""
+    """Send a state such as `READY=1` to the service manager, if there is one."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -16,14 +19,21 @@ def notify(state: str) -> None:
         try:
             sender.sendto(state.encode(), socket.MSG_DONTWAIT, address)
         except OSError:
-            return  # a manager that went away or does not listen is no reason to stop serving
+            return  # the daemon serves on without a manager that listens
 
 
-async def feed_watchdog() -> None:
-    """Show the manager that the event loop runs, twice in each of its intervals; returns at once where it does not ask."""
+async def ping_watchdog() -> None:
+    """Tell the manager that the event loop runs, twice in each watchdog interval, until cancelled.
+
+    Returns at once where the manager has set no watchdog for this process.
+    """
     interval_us = os.environ.get("WATCHDOG_USEC", "")
     meant_for = os.environ.get("WATCHDOG_PID", "")
-    if not interval_us.isdecimal() or int(interval_us) == 0 or meant_for not in ("", str(os.getpid())):
+    if (
+        not interval_us.isdecimal()
+        or int(interval_us) == 0
+        or meant_for not in ("", str(os.getpid()))
+    ):
         return
     while True:
         notify("WATCHDOG=1")

@@ -7,15 +7,16 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
 from gyre_daemon.service import convert
-from gyre_daemon.sessions.news import LeftArenas, Sent
-from gyre_daemon.sessions.session import Session
+from gyre_daemon.sessions.session import LeftArenas, Sent, Session
 
-_MAX_ALIKE, _MAX_UNLIKE = 512, 64  # batches a message: some 20 bytes each where one layout serves all, some 300 otherwise
+# Batches in one message: about 20 bytes each where one layout serves all, about 300 otherwise.
+# These limits keep a message below 20 KiB; with lower ones, small batches cost more messages.
+_MAX_ALIKE, _MAX_UNLIKE = (512, 64)
 _GOODBYE_RETRY_S = 1.0
 
 
-def take(session: Session, request: pb.StreamRequest) -> None:
-    """Do what a client's message says; every message renews the lease.
+def handle(session: Session, request: pb.StreamRequest) -> None:
+    """Act on a client's message; every message renews the lease.
 
     Raises:
         InvalidRequest: a second `attach`, or an empty message.
@@ -34,19 +35,23 @@ def take(session: Session, request: pb.StreamRequest) -> None:
         case "heartbeat":
             pass
         case _:
-            raise InvalidRequest("a message after the first must be `credit`, `release`, `unmapped` or `heartbeat`")
+            raise InvalidRequest(
+                "a message after the first must be `credit`, `release`, `unmapped` or `heartbeat`"
+            )
 
 
-async def responses(session: Session, listening: asyncio.Task[None], lease_s: float) -> AsyncIterator[pb.StreamResponse]:
-    """What the client is told: batches as they become ready, signs of life, and how the stream ends.
+async def responses(
+    session: Session, listening: asyncio.Task[None], lease_s: float
+) -> AsyncIterator[pb.StreamResponse]:
+    """The messages to the client: batches as they become ready, heartbeats, the end of the stream.
 
     Args:
         session: attached.
-        listening: takes in the client's messages; done when the client has hung up.
-        lease_s: a sign of life comes four times in it.
+        listening: handles the client's messages; is done when the client has ended its stream.
+        lease_s: in this time an idle stream sends four heartbeats.
 
     Raises:
-        GyreError: a step failed or the session was ended.
+        GyreError: a step failed, or the session was ended.
     """
     try:
         while True:
@@ -60,31 +65,33 @@ async def responses(session: Session, listening: asyncio.Task[None], lease_s: fl
                 yield pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=news.numbers))
                 continue
             if news is None:
-                yield pb.StreamResponse(end_of_stream=pb.EndOfStream(num_steps=session.num_steps or 0))
+                yield pb.StreamResponse(end_of_stream=pb.EndOfStream())
                 break
             yield batches(session, news)
     except Draining as reason:
-        yield pb.StreamResponse(goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S))
+        yield pb.StreamResponse(
+            goodbye=pb.Goodbye(reason=str(reason), retry_after_s=_GOODBYE_RETRY_S)
+        )
     except GyreError:
         if listening.done():
-            listening.result()  # raises what the client did wrong
+            listening.result()  # raises where the client sent a bad message
             return
         raise
     await listening  # the client reads the rest of its payload and hangs up
 
 
 def max_batches(session: Session) -> int:
-    """How many batches a message may have."""
+    """The most batches that one message may hold."""
     return _MAX_ALIKE if session.request.dataset.has_equal_samples else _MAX_UNLIKE
 
 
 def batches(session: Session, first: Sent) -> pb.StreamResponse:
-    """One message with all batches that can be sent now; one that failed is left for the next call."""
-    sent, num_left = [first], max_batches(session) - len(first.strip.plan)
+    """One message with all batches that can be sent now, up to the first that failed."""
+    sent, num_left = [first], max_batches(session) - len(first.group.plan)
     while num_left > 0 and session.head_is_whole:
-        more = session.ready_strip(num_left)
+        more = session.ready_group(num_left)
         if more is None:
             break
         sent.append(more)
-        num_left -= len(more.strip.plan)
-    return convert.from_strips(sent, session)
+        num_left -= len(more.group.plan)
+    return convert.from_groups(sent, session)

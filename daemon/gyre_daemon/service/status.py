@@ -1,9 +1,9 @@
-"""How errors travel: one table from error to gRPC status, and the rich details that let a client tell them apart."""
+"""From errors to gRPC statuses, with the details that let a client tell errors apart."""
 
 import inspect
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -31,7 +31,9 @@ STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
 }
-_MAX_MESSAGE_BYTES = 2000  # gRPC carries all of it in metadata: beyond 8 KiB a client drops some answers, by chance
+# gRPC carries a status in metadata, and beyond 8 KiB of it a client drops the answer at random.
+# With larger limits, long names in an error turn it into an unexplained failure.
+_MAX_MESSAGE_BYTES = 2000
 _MAX_FACT_BYTES = 400
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,7 +41,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def answers_errors(method: Method) -> Method:
-    """A servicer method that answers a GyreError with its status, and anything else with INTERNAL and a log line."""
+    """Make a servicer method answer a GyreError with its status.
+
+    Any other exception is logged and answered with INTERNAL.
+    """
     if inspect.isasyncgenfunction(method):
 
         async def stream(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -53,7 +58,7 @@ def answers_errors(method: Method) -> Method:
 
     async def unary(self: Any, request: Any, context: Context) -> Any:
         try:
-            return await _awaited(method(self, request, context))
+            return await method(self, request, context)
         except Exception as error:
             await _abort(context, error)
 
@@ -61,17 +66,19 @@ def answers_errors(method: Method) -> Method:
 
 
 def to_status(error: errors.GyreError) -> status_pb2.Status:
-    """The error as google.rpc.Status: its sentence, and ErrorInfo with the class name as reason and the facts as metadata."""
+    """The error as google.rpc.Status: its message, and its class and facts as ErrorInfo."""
     facts = {key: _cut(value, _MAX_FACT_BYTES) for key, value in error.facts.items()}
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=facts)
     detail = AnyMessage()
     detail.Pack(info)
     code: int = STATUS_CODES[type(error)].value[0]
-    return status_pb2.Status(code=code, message=_cut_as_sent(str(error), _MAX_MESSAGE_BYTES), details=[detail])
+    return status_pb2.Status(
+        code=code, message=_cut_as_sent(str(error), _MAX_MESSAGE_BYTES), details=[detail]
+    )
 
 
 def _cut_as_sent(text: str, max_bytes: int) -> str:
-    """The beginning of a text that is so long once gRPC has percent-encoded all but printable ASCII."""
+    """The part of a text that fits after gRPC percent-encodes all but printable ASCII."""
     encoded = text.encode(errors="replace")
     sizes = (1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in encoded[:max_bytes])
     fitting = sum(total <= max_bytes for total in itertools.accumulate(sizes))
@@ -80,10 +87,6 @@ def _cut_as_sent(text: str, max_bytes: int) -> str:
 
 def _cut(text: str, max_bytes: int) -> str:
     return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 async def _abort(context: Context, error: Exception) -> NoReturn:

@@ -1,5 +1,8 @@
 """Who gets which batches: one session for each rank of each job, in order and each step once.
 
-In: requests of clients, and what `fetching` makes whole. Out: batches of successive steps with their cursors. Sessions that
-want the same batches take them from one feed; memory is shared out among all. `service` imports it.
+In: requests of clients, and the batch groups that `fetching` reads. Out: batches of successive
+steps with their cursors. `session` is what one client talks to. Sessions that want the same batches
+are consumers of one shared stream: `stream_state` decides what it fetches and for whom, and
+`shared_stream` does it. `table` has all sessions, and `room` shrinks the largest when a new one
+finds too little memory. `service` and `server` import this package.
 """

@@ -5,28 +5,38 @@ from dataclasses import dataclass, replace
 from gyre_daemon.config import MAX_PREFETCH_BATCHES
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.fetching.layout import max_batch_bytes, max_note_bytes
+from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
 from gyre_daemon.memory.share import Share, divide
 from gyre_daemon.order.cursor import Cursor, check_cursor, decode_cursor
-from gyre_daemon.order.plan import Order, check_ranks
+from gyre_daemon.order.planner import Order, check_ranks
 
 MAX_EPOCHS = 1 << 32
 MAX_POSITION = 1 << 62
-_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 8 << 20, 4, 64  # the window, unless it is asked for
-_LEAST_SLOTS = 10  # a window of three batches, as many that are queued, and what is kept
-_STRIPS_AHEAD_BYTES, _MANY_IN_STRIPS = 24 << 20, 192  # the same where several batches make a strip
-_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS = 768, 48 << 10  # where layouts are equal: a third of them is planned in 1 ms
-_FEW_STRIPS, _FEW_STRIPS_BYTES = 12, 80 << 20  # batches: three strips of four, as far as the bytes are enough for them
+# The window, unless it is asked for: these bytes, but batches within these bounds. With less, a
+# storage that answers late is asked for too little at once; with more, a job has more memory than
+# it needs, and others find less.
+_AHEAD_BYTES, _MIN_AHEAD, _MAX_AHEAD = 32 << 20, 4, 256
+# The same where several batches make a batch group, of which three are under way. A window of half
+# the bytes has batch groups of half the length: small batches then cost far more each.
+_GROUPS_AHEAD_BYTES, _MANY_IN_GROUPS = 72 << 20, 576
+# More batches than that only where all have one layout. A third of them is planned in 1 ms, during
+# which the event loop does nothing else.
+_MOST_IN_GROUPS, _SAMPLES_IN_GROUPS = 768, 48 << 10
+# Large batches: three batch groups of four, as far as these bytes are enough for them.
+_FEW_GROUPS, _FEW_GROUPS_BYTES = 12, 80 << 20
+# A session is never made smaller than this: a window of three batches, three that are queued, and
+# what the client keeps.
+_LEAST_SLOTS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who reads.
+    """The rank of a job that reads.
 
     Attributes:
         job: the job's name.
-        rank: in `[0, world_size)`.
-        world_size: ranks of the job.
+        rank: its number, in `[0, world_size)`.
+        world_size: the number of ranks.
         generation: grows with every attempt of the same rank; the newest wins.
     """
 
@@ -41,13 +51,14 @@ class SessionRequest:
     """What a client asks for.
 
     Attributes:
-        dataset: open.
+        dataset: an open one.
         order: how to go through it.
-        reader: for whom.
-        num_epochs: the stream ends after the last step that begins in so many; 0 for never.
-        cursor: encoded; empty for the beginning.
-        prefetch_batches: size of the window; 0 to let the size of a batch decide.
-        step: where to begin, instead of at the cursor's step.
+        reader: the rank that reads.
+        num_epochs: the stream ends after the last step that begins in this many epochs; 0 for
+            never.
+        cursor: an encoded cursor; empty for the beginning.
+        prefetch_batches: the size of the window; 0 to let the size of a batch decide.
+        step: the step to begin at, instead of the cursor's; None for the cursor's.
     """
 
     dataset: Dataset
@@ -59,22 +70,27 @@ class SessionRequest:
     step: int | None = None
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Refuse a request that makes no sense.
 
         Raises:
-            InvalidRequest: names the numbers.
+            InvalidRequest: a number is out of range; it is named.
         """
         check_ranks(self.order, self.reader.rank, self.reader.world_size)
         if self.num_epochs > MAX_EPOCHS or self.prefetch_batches > MAX_PREFETCH_BATCHES:
-            raise InvalidRequest(f"at most {MAX_EPOCHS} epochs and {MAX_PREFETCH_BATCHES} prefetched batches can be asked for")
+            raise InvalidRequest(
+                f"at most {MAX_EPOCHS} epochs and {MAX_PREFETCH_BATCHES} prefetched batches can be "
+                "asked for"
+            )
         if self.step is not None and self.step * self.order.global_batch_size > MAX_POSITION:
-            raise InvalidRequest(f"step {self.step} lies beyond any training; positions end at 2**62")
+            raise InvalidRequest(
+                f"step {self.step} lies beyond any training; positions end at 2**62"
+            )
 
     def start_cursor(self) -> Cursor:
         """Where it begins.
 
         Raises:
-            CursorRejected: the client's cursor does not fit.
+            CursorRejected: the client's cursor is of other data or of another order.
         """
         cursor = self._cursor()
         if self.step is None:
@@ -89,33 +105,40 @@ class SessionRequest:
         return cursor
 
     def wanted_share(self, limit_bytes: int, *, scarce: bool = False) -> Share:
-        """The memory that it would like to have; less where memory is scarce and it asks for no window in particular."""
+        """The memory that it would like to have, within a limit.
+
+        This is less where memory is scarce and it asks for no window in particular.
+        """
         num_samples = self.order.global_batch_size // self.reader.world_size
         batch_bytes = max_batch_bytes(self.dataset.index, num_samples)
-        in_strips = self.dataset.storage.reads_in_bulk
-        num_wanted = self._in_strips(batch_bytes, scarce=scarce) if in_strips else _one_by_one(batch_bytes)
-        num_ahead = self.prefetch_batches or num_wanted
-        note_bytes, may_grow = max_note_bytes(self.dataset.index, num_samples), not self.prefetch_batches
-        return divide(batch_bytes, num_ahead, limit_bytes, note_bytes=note_bytes, in_strips=in_strips, may_grow=may_grow)
+        in_groups, part = self.dataset.storage.is_node_local, 2 if scarce else 1
+        num_wanted = self._in_groups(batch_bytes, part) if in_groups else _singly(batch_bytes, part)
+        return divide(
+            batch_bytes,
+            self.prefetch_batches or num_wanted,
+            limit_bytes,
+            metadata_bytes=max_metadata_bytes(self.dataset.index, num_samples),
+            in_groups=in_groups,
+        )
 
     def scarce_share(self, limit_bytes: int, free_bytes: int) -> Share:
-        """As much as seven eighths of what is free: who comes next finds something too."""
+        """The memory that it takes where little is free: the next session finds some too."""
         return self.wanted_share(min(limit_bytes, free_bytes * 7 // 8), scarce=True)
 
     def least_bytes(self, limit_bytes: int) -> int:
-        """What a share for a few batches reserves: no session that is open has to do with less."""
+        """What a share for a few batches reserves: no open session has to do with less."""
         share = self.wanted_share(limit_bytes, scarce=True)
         num_slots = min(share.num_bytes // share.batch_bytes, _LEAST_SLOTS)
         return share.reserved_for(num_slots * share.batch_bytes)
 
-    def _in_strips(self, batch_bytes: int, *, scarce: bool) -> int:
-        part = 2 if scarce else 1
-        few = max(_MIN_AHEAD, min(_FEW_STRIPS, _FEW_STRIPS_BYTES // part // batch_bytes))
-        most = _MANY_IN_STRIPS
+    def _in_groups(self, batch_bytes: int, part: int) -> int:
+        few = max(_MIN_AHEAD, min(_FEW_GROUPS, _FEW_GROUPS_BYTES // part // batch_bytes))
+        most = _MANY_IN_GROUPS
         if self.dataset.has_equal_samples:
-            most = max(most, min(_MOST_IN_STRIPS, _SAMPLES_IN_STRIPS * self.reader.world_size // self.order.global_batch_size))
-        return min(max(_STRIPS_AHEAD_BYTES // part // batch_bytes, few), most)
+            num_samples = self.order.global_batch_size // self.reader.world_size
+            most = max(most, min(_MOST_IN_GROUPS, _SAMPLES_IN_GROUPS // num_samples))
+        return min(max(_GROUPS_AHEAD_BYTES // part // batch_bytes, few), most)
 
 
-def _one_by_one(batch_bytes: int) -> int:
-    return min(max(_AHEAD_BYTES // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)
+def _singly(batch_bytes: int, part: int) -> int:
+    return min(max(_AHEAD_BYTES // part // batch_bytes, _MIN_AHEAD), _MAX_AHEAD)

@@ -1,4 +1,13 @@
-"""The seam: what a dataset needs of any storage."""
+"""What the layers above need of a storage, wherever its shards lie.
+
+[Note: One way to read]
+
+All reads go through `Storage.read`, which takes a `ReadPlan`: any number of items (samples of a
+batch group, blocks, ranges) whose reads can be asked for in parts. A storage decides where the
+arrays of reads are worked out. A local one cuts the plan and works out each part in the thread that
+copies it; the others ask for all of it at once. `Reads`, whose arrays exist already, are a plan
+too. What the layers above must know about a storage is a declared property of it, never its type.
+"""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,45 +19,72 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.runtime.fair import NO_JOB, Flow
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.shard import Shard, truncated
 
-MAX_GAP_BYTES = 4096  # between two fields of a sample: reading over it is cheaper than another request
+# Fields of one sample that lie this close together are read with one request. A larger gap would
+# transfer more bytes that nobody needs; a smaller one would send more requests.
+MAX_GAP_BYTES = 4096
 
 NextUse = Callable[[int, npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 
 class ArenaClosed(Exception):
-    """Nobody waits any more for what would be written there."""
+    """The arena was closed: nobody waits for the bytes that would be written there."""
 
 
-class Region(Protocol):
-    """An arena, as far as those who write there must know it.
-
-    Attributes:
-        key: its name.
-        address: of its first byte.
-    """
+class WritableArena(Protocol):
+    """What code that writes into an arena knows about it."""
 
     @property
     def key(self) -> int:
-        """See above."""
+        """The arena's name."""
 
     @property
     def address(self) -> int:
-        """See above."""
+        """The address of its first byte."""
 
     def lease(self) -> AbstractContextManager[None]:
-        """Inside, its memory is there; raises ArenaClosed where it is not."""
+        """Keep the arena's memory inside the context; raises ArenaClosed if it is gone."""
+
+
+class ReadPlan(Protocol):
+    """Reads that a storage asks for, all at once or in parts."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes all parts read."""
+
+    @property
+    def flow(self) -> Flow:
+        """The job that reads."""
+
+    @property
+    def urgency(self) -> int:
+        """Among the job's reads the lowest goes first."""
+
+    @property
+    def delays(self) -> Delays | None:
+        """Records how long the reads took."""
+
+    def __len__(self) -> int:
+        """The number of items."""
+
+    def part(self, which: slice) -> "Reads":
+        """The reads of some items; any thread may ask, for each item once."""
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Keep the memory of all targets inside the context; raises ArenaClosed if it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """n reads as arrays: no object per sample.
+    """n reads as arrays, so that no sample costs an object. They are a `ReadPlan` of n items.
 
-    Read i puts the bytes `[start[i], start[i] + size[i])` of shard `shard[i]` at address `target[i]`. The memory there is
-    writable. Reads of one sample follow each other in the order of their
-    starts, and a storage may bring them with one request.
+    Read i copies the bytes `[start[i], start[i] + size[i])` of shard `shard[i]` to the writable
+    memory at `target[i]`. Reads of one sample are adjacent and sorted by start, and a storage may
+    combine them into one request.
 
     Attributes:
         shard: int64 [n].
@@ -56,16 +92,18 @@ class Reads:
         size: int64 [n], in bytes.
         target: uint64 [n], addresses.
         sample: int64 [n], equal for reads of one sample.
-        arena: that targets lie in. The caller of `read` holds a lease of it while it waits. A thread that writes
-            there holds one of its own, since it goes on where the caller is cancelled.
-        memory: what owns the targets elsewhere: it must live until the last byte is there, even where nobody waits for it.
-        flow: for which job.
+        memory: owners of targets outside the arena; kept until the last byte is written, even if
+            the caller has been cancelled.
+        flow: the job that reads.
         urgency: among the job's reads the lowest goes first.
-        block_bytes: the job soon reads what lies around these: a cache fetches blocks of about this size, whole; 0 where it
-            does not, and the cache does what is cheapest.
-        next_use: given the `block_bytes` of a cache and int64 [m] blocks of that size, in how many samples from now the job
-            reads each, int64 [m]; a bound method; None where nobody knows.
-        delays: told what the requests took, where there are any.
+        block_bytes: a cache should fetch whole blocks of about this size, because the job soon
+            reads what surrounds these bytes; 0 lets the cache choose.
+        next_use: a bound method that takes a cache's `block_bytes` and int64 [m] blocks of that
+            size, and returns int64 [m]: in how many samples from now the job reads each block. None
+            if the job's future is unknown.
+        delays: records how long the requests took.
+        arena: where targets lie. The caller of `read` holds a lease of it while it waits. A thread
+            that writes there holds its own, because it continues if the caller is cancelled.
     """
 
     shard: npt.NDArray[np.int64]
@@ -79,35 +117,19 @@ class Reads:
     block_bytes: int = 0
     next_use: NextUse | None = None
     delays: Delays | None = None
-    arena: Region | None = None
+    arena: WritableArena | None = None
 
     def __len__(self) -> int:
         """The number of reads."""
         return len(self.shard)
 
-    def part(self, which: slice | npt.NDArray[np.int64]) -> "Reads":
-        """Some of the reads; a view where they follow each other."""
-        return self._selected(which)
-
-    def lease(self) -> AbstractContextManager[None]:
-        """Inside, the memory of all targets is there; raises ArenaClosed where it is not."""
-        return self.arena.lease() if self.arena else nullcontext()
-
     @property
-    def are_in_arena(self) -> bool:
-        """All targets lie in the arena, and none elsewhere."""
-        return self.arena is not None and not self.memory
+    def num_bytes(self) -> int:
+        """The bytes of all reads."""
+        return int(self.size.sum())
 
-    def nonempty(self) -> "Reads":
-        """Those that bring any byte."""
-        some = self.size > 0
-        return self if some.all() else self._selected(some)
-
-    def of_shards(self, shards: npt.NDArray[np.int64]) -> "Reads":
-        """Those from some shards."""
-        return self._selected(np.isin(self.shard, shards))
-
-    def _selected(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> "Reads":
+    def part(self, which: slice | npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Reads":
+        """Some of the reads; for a slice the arrays are views."""
         return replace(
             self,
             shard=self.shard[which],
@@ -117,9 +139,24 @@ class Reads:
             sample=self.sample[which],
         )
 
+    def lease(self) -> AbstractContextManager[None]:
+        """Keep the memory of all targets inside the context; raises ArenaClosed if it is gone."""
+        return self.arena.lease() if self.arena else nullcontext()
+
+    def nonempty(self) -> "Reads":
+        """The reads of at least one byte."""
+        some = self.size > 0
+        return self if some.all() else self.part(some)
+
+    def of_shards(self, shards: npt.NDArray[np.int64]) -> "Reads":
+        """The reads from some shards."""
+        return self.part(np.isin(self.shard, shards))
+
     @classmethod
-    def into(cls, memories: Sequence[npt.NDArray[np.uint8]], shards: Sequence[int], starts: Sequence[int]) -> "Reads":
-        """Reads that fill each of several memories from one place each."""
+    def into(
+        cls, memories: Sequence[npt.NDArray[np.uint8]], shards: Sequence[int], starts: Sequence[int]
+    ) -> "Reads":
+        """Reads that fill each array from a range of one shard."""
         return cls(
             np.array(shards, np.int64),
             np.array(starts, np.int64),
@@ -130,39 +167,70 @@ class Reads:
         )
 
 
+class BlockCache(Protocol):
+    """A storage that fetches whole blocks and keeps them."""
+
+    async def expect(self, block_bytes: int, blocks: npt.NDArray[np.int64], flow: Flow) -> None:
+        """Fetch blocks before they are read, in this order, as memory becomes free.
+
+        Args:
+            block_bytes: about how large the blocks are.
+            blocks: int64 [m], numbers of blocks of that size.
+            flow: the job that will read them.
+        """
+
+
 class Storage(Protocol):
     """The shards of one dataset. Used from one event loop.
 
-    Every method raises ShardMissing, NotAllowed or StorageUnavailable after its own retries, and CorruptSample where a shard
-    is shorter than the read, or has changed since it was listed and its storage can tell; each names the shard. An error may
-    come as the first member of an exception group.
+    Every method raises ShardMissing, NotAllowed or StorageUnavailable after its own retries, and
+    CorruptSample where a shard is shorter than the read, or has changed since it was listed and its
+    storage can tell. Each error names the shard, and may be the first member of an exception group.
     """
 
     shards: Sequence[Shard]
 
     @property
-    def reads_in_bulk(self) -> bool:
-        """Whether the reads of several batches are better done together: true where each costs next to nothing by itself."""
+    def is_node_local(self) -> bool:
+        """Whether this node holds all the bytes.
 
-    async def read(self, reads: Reads) -> None:
-        """Do all reads, in any order; all are in flight at once, within the storage's bounds."""
+        Reads then wait for processors and not for responses, so small batches are best read in
+        groups, and several requests at once gain nothing.
+        """
+
+    @property
+    def checksums(self) -> ShardChecksums | None:
+        """Checksums of the shards, where only their bytes tell whether they changed.
+
+        None for remote shards: their etags tell.
+        """
+
+    @property
+    def block_cache(self) -> BlockCache | None:
+        """The cache that wants to know which blocks are read next; None if there is none."""
+
+    async def read(self, plan: ReadPlan) -> None:
+        """Do all reads of a plan, in any order, as many at once as the storage allows."""
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """The whole shard from its beginning, in chunks of some MiB."""
+        """A whole shard from its beginning, in chunks of some MiB."""
+
+    def path(self, shard: int) -> str:
+        """A shard's path, with its scheme unless it is a local file."""
 
     def local_path(self, shard: int) -> Path | None:
-        """Where the shard lies on this machine's disk, if it does."""
+        """A shard's path on this machine's disk; None if it is not there."""
 
 
-class Bounds:
-    """Where the shards of a storage end: an address beyond a mapped file is another's memory."""
+class ShardBounds:
+    """Where the shards of a storage end: beyond a mapped file lies other memory."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._sizes = np.array([shard.size_bytes for shard in shards], np.int64)
 
     def check(self, reads: Reads) -> None:
-        """Refuse reads that leave their shards.
+        """Refuse reads that extend beyond their shards.
 
         Raises:
             CorruptSample: names the first shard that is too short.
@@ -170,7 +238,8 @@ class Bounds:
         sizes = self._sizes if len(self._sizes) == 1 else self._sizes[reads.shard]
         outside = ((reads.start | reads.size) < 0) | (reads.start > sizes - reads.size)
         if outside.any():
-            sizes = self._sizes[reads.shard]
             first = int(np.argmax(outside))
+            shard = int(reads.shard[first])
             start, size = int(reads.start[first]), int(reads.size[first])
-            raise truncated(self._shards[int(reads.shard[first])].name, start, start + size, max(0, int(sizes[first]) - start))
+            available = max(0, int(self._sizes[shard]) - start)
+            raise truncated(self._shards[shard].name, start, start + size, available)

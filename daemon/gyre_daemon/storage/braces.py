@@ -1,4 +1,7 @@
-"""Brace lists such as `shard-{000..127}.tar`, as bash and the WebDataset library expand them, in bounded time and memory."""
+"""Brace lists such as `shard-{000..127}.tar`, expanded as bash and the WebDataset library do.
+
+Time and memory are bounded.
+"""
 
 import re
 import string
@@ -13,7 +16,7 @@ _MAX_DEPTH = 16
 
 
 def expand(text: str, max_texts: int) -> list[str]:
-    """All texts that a brace list stands for, in its order; a backslash takes the meaning from what follows it.
+    """All texts that a brace list stands for, in its order; a backslash escapes a character.
 
     Raises:
         ValueError: unbalanced braces, braces nested too deeply, or more than `max_texts` texts.
@@ -35,7 +38,7 @@ def _expand(text: str, max_texts: int, depth: int) -> list[str]:
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:
-    """Where literal texts and outermost groups lie, one after the other."""
+    """The begins and ends of literal texts and outermost groups, in order."""
     edges, depth = {0, len(text)}, 0
     for token in _TOKEN.finditer(text):
         if token[0] == "{" and depth == 0:
@@ -51,7 +54,7 @@ def _pieces(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _choices(group: str, max_texts: int, depth: int) -> list[str]:
-    """What a group stands for: a range, a list, or itself where it is neither."""
+    """What a group stands for: a range, a list, or itself if it is neither."""
     if bounds := _RANGE.fullmatch(group):
         texts = _range(bounds[1], bounds[2], int(bounds[3] or 1) or 1, max_texts)
         if texts is not None:
@@ -67,16 +70,20 @@ def _choices(group: str, max_texts: int, depth: int) -> list[str]:
 
 
 def _range(first: str, last: str, step: int, max_texts: int) -> list[str] | None:
-    """The numbers or letters from the first to the last, in either direction; None for a mixture of both."""
+    """The numbers or letters from the first to the last, in either direction; None for a mix."""
     letters = first in _LETTERS
     if letters != (last in _LETTERS):
         return None
-    begin, end = (_LETTERS.index(first), _LETTERS.index(last)) if letters else (int(first), int(last))
+    begin, end = (
+        (_LETTERS.index(first), _LETTERS.index(last)) if letters else (int(first), int(last))
+    )
     if abs(end - begin) // step >= max_texts:
         raise ValueError(f"it names more than {max_texts} shards")
     numbers = range(begin, end + 1, step) if begin < end else range(begin, end - 1, -step)
     if letters:
         return [_LETTERS[number] for number in numbers]
-    is_padded = any(bound.lstrip("-").startswith("0") and bound.lstrip("-") != "0" for bound in (first, last))
+    is_padded = any(
+        bound.lstrip("-").startswith("0") and bound.lstrip("-") != "0" for bound in (first, last)
+    )
     width = max(len(first), len(last)) if is_padded else 0
     return [f"{number:0{width}d}" for number in numbers]

@@ -1,4 +1,4 @@
-"""Why reads took as long as they did: a small account of the requests that they became."""
+"""How long reads took, and the requests that they became. Values without I/O."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ class RequestDelays:
 
     Attributes:
         shard: its name.
-        start: of the bytes `[start, stop)`.
-        stop: see there.
-        queue_s: until its turn came.
-        tried_s: in tries that failed, and in pauses after them.
-        first_byte_s: of the try that succeeded, until its answer began.
-        body_s: and until it was whole.
-        num_tries: requests sent for it, second ones included.
+        start: the first requested byte.
+        stop: the byte after the last.
+        queue_s: time in the queue before the first attempt.
+        tried_s: time spent on attempts that failed, and on pauses between them.
+        first_byte_s: time from sending the successful attempt to its first byte.
+        body_s: time from the first byte to the last.
+        num_tries: attempts, hedges included.
     """
 
     shard: str
@@ -29,25 +29,27 @@ class RequestDelays:
 
     @property
     def total_s(self) -> float:
-        """From being asked for to being there."""
+        """Time from the request to the last byte."""
         return self.queue_s + self.tried_s + self.first_byte_s + self.body_s
 
 
 @dataclass(slots=True)
 class Delays:
-    """What some reads took, and the requests that they became.
+    """How long some reads took, and the requests that they became.
 
     Attributes:
-        read_s: until the last byte was there.
-        storage_s: of that, waiting for the storage; the rest is copying, and waiting for a thread.
-        finish_s: from there until all was checked and decoded; waiting for a thread included.
+        read_s: time until the last byte was in memory.
+        storage_s: the part of `read_s` spent waiting for the storage; the rest is copying, and
+            waiting for a thread.
+        finish_s: time from there until everything was checked and decoded, waiting for a thread
+            included.
         num_requests: ranges that were needed.
-        num_joined: of those, the ones that somebody else was asking for already.
-        num_refused: answers 429 and 503.
-        num_retries: requests sent again.
-        num_hedges: requests sent a second time because the first was late.
-        num_bytes: brought.
-        slowest: the one that took longest, if any was needed.
+        num_joined: ranges that another read was already fetching.
+        num_refused: responses with status 429 or 503.
+        num_retries: requests sent again after a failure.
+        num_hedges: requests sent again because the first was late.
+        num_bytes: bytes received.
+        slowest: the request that took longest, if any was sent.
     """
 
     read_s: float = 0.0

@@ -1,4 +1,4 @@
-"""What an operator or a client wrote as the place of a dataset, checked before anything connects."""
+"""The URI of a dataset, checked before anything connects."""
 
 import re
 from collections.abc import Mapping
@@ -11,14 +11,16 @@ from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.braces import expand
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# Drivers of fsspec that read through another one, or hold the data in the URI.
 _LAYERS = (
-    "async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "data", "dir", "filecache", "generic", "libarchive",
-    "reference", "simplecache", "tar", "zip",
+    "async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "data", "dir",
+    "filecache", "generic", "libarchive", "reference", "simplecache", "tar", "zip",
 )  # fmt: skip
 _PASSWORD = re.compile(r"[^/]*:[^/]*@")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"\?\S+")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# What one URI may take: an index of more shards, or expanded texts, would not fit into memory.
 _MAX_CHARS = 4096
 _MAX_SHARDS = 1_000_000
 _MAX_EXPANDED_CHARS = 1 << 28
@@ -26,12 +28,13 @@ _MAX_EXPANDED_CHARS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place of shards.
+    """Where the shards of a dataset lie.
 
     Attributes:
-        scheme: `file`, `s3`, ... in lower case.
-        paths: with scheme, except for local files; several where the URI was a brace list. Each may be a glob or a folder.
-        text: as written, credentials redacted.
+        scheme: such as `file` or `s3`, in lower case.
+        paths: with scheme, except for local files; several if the URI was a brace list. Each may be
+            a glob or a folder.
+        text: the URI as written, without credentials.
     """
 
     scheme: str
@@ -43,15 +46,22 @@ def parse_location(uri: str) -> Location:
     """Check a URI and expand its brace list.
 
     Raises:
-        InvalidRequest: it is empty, too long or unprintable, is chained or piped, has an unknown scheme or a password, leaves
-            its root, or names too many shards. The sentence never repeats a password.
+        InvalidRequest: it is empty, too long or unprintable, is chained or piped, has an unknown
+            scheme or a password, leaves its root, or names too many shards. The message never
+            repeats a password.
     """
     if not uri or len(uri) > _MAX_CHARS:
-        raise InvalidRequest(f"a dataset's URI must have 1 to {_MAX_CHARS} characters, but has {len(uri)}")
+        raise InvalidRequest(
+            f"a dataset's URI must have 1 to {_MAX_CHARS} characters, but has {len(uri)}"
+        )
     if _UNPRINTABLE.search(uri):
-        raise InvalidRequest("a dataset's URI must not contain control characters or broken Unicode")
+        raise InvalidRequest(
+            "a dataset's URI must not contain control characters or broken Unicode"
+        )
     if "::" in uri or uri.startswith("pipe:"):
-        raise InvalidRequest("chained URLs (`::`) and pipes are not served; name the location of the shards themselves")
+        raise InvalidRequest(
+            "chained URLs (`::`) and pipes are not served; name the location of the shards"
+        )
     match = _SCHEME.match(uri)
     if not match:
         return Location("file", _expand(uri), uri)
@@ -63,34 +73,47 @@ def parse_location(uri: str) -> Location:
 
 
 def _check_url(scheme: str, rest: str) -> None:
-    """Refuse what no driver, or the wrong one, would make something of."""
+    """Refuse URLs that no driver reads, or that the wrong one would."""
     if scheme not in available_protocols() or scheme in _LAYERS:
         raise InvalidRequest(f"unknown scheme `{scheme}://` in a dataset's URI", {"scheme": scheme})
     if scheme in ("file", "local"):
         if not rest.startswith("/"):
-            raise InvalidRequest(f"a {scheme}:// URI needs an absolute path, such as {scheme}:///data/shards")
+            raise InvalidRequest(
+                f"a {scheme}:// URI needs an absolute path, such as {scheme}:///data/shards"
+            )
         return
     if _PASSWORD.match(rest):
-        raise InvalidRequest("a dataset's URI must not contain a password; put credentials into the dataset's `storage` table")
+        raise InvalidRequest(
+            "a dataset's URI must not contain a password; put credentials into the dataset's "
+            "`storage` table"
+        )
     if ".." in rest.split("/"):
         raise InvalidRequest("a dataset's URI must not leave its root with `..`")
     if scheme in ("http", "https") and any(letter in rest for letter in "?#"):
-        raise InvalidRequest("an http dataset's URI must not have a query or a fragment; signed URLs are not served")
+        raise InvalidRequest(
+            "an http dataset's URI must not have a query or a fragment; signed URLs are not served"
+        )
 
 
 def endpoints_in(settings: Mapping[str, Any]) -> list[str]:
-    """Where a driver's settings say that the storage is: `endpoint`, by whatever longer name, or `base_url`."""
-    return [str(value) for key, value in settings.items() if "endpoint" in key.lower() or key.lower().endswith("base_url")]
+    """The storage's URLs in a driver's settings: every kind of `endpoint`, and `base_url`."""
+    return [
+        str(value)
+        for key, value in settings.items()
+        if "endpoint" in key.lower() or key.lower().endswith("base_url")
+    ]
 
 
 def redact(text: str) -> str:
-    """The text without credentials before a host and without query strings, where signatures travel."""
+    """The text without credentials before a host, and without query strings with signatures."""
     return _QUERY.sub("?...", _CREDENTIALS.sub("//***@", text))
 
 
 def relative_names(paths: list[str]) -> list[str]:
-    """The paths below the deepest folder that holds all of them."""
-    split = [path.partition("://")[2].split("/") if "://" in path else path.split("/") for path in paths]
+    """The paths relative to the deepest folder that contains all of them."""
+    split = [
+        path.partition("://")[2].split("/") if "://" in path else path.split("/") for path in paths
+    ]
     depth = 0
     while all(len(parts) > depth + 1 and parts[depth] == split[0][depth] for parts in split):
         depth += 1

@@ -1,4 +1,4 @@
-"""A shard: one file of a dataset, as it was listed; a value without I/O."""
+"""A shard: one file of a dataset, as it was listed. A value without I/O."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ class Shard:
 
     Attributes:
         name: relative to the dataset's root, so that a mirror elsewhere has the same names.
-        size_bytes: its length.
-        version: etag, or a local file's times of modification and of change in ns; changes when the shard does.
+        size_bytes: the length of the file.
+        version: the etag, or a local file's modification and change times in ns; changes whenever
+            the shard does.
     """
 
     name: str
@@ -23,8 +24,8 @@ class Shard:
 def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample:
     """The error for a read that ran past the end of a shard."""
     return CorruptSample(
-        f"shard {name} is shorter than its index says: bytes [{start}, {stop}) were asked for and {num_bytes} came; restore "
-        "the shard, or index the dataset again",
+        f"shard {name} is shorter than its index says: only {num_bytes} bytes of [{start}, {stop}) "
+        "could be read; restore the shard, or index the dataset again",
         {"shard": name, "offset": start, "reason": "truncated"},
     )
 
@@ -32,7 +33,7 @@ def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample
 def changed(name: str) -> CorruptSample:
     """The error for a shard that is no longer what was listed."""
     return CorruptSample(
-        f"shard {name} has changed since the dataset was opened; restore it with its times (`cp -p`), or index the dataset "
-        "again",
+        f"shard {name} has changed since the dataset was opened; restore it with its times "
+        "(`cp -p`), or index the dataset again",
         {"shard": name, "reason": "changed"},
     )

@@ -1,52 +1,43 @@
 """The seam between the engine and the clients that carry its requests."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from gyre_daemon.storage.answer import Answer
+from gyre_daemon.storage.response import Response
 
-Done = Callable[[Answer], None]
+OnResponse = Callable[[Response], None]
 
 
-class Sent(Protocol):
-    """A request that is under way."""
+class SentRequest(Protocol):
+    """A request whose response has not arrived yet."""
 
     @property
     def first_byte_at(self) -> float | None:
-        """When its answer began: 0 if it has not; None where the client cannot tell.
+        """When the response began, by `time.monotonic`.
 
-        By `time.monotonic`: a loop's own clock may stand still while it runs callbacks, which may take long.
+        0 if it has not begun; None if the client cannot tell. An event loop's own clock would not
+        do: it stands still while callbacks run.
         """
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more; its `done` is not called."""
+        """Drop the request; its `on_response` is not called."""
 
 
 class Source(Protocol):
-    """Where one dataset's objects come from, with its credentials. Used from one event loop.
+    """Carries requests for one dataset's objects, with its credentials. Used from one event loop.
 
-    A client sends each request once: whether and when it is sent again is the engine's to decide.
+    A source sends each request once: the engine decides whether and when it is sent again.
     """
 
-    def get(self, path: str, start: int, stop: int, done: Done) -> Sent:
-        """Ask for the bytes `[start, stop)` of an object; `done` is called from the event loop, later, and once."""
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """Request the bytes `[start, stop)` of an object.
+
+        `on_response` is called once, later, from the event loop. Failures arrive there too: this
+        method raises nothing.
+        """
 
     def refresh(self, status: int) -> None:
-        """Set up anew what an answer of this status doubts: credentials are read again from where they come."""
+        """Read credentials again from where they come, after a response with this status."""
 
     def close(self) -> None:
-        """Hang up."""
-
-
-class NotSent:
-    """A request that its client refused to send, as something that is under way until that is told; see `Sent`."""
-
-    first_byte_at = None
-
-    def __init__(self, telling: asyncio.Handle) -> None:
-        self._telling = telling
-
-    def cancel(self) -> None:
-        """See `Sent.cancel`."""
-        self._telling.cancel()
+        """Close all connections."""

@@ -1,4 +1,4 @@
-"""A folder with a training set and a held-out set in it is two datasets, unless a pattern says otherwise. Pure."""
+"""Refuses a folder with a training set and a held-out set, which are two datasets. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ _SETS = {
 
 
 def check_one_set(folder: str, names: Sequence[str], pattern: str) -> None:
-    """Refuse to serve a folder's files as one set if their names say that they are several.
+    """Refuse to serve a folder's files as one dataset if their names say that they are several.
 
     Args:
-        folder: as written, to be shown.
+        folder: as written; shown in the error.
         names: of its files.
         pattern: which files of a folder count, such as `*.tar`.
 
     Raises:
-        InvalidRequest: they are; shows the pattern of each.
+        InvalidRequest: they are several; shows a pattern for each.
     """
     by_word: dict[str, list[str]] = {}
     for name in names:
@@ -33,38 +33,44 @@ def check_one_set(folder: str, names: Sequence[str], pattern: str) -> None:
     if len({_SETS[word.lower()] for word in by_word}) < 2:
         return
     root, pattern = folder.rstrip("/"), _narrowest(pattern, names)
-    found = " and ".join(f"{word} ({len(its)} files, such as {its[0]})" for word, its in by_word.items())
+    found = " and ".join(
+        f"{word} ({len(its)} files, such as {its[0]})" for word, its in by_word.items()
+    )
     patterns = " or ".join(f"{root}/*{word}{pattern}" for word in by_word)
     raise InvalidRequest(
-        f"the folder {root} holds {found}, which are hardly one dataset: name {patterns}, or {root}/{pattern} for all of them"
+        f"the folder {root} holds {found}, which are probably several datasets: name "
+        f"{patterns}, or {root}/{pattern} for all of them"
     )
 
 
 def check_subfolders(folder: str, names: Sequence[str], pattern: str) -> None:
-    """Say which of a folder's own folders may be meant, where it has no file that counts.
+    """Suggest the subfolders of a folder without any matching file.
 
     Args:
-        folder: as written, to be shown.
-        names: of its folders.
+        folder: as written; shown in the error.
+        names: of its subfolders.
         pattern: which files count.
 
     Raises:
-        ShardMissing: some are named as training and held-out sets are.
+        ShardMissing: some subfolders are named like training and held-out sets.
     """
     root, sets = folder.rstrip("/"), [name for name in sorted(names) if _split_word(name)]
     if sets:
         raise ShardMissing(
-            f"no file of {root} matches {pattern}, but it has the folders {', '.join(sets)}: name one of them, such as "
-            f"{root}/{sets[0]}, or {root}/*/{pattern} for all of them",
+            f"no file of {root} matches {pattern}, but it has the folders {', '.join(sets)}: name "
+            f"one of them, such as {root}/{sets[0]}, or {root}/*/{pattern} for all of them",
             {"path": root},
         )
 
 
 def _narrowest(pattern: str, names: Sequence[str]) -> str:
-    """Of a brace list of patterns, the one that all names match; all of it where there is none."""
-    return next((each for each in patterns_of(pattern) if all(fnmatchcase(name, each) for name in names)), pattern)
+    """The pattern of a brace list that all names match; the whole list if there is none."""
+    return next(
+        (each for each in patterns_of(pattern) if all(fnmatchcase(name, each) for name in names)),
+        pattern,
+    )
 
 
 def _split_word(name: str) -> str | None:
-    """The first word of a name that says which set it belongs to."""
+    """The first word of a name that tells which set it belongs to."""
     return next((word for word in _WORD.findall(name) if word.lower() in _SETS), None)

@@ -13,7 +13,7 @@ The life of a session:
              <-------  Stream: Batches[Batch(step 0, layout, cursor), ...]
              <-------  ReadPayload: the bytes of step 0, of step 1, ... in the order of the Batch messages
   Stream: Release(0), Credit(1) ---->   the memory of step 0 is free; one batch more may be sent
-  Stream: Heartbeat          ------->   the lease is renewed (so does every other message)
+  Stream: Heartbeat          ------->   renews the lease, as every other message does
              <-------  Stream: EndOfStream | Goodbye
 
 Positions, steps, epochs and sample ids count from 0. Ranges are half-open. Units stand in the names.
@@ -45,11 +45,11 @@ class _ShardChangeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardChan
     SHARD_CHANGE_INDEXED: _ShardChange.ValueType  # 1
     """for the first time"""
     SHARD_CHANGE_KEPT: _ShardChange.ValueType  # 2
-    """it is what it was"""
+    """unchanged"""
     SHARD_CHANGE_RESTORED: _ShardChange.ValueType  # 3
-    """it was touched or put back, and has the bytes that it had"""
+    """touched or replaced, with the same bytes as before"""
     SHARD_CHANGE_CHANGED: _ShardChange.ValueType  # 4
-    """it has other bytes, or may have: no checksums of the earlier ones were taken"""
+    """other bytes; or perhaps other bytes, where no checksums of the earlier ones exist"""
 
 class ShardChange(_ShardChange, metaclass=_ShardChangeEnumTypeWrapper): ...
 
@@ -57,11 +57,11 @@ SHARD_CHANGE_UNSPECIFIED: ShardChange.ValueType  # 0
 SHARD_CHANGE_INDEXED: ShardChange.ValueType  # 1
 """for the first time"""
 SHARD_CHANGE_KEPT: ShardChange.ValueType  # 2
-"""it is what it was"""
+"""unchanged"""
 SHARD_CHANGE_RESTORED: ShardChange.ValueType  # 3
-"""it was touched or put back, and has the bytes that it had"""
+"""touched or replaced, with the same bytes as before"""
 SHARD_CHANGE_CHANGED: ShardChange.ValueType  # 4
-"""it has other bytes, or may have: no checksums of the earlier ones were taken"""
+"""other bytes; or perhaps other bytes, where no checksums of the earlier ones exist"""
 Global___ShardChange: _TypeAlias = ShardChange  # noqa: Y015
 
 class _OrderMode:
@@ -106,7 +106,7 @@ class _TailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tail.ValueType],
     """the last batch is filled up; the tensor `mask` tells which samples count"""
 
 class Tail(_Tail, metaclass=_TailEnumTypeWrapper):
-    """What becomes of the samples of an epoch that do not fill a global batch."""
+    """How the samples at the end of an epoch that do not fill a global batch are used."""
 
 TAIL_UNSPECIFIED: Tail.ValueType  # 0
 """wrap"""
@@ -127,19 +127,19 @@ class _JoinEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Join.ValueType],
     JOIN_UNSPECIFIED: _Join.ValueType  # 0
     """alone"""
     JOIN_ALONE: _Join.ValueType  # 1
-    """at the beginning of its own epochs"""
+    """at the start of its own first epoch"""
     JOIN_ROTATE: _Join.ValueType  # 2
-    """where a running job of the same order on the same data reads now; each epoch goes round from there"""
+    """where a running job with the same order and data reads now; each epoch wraps round from there"""
 
 class Join(_Join, metaclass=_JoinEnumTypeWrapper):
-    """How a new job begins; one with a cursor goes on where that says."""
+    """Where a new job starts; a job with a cursor resumes at the cursor."""
 
 JOIN_UNSPECIFIED: Join.ValueType  # 0
 """alone"""
 JOIN_ALONE: Join.ValueType  # 1
-"""at the beginning of its own epochs"""
+"""at the start of its own first epoch"""
 JOIN_ROTATE: Join.ValueType  # 2
-"""where a running job of the same order on the same data reads now; each epoch goes round from there"""
+"""where a running job with the same order and data reads now; each epoch wraps round from there"""
 Global___Join: _TypeAlias = Join  # noqa: Y015
 
 class _Transport:
@@ -167,7 +167,7 @@ Global___Transport: _TypeAlias = Transport  # noqa: Y015
 class DatasetRef(_message.Message):
     """---- datasets ------------------------------------------------------------------------------------------------------
 
-    A dataset by the name the operator gave it, or, where the daemon is private to its user, by an ad-hoc definition.
+    A dataset: the name that the operator gave it, or, for a private daemon, an ad-hoc definition.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -195,7 +195,7 @@ Global___DatasetRef: _TypeAlias = DatasetRef  # noqa: Y015
 
 @_typing.final
 class AdHocDataset(_message.Message):
-    """What the operator's TOML says of a dataset: the same keys, the same meaning. Absent keys take the format's defaults."""
+    """A dataset's table as in the operator's TOML, with the same keys. Absent keys take the format's defaults."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -386,9 +386,9 @@ class Field(_message.Message):
     dtype: _builtins.str
     """numpy's name: "uint16", "int64", ..."""
     ragged: _builtins.bool
-    """samples differ in length: shape is that of one element, lengths come as NAME.offsets"""
+    """samples differ in length: `shape` is one element's, and the tensor NAME.offsets has the lengths"""
     token_ids: _builtins.bool
-    """its elements are token ids: a client may widen those of an unsigned dtype"""
+    """the elements are token ids, so a client may widen an unsigned dtype"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one sample; empty for a scalar"""
@@ -452,18 +452,18 @@ class IndexProgress(_message.Message):
     num_samples: _builtins.int
     """so far"""
     shard: _builtins.str
-    """the one just done"""
+    """the one that was indexed last"""
     reused: _builtins.bool
-    """its sidecar was fresh"""
+    """its stored index was fresh"""
     change: Global___ShardChange.ValueType
     """since it was last indexed"""
     fingerprint: _builtins.str
     """of the dataset; with the last shard"""
     fingerprint_before: _builtins.str
-    """of the dataset as it was, likewise; empty where nobody knows"""
+    """when it was last indexed; with the last shard; empty if unknown"""
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """shards that it had and has no longer, likewise"""
+        """shards that the dataset has lost since then; with the last shard"""
 
     def __init__(
         self,
@@ -496,20 +496,17 @@ class OrderSpec(_message.Message):
     GLOBAL_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
-    START_POSITION_FIELD_NUMBER: _builtins.int
     mode: Global___OrderMode.ValueType
     tail: Global___Tail.ValueType
     seed: _builtins.int
     global_batch_size: _builtins.int
     """G, in samples, over all ranks"""
     io_block_bytes: _builtins.int
-    """Of the order `block` only; 0: chosen by G alone (4G blocks, 512 MiB in all).
-    about how long a block is
+    """For the order `block` only; 0: derived from G (4G blocks, 512 MiB in all).
+    the approximate size of a block
     """
     window_blocks: _builtins.int
-    """how many are mixed with each other"""
-    start_position: _builtins.int
-    """of a running job of this order, where this one begins (see Join); 0: nowhere"""
+    """how many blocks are mixed with each other"""
     def __init__(
         self,
         *,
@@ -519,11 +516,10 @@ class OrderSpec(_message.Message):
         global_batch_size: _builtins.int = ...,
         io_block_bytes: _builtins.int = ...,
         window_blocks: _builtins.int = ...,
-        start_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_batch_size", b"global_batch_size", "io_block_bytes", b"io_block_bytes", "mode", b"mode", "seed", b"seed", "start_position", b"start_position", "tail", b"tail", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_batch_size", b"global_batch_size", "io_block_bytes", b"io_block_bytes", "mode", b"mode", "seed", b"seed", "tail", b"tail", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -542,16 +538,16 @@ class PlanCostRequest(_message.Message):
     num_epochs: _builtins.int
     """0: 1"""
     cache_bytes: _builtins.int
-    """of the node; 0: as large as the data"""
+    """of the node's cache; 0: as large as the data"""
     price_per_1000_requests: _builtins.float
-    """Absent: no money is reckoned. In any currency."""
+    """In any currency; if both are absent, no cost in money is estimated."""
     price_per_gb: _builtins.float
     """of 10^9 bytes read"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
     def order(self) -> Global___OrderSpec:
-        """G, seed, and the block and window of the estimate for `block`; its mode does not matter"""
+        """G, seed, block and window; the mode is ignored"""
 
     def __init__(
         self,
@@ -629,9 +625,9 @@ class CostEstimate(_message.Message):
     num_bytes: _builtins.int
     """read in all epochs"""
     amplification: _builtins.float
-    """bytes read for each byte served"""
+    """bytes read per byte served"""
     memory_bytes: _builtins.int
-    """beside the prefetch window, which all orders need: blocks of the window, or the cache"""
+    """of the blocks of the window, or of the cache; the prefetch window comes on top"""
     io_block_bytes: _builtins.int
     window_blocks: _builtins.int
     money: _builtins.float
@@ -670,11 +666,11 @@ class ShuffleQuality(_message.Message):
     SPREAD_FIELD_NUMBER: _builtins.int
     MIXING_FIELD_NUMBER: _builtins.int
     displacement: _builtins.float
-    """how far samples are from where they lie in the dataset"""
+    """how far samples are from their place in the dataset"""
     spread: _builtins.float
-    """how many neighbourhoods of the dataset a batch comes from"""
+    """from how many regions of the dataset a batch comes"""
     mixing: _builtins.float
-    """how far apart in the dataset batch-mates lie"""
+    """how far apart in the dataset the samples of a batch are"""
     def __init__(
         self,
         *,
@@ -761,8 +757,8 @@ Global___PlanStepResponse: _TypeAlias = PlanStepResponse  # noqa: Y015
 class Reader(_message.Message):
     """---- sessions ------------------------------------------------------------------------------------------------------
 
-    Who reads: one rank of one job. A session of the same job and rank, opened with an equal or a newer generation, fences the
-    one before it; an older generation is refused.
+    One rank of one job. A session with the same job and rank and an equal or newer generation fences the session before it; an
+    older generation is refused.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -804,14 +800,14 @@ class OpenSessionRequest(_message.Message):
     JOIN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
-    """the stream ends after the last step that begins in so many; 0: never"""
+    """the stream ends after the last step that begins in these; 0: never"""
     cursor: _builtins.bytes
-    """where to go on; empty: at the beginning"""
+    """where to resume; empty: at the beginning"""
     prefetch_batches: _builtins.int
     """the prefetch window; 0: the daemon's default"""
     join: Global___Join.ValueType
     step: _builtins.int
-    """where to begin, instead of at the cursor's own step"""
+    """the first step, in place of the cursor's own"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
@@ -846,32 +842,31 @@ class SessionOpened(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
-    NUM_STEPS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
-    PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
+    MAX_QUEUED_BATCHES_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     first_step: _builtins.int
-    num_steps: _builtins.int
-    """the step at which the stream ends; 0: never"""
     num_samples: _builtins.int
-    """N, in an epoch"""
+    """N, of the dataset"""
     fingerprint: _builtins.str
     cursor: _builtins.bytes
     """of first_step"""
     lease_s: _builtins.float
-    """a client silent for longer loses the session"""
-    prefetch_batches: _builtins.int
-    """granted"""
+    """the session ends when its client is silent for longer"""
+    max_queued_batches: _builtins.int
+    """the most batches that are sent and that the trainer has not taken"""
     arena_bytes: _builtins.int
-    """Not 0: the session's batches lie in arenas, whose descriptors come over the side channel (see below); the size of the first."""
+    """The size of the first arena. The session's batches lie in arenas, whose descriptors come over the side channel (see below);
+    0: they are sent inline.
+    """
     max_kept_batches: _builtins.int
-    """batches whose slots a client may keep after it took the next; it copies further ones"""
+    """batches that a client may keep in their slots after it took the next; it copies the others"""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
     def __init__(
@@ -879,19 +874,18 @@ class SessionOpened(_message.Message):
         *,
         session_id: _builtins.str = ...,
         first_step: _builtins.int = ...,
-        num_steps: _builtins.int = ...,
         num_samples: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
         cursor: _builtins.bytes = ...,
         lease_s: _builtins.float = ...,
-        prefetch_batches: _builtins.int = ...,
+        max_queued_batches: _builtins.int = ...,
         fields: _abc.Iterable[Global___Field] | None = ...,
         arena_bytes: _builtins.int = ...,
         max_kept_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "num_samples", b"num_samples", "num_steps", b"num_steps", "prefetch_batches", b"prefetch_batches", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -908,7 +902,7 @@ class StreamRequest(_message.Message):
     UNMAPPED_FIELD_NUMBER: _builtins.int
     NUM_TAKEN_FIELD_NUMBER: _builtins.int
     num_taken: _builtins.int
-    """batches of this session that the trainer has taken; told every second or so. 0: not known"""
+    """batches that the trainer has taken in this session; sent about once a second. 0: unknown"""
     @_builtins.property
     def attach(self) -> Global___Attach:
         """the first message, and only the first"""
@@ -962,14 +956,16 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, for clients that can share memory with it:
-    1. on connecting, the client receives a token of 32 ASCII letters; it passes it with OpenSession as the metadata `gyre-side-token`
-       and keeps the connection for as long as it may read what it was given: its end says that all of that may be used again;
-    2. it receives each arena of the session before the first batch that lies there: a message of the session's id, a space and the
-       arena's number, with the descriptor of a sealed memory file (SCM_RIGHTS). The first comes before OpenSession is answered.
+    """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, for clients that can share memory with it.
+    1. A client that connects receives a token of 32 ASCII letters. It passes the token to OpenSession as the metadata
+       `gyre-side-token`, and keeps the connection for as long as it may read arenas: when the connection ends, the daemon may use
+       their memory again.
+    2. The client receives each arena of the session before the first batch that lies there: a message with the session's id, a
+       space and the arena's number, and with the descriptor of a sealed memory file (SCM_RIGHTS). The first arena comes before
+       OpenSession is answered.
     A client without a token gets its payload inline.
 
-    So many batches more may be sent.
+    Allows the daemon to send more batches.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -979,10 +975,10 @@ class Credit(_message.Message):
     RELEASED_STEPS_FIELD_NUMBER: _builtins.int
     num_batches: _builtins.int
     waited_s: _builtins.float
-    """for so long the trainer had no batch to go on with since the last Credit"""
+    """how long the trainer waited for a batch since the last Credit"""
     @_builtins.property
     def released_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """as of a Release, before the credit counts"""
+        """as in Release; they are released before the credit counts"""
 
     def __init__(
         self,
@@ -1001,7 +997,7 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
-    """The payloads of the strips that begin with these steps are no longer needed: the client has copied them or dropped them."""
+    """The client no longer needs the payloads of the batch groups that begin with these steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1038,7 +1034,7 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Unmapped(_message.Message):
-    """The client has these arenas of the session no longer: their memory may be freed."""
+    """The client has unmapped these arenas of the session, so their memory may be freed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1102,26 +1098,26 @@ Global___StreamResponse: _TypeAlias = StreamResponse  # noqa: Y015
 class Batches(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    STRIPS_FIELD_NUMBER: _builtins.int
-    PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    MAX_QUEUED_BATCHES_FIELD_NUMBER: _builtins.int
     MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
-    prefetch_batches: _builtins.int
-    """Where the first is not 0, both are granted from these strips on, in place of what was granted before; SessionOpened says what
-    they are. The client gives as much more credit at once, or as much less with what it gives next.
+    max_queued_batches: _builtins.int
+    """As in SessionOpened; where the first is not 0, both replace the earlier values from these batch groups on. The client gives
+    the difference as credit at once, or subtracts it from the next credit.
     """
     max_kept_batches: _builtins.int
     @_builtins.property
-    def strips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Strip]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]: ...
     def __init__(
         self,
         *,
-        strips: _abc.Iterable[Global___Strip] | None = ...,
-        prefetch_batches: _builtins.int = ...,
+        groups: _abc.Iterable[Global___BatchGroup] | None = ...,
+        max_queued_batches: _builtins.int = ...,
         max_kept_batches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_kept_batches", b"max_kept_batches", "prefetch_batches", b"prefetch_batches", "strips", b"strips"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1129,8 +1125,8 @@ Global___Batches: _TypeAlias = Batches  # noqa: Y015
 
 @_typing.final
 class ArenasLeft(_message.Message):
-    """No further batch comes to lie in these arenas of the session. What the client still needs of them it copies; then it unmaps
-    them and says so with Unmapped. Until it does, their memory counts as abandoned.
+    """No further batch will lie in these arenas of the session. The client copies the batches there that it still needs, unmaps the
+    arenas and sends Unmapped. Until then their memory counts as abandoned.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1152,8 +1148,8 @@ class ArenasLeft(_message.Message):
 Global___ArenasLeft: _TypeAlias = ArenasLeft  # noqa: Y015
 
 @_typing.final
-class Strip(_message.Message):
-    """Successive steps of which the client lets go together."""
+class BatchGroup(_message.Message):
+    """Successive steps that the client releases together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1165,11 +1161,11 @@ class Strip(_message.Message):
     first_step: _builtins.int
     @_builtins.property
     def cursors(self) -> Global___Cursors:
-        """one a step: each resumes after it"""
+        """one per step, which resumes after it"""
 
     @_builtins.property
     def layouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Layout]:
-        """one a step, or one for all of them"""
+        """one per step, or one for all of them"""
 
     @_builtins.property
     def inline(self) -> Global___InlinePayload: ...
@@ -1192,11 +1188,11 @@ class Strip(_message.Message):
     _WhichOneofArgType_payload: _TypeAlias = _typing.Literal["payload", b"payload"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_payload) -> _WhichOneofReturnType_payload | None: ...
 
-Global___Strip: _TypeAlias = Strip  # noqa: Y015
+Global___BatchGroup: _TypeAlias = BatchGroup  # noqa: Y015
 
 @_typing.final
 class Cursors(_message.Message):
-    """Cursors that are alike but for a few bytes: each is what it has of its own, with `common` put in behind the first `num_before` bytes."""
+    """Cursors that differ in a few bytes. Each cursor is its own bytes with `common` inserted after the first `num_before` of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1224,7 +1220,7 @@ Global___Cursors: _TypeAlias = Cursors  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
-    """What a batch's payload is made of."""
+    """The tensors in a batch's payload."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1281,8 +1277,8 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class ArenaSlot(_message.Message):
-    """The payloads lie in an arena. They stay as they are until the strip is released, and where the session ends before that, until the
-    client's connection to the side channel ends.
+    """The payloads lie in an arena. They stay unchanged until the client releases the batch group or, if the session ends before,
+    until its connection to the side channel ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1290,10 +1286,10 @@ class ArenaSlot(_message.Message):
     ARENA_FIELD_NUMBER: _builtins.int
     OFFSETS_BYTES_FIELD_NUMBER: _builtins.int
     arena: _builtins.int
-    """the session's so many-th, from 0"""
+    """its number in the session, from 0"""
     @_builtins.property
     def offsets_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of each step's payload; multiples of the page size that rise, and no payload reaches the next"""
+        """of each step's payload: multiples of the page size, in rising order, without overlap"""
 
     def __init__(
         self,
@@ -1311,7 +1307,7 @@ Global___ArenaSlot: _TypeAlias = ArenaSlot  # noqa: Y015
 
 @_typing.final
 class InlinePayload(_message.Message):
-    """The payloads follow on ReadPayload, one step's after the other."""
+    """The payloads are sent on ReadPayload, step by step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1330,16 +1326,12 @@ Global___InlinePayload: _TypeAlias = InlinePayload  # noqa: Y015
 class EndOfStream(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_STEPS_FIELD_NUMBER: _builtins.int
-    num_steps: _builtins.int
     def __init__(
         self,
-        *,
-        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1347,7 +1339,7 @@ Global___EndOfStream: _TypeAlias = EndOfStream  # noqa: Y015
 
 @_typing.final
 class Goodbye(_message.Message):
-    """The daemon is draining: everything sent remains valid; open the session again, there or elsewhere, with the last cursor."""
+    """The daemon is draining. All batches that were sent remain valid; open a session again, there or elsewhere, with the last cursor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1390,7 +1382,7 @@ Global___ReadPayloadRequest: _TypeAlias = ReadPayloadRequest  # noqa: Y015
 
 @_typing.final
 class PayloadChunk(_message.Message):
-    """At most 1 MiB. Both sides write and read this message's bytes themselves: no protobuf codec copies a payload."""
+    """At most 1 MiB. Both sides encode and decode this message by hand, to save copies of the payload."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1410,26 +1402,9 @@ class PayloadChunk(_message.Message):
 Global___PayloadChunk: _TypeAlias = PayloadChunk  # noqa: Y015
 
 @_typing.final
-class GetSessionRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
-
-@_typing.final
 class SessionState(_message.Message):
+    """One session of the daemon."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -1441,7 +1416,7 @@ class SessionState(_message.Message):
     NUM_READY_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     NUM_HELD_FIELD_NUMBER: _builtins.int
-    PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
+    WINDOW_BATCHES_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
@@ -1459,7 +1434,7 @@ class SessionState(_message.Message):
     session_id: _builtins.str
     dataset: _builtins.str
     next_step: _builtins.int
-    """the next to be sent"""
+    """the next step to be sent"""
     num_batches_sent: _builtins.int
     num_bytes_sent: _builtins.int
     num_ready: _builtins.int
@@ -1468,33 +1443,34 @@ class SessionState(_message.Message):
     """being fetched"""
     num_held: _builtins.int
     """sent, not released"""
-    prefetch_batches: _builtins.int
+    window_batches: _builtins.int
+    """the size of the prefetch window now"""
     memory_bytes: _builtins.int
-    """held by its buffers now"""
+    """of its batch buffers now"""
     memory_limit_bytes: _builtins.int
     credits: _builtins.int
     wait_storage_s: _builtins.float
-    """had credit, the next batch was not ready: storage had not answered"""
+    """with credit, waiting for storage to answer for the next batch"""
     wait_trainer_s: _builtins.float
-    """a batch was ready, no credit"""
+    """with a batch ready, waiting for credit"""
     attached: _builtins.bool
     transport: Global___Transport.ValueType
     num_sharing: _builtins.int
-    """sessions that read along in the same feed, this one among them"""
+    """sessions that consume the same shared stream, including this one"""
     window_ready_batch_s: _builtins.float
-    """Integrals over time since the session's start. Between two answers, the growth of the first by that of the second is the mean
-    occupancy of the prefetch window, from 0 (storage-bound) to 1 (trainer-bound).
+    """Integrals over time since the session's start. Between two answers, the growth of the first divided by the growth of the
+    second is the mean occupancy of the prefetch window, from 0 (storage-bound) to 1 (trainer-bound).
     """
     window_size_batch_s: _builtins.float
     trainer_waited_s: _builtins.float
-    """for so long the trainer had no batch to go on with, as its client told"""
+    """how long the trainer waited for a batch, as its client reported"""
     wait_processor_s: _builtins.float
-    """had credit, the next batch was not ready for want of a processor to copy or decode it"""
+    """with credit, waiting for a processor to copy or decode the next batch"""
     @_builtins.property
     def reader(self) -> Global___Reader: ...
     @_builtins.property
     def quality(self) -> Global___ShuffleQuality:
-        """of what was sent lately; absent before the first batch, and where a batch is one sample"""
+        """of recent batches; absent before the first batch, and where a batch is one sample"""
 
     @_builtins.property
     def lately(self) -> Global___Lately: ...
@@ -1510,7 +1486,7 @@ class SessionState(_message.Message):
         num_ready: _builtins.int = ...,
         num_in_flight: _builtins.int = ...,
         num_held: _builtins.int = ...,
-        prefetch_batches: _builtins.int = ...,
+        window_batches: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
         memory_limit_bytes: _builtins.int = ...,
         credits: _builtins.int = ...,
@@ -1528,7 +1504,7 @@ class SessionState(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lately", b"lately", "quality", b"quality", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "prefetch_batches", b"prefetch_batches", "quality", b"quality", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "quality", b"quality", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1536,7 +1512,7 @@ Global___SessionState: _TypeAlias = SessionState  # noqa: Y015
 
 @_typing.final
 class Lately(_message.Message):
-    """What a session did in its last seconds: ten, or since its beginning. The names are those of SessionState."""
+    """A session's last ten seconds, or its time since it began. The fields are named as in SessionState."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1553,7 +1529,7 @@ class Lately(_message.Message):
     batches_per_s: _builtins.float
     """taken by the trainer"""
     bytes_per_s: _builtins.float
-    """of their payload"""
+    """of the payload of these batches"""
     window_ready_batch_s: _builtins.float
     window_size_batch_s: _builtins.float
     wait_storage_s: _builtins.float
@@ -1648,7 +1624,7 @@ class DaemonStatus(_message.Message):
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
-    NUM_COPIERS_FIELD_NUMBER: _builtins.int
+    NUM_COPY_WORKERS_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
@@ -1659,10 +1635,10 @@ class DaemonStatus(_message.Message):
     memory_budget_bytes: _builtins.int
     num_batches_sent: _builtins.int
     num_bytes_sent: _builtins.int
-    num_copiers: _builtins.int
-    """processes that copy local samples now; the kernel copies where there is none"""
+    num_copy_workers: _builtins.int
+    """processes that copy local samples now; 0: the kernel copies"""
     memory_abandoned_bytes: _builtins.int
-    """of arenas that the daemon uses no longer and clients still map; part of the budget"""
+    """of arenas that the daemon no longer uses and clients still map; part of the budget"""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionState]: ...
     @_builtins.property
@@ -1688,12 +1664,12 @@ class DaemonStatus(_message.Message):
         num_bytes_sent: _builtins.int = ...,
         endpoints: _abc.Iterable[Global___EndpointState] | None = ...,
         cache: Global___CacheCount | None = ...,
-        num_copiers: _builtins.int = ...,
+        num_copy_workers: _builtins.int = ...,
         memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copiers", b"num_copiers", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1701,7 +1677,7 @@ Global___DaemonStatus: _TypeAlias = DaemonStatus  # noqa: Y015
 
 @_typing.final
 class CacheCount(_message.Message):
-    """The node cache since the daemon's start. A read that misses begins a request for its block, or goes past the cache."""
+    """The node's cache since the daemon's start. A read that misses requests its block, or bypasses the cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1716,23 +1692,23 @@ class CacheCount(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
     num_hits: _builtins.int
-    """reads whose block was there"""
+    """reads whose block was in the cache"""
     num_misses: _builtins.int
-    """reads that found none"""
+    """reads whose block was not"""
     num_joined: _builtins.int
-    """reads whose block was on its way for another"""
+    """reads that shared another read's request for the block"""
     num_past: _builtins.int
-    """reads that went to the storage beside the cache"""
+    """reads that bypassed the cache"""
     num_blocks_fetched: _builtins.int
     num_bytes_fetched: _builtins.int
     num_evicted: _builtins.int
-    """blocks that went for others"""
+    """blocks that made room for others"""
     num_corrupt: _builtins.int
-    """blocks on disk that were not what was written, and were fetched anew"""
+    """blocks on disk that were damaged, and were fetched again"""
     memory_bytes: _builtins.int
-    """held now"""
+    """of the blocks in memory now"""
     disk_bytes: _builtins.int
-    """held now"""
+    """of the blocks on disk now"""
     def __init__(
         self,
         *,
@@ -1771,15 +1747,15 @@ class StorageCount(_message.Message):
     kind: _builtins.str
     """"read" | "list" | "stream" """
     outcome: _builtins.str
-    """Of each request sent. "ok": its bytes were used; "refused": answered 429 or 503, or nobody was there; "retried": failed, and
-    was sent again; "hedged": its twin was faster; "abandoned": nobody waited any more; "error": failed for good.
+    """How each request ended. "ok": its bytes were used; "refused": answered 429 or 503, or no connection; "retried": failed, and
+    was sent again; "hedged": its hedge was faster; "abandoned": no reader waited for it any more; "error": failed for good.
     """
     num_requests: _builtins.int
     num_bytes: _builtins.int
     first_byte_s: _builtins.float
-    """together, of those that are "ok": until their answers began"""
+    """the sum over the "ok" requests of the time until the first byte"""
     body_s: _builtins.float
-    """and from there until they were whole"""
+    """the sum over the "ok" requests of the time from there to the last byte"""
     def __init__(
         self,
         *,
@@ -1801,7 +1777,7 @@ Global___StorageCount: _TypeAlias = StorageCount  # noqa: Y015
 
 @_typing.final
 class EndpointState(_message.Message):
-    """One object storage, as the daemon treats it now."""
+    """The limits and queues of one object storage now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1812,12 +1788,12 @@ class EndpointState(_message.Message):
     NUM_RETRIES_LEFT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     limit: _builtins.int
-    """requests that may be in flight; it follows what the storage takes"""
+    """requests that may be in flight; it adapts to what the storage handles"""
     num_in_flight: _builtins.int
     num_waiting: _builtins.int
-    """for their turn"""
+    """requests that wait until they may be sent"""
     num_retries_left: _builtins.int
-    """that the retry budget allows at once"""
+    """retries that the budget allows now"""
     def __init__(
         self,
         *,
@@ -1866,27 +1842,27 @@ Global___ExplainStepRequest: _TypeAlias = ExplainStepRequest  # noqa: Y015
 class ExplainStepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ACCOUNTS_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def accounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchAccount]:
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchTiming]:
         """the newest first"""
 
     def __init__(
         self,
         *,
-        accounts: _abc.Iterable[Global___BatchAccount] | None = ...,
+        timings: _abc.Iterable[Global___BatchTiming] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounts", b"accounts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainStepResponse: _TypeAlias = ExplainStepResponse  # noqa: Y015
 
 @_typing.final
-class BatchAccount(_message.Message):
-    """What became of batches that were read together; from most storages that is one."""
+class BatchTiming(_message.Message):
+    """Where the time of batches that were read together went; from object storage each batch is read by itself."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1915,21 +1891,21 @@ class BatchAccount(_message.Message):
     first_step: _builtins.int
     stop_step: _builtins.int
     ago_s: _builtins.float
-    """since it was whole"""
+    """since it was complete"""
     total_s: _builtins.float
-    """from being begun to being whole"""
+    """from its start until it was complete"""
     read_s: _builtins.float
-    """of that, until the last byte was there"""
+    """of total_s, until the last byte had arrived"""
     finish_s: _builtins.float
-    """and in checks and decoding, waiting for a thread included"""
+    """of total_s, checks and decoding, including the wait for a thread"""
     awaited: _builtins.bool
-    """a trainer had nothing to read when it came"""
+    """a trainer was waiting for it"""
     error: _builtins.str
     """why it failed; empty if it did not"""
     num_requests: _builtins.int
-    """ranges that were needed from an object storage"""
+    """ranges that were needed from object storage"""
     num_joined: _builtins.int
-    """of those: somebody else was asking for it already"""
+    """of those, ranges that another batch had already requested"""
     num_refused: _builtins.int
     """answers 429 and 503"""
     num_retries: _builtins.int
@@ -1938,9 +1914,9 @@ class BatchAccount(_message.Message):
     """requests sent a second time because the first was late"""
     num_bytes: _builtins.int
     storage_s: _builtins.float
-    """of read_s, waiting for the storage; the rest is copying, and waiting for a thread"""
+    """of read_s, the wait for storage; the rest is copying and the wait for a thread"""
     @_builtins.property
-    def slowest(self) -> Global___RequestAccount:
+    def slowest(self) -> Global___RequestTiming:
         """absent where nothing was requested"""
 
     def __init__(
@@ -1963,7 +1939,7 @@ class BatchAccount(_message.Message):
         num_retries: _builtins.int = ...,
         num_hedges: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
-        slowest: Global___RequestAccount | None = ...,
+        slowest: Global___RequestTiming | None = ...,
         storage_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slowest", b"slowest"]  # noqa: Y015
@@ -1972,11 +1948,11 @@ class BatchAccount(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BatchAccount: _TypeAlias = BatchAccount  # noqa: Y015
+Global___BatchTiming: _TypeAlias = BatchTiming  # noqa: Y015
 
 @_typing.final
-class RequestAccount(_message.Message):
-    """Where one request's time went."""
+class RequestTiming(_message.Message):
+    """Where the time of one request went."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1990,18 +1966,18 @@ class RequestAccount(_message.Message):
     NUM_TRIES_FIELD_NUMBER: _builtins.int
     shard: _builtins.str
     start: _builtins.int
-    """of the bytes [start, stop)"""
+    """its bytes are [start, stop)"""
     stop: _builtins.int
     queue_s: _builtins.float
-    """until its turn came"""
+    """until it could be sent"""
     tried_s: _builtins.float
-    """in tries that failed and pauses after them"""
+    """in attempts that failed and the pauses after them"""
     first_byte_s: _builtins.float
-    """of the try that succeeded, until its answer began"""
+    """of the attempt that succeeded, until its first byte"""
     body_s: _builtins.float
-    """and until it was whole"""
+    """from there to its last byte"""
     num_tries: _builtins.int
-    """requests sent for it"""
+    """attempts, hedges included"""
     def __init__(
         self,
         *,
@@ -2020,4 +1996,4 @@ class RequestAccount(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RequestAccount: _TypeAlias = RequestAccount  # noqa: Y015
+Global___RequestTiming: _TypeAlias = RequestTiming  # noqa: Y015

@@ -74,11 +74,6 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.ReadPayloadRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.PayloadChunk.FromString,
                 _registered_method=True)
-        self.GetSession = channel.unary_unary(
-                '/gyre_protos.v1.Loader/GetSession',
-                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.GetSessionRequest.SerializeToString,
-                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.SessionState.FromString,
-                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/gyre_protos.v1.Loader/CloseSession',
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.CloseSessionRequest.SerializeToString,
@@ -112,21 +107,21 @@ class LoaderServicer:
         raise NotImplementedError('Method not implemented!')
 
     def IndexDataset(self, request, context):
-        """Builds what is missing of a dataset's index, then ends; a message per shard. Nothing is read again where the index is fresh.
+        """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PlanStep(self, request, context):
-        """The sample ids of one step: arithmetic on an open dataset, no sample is read.
+        """The sample ids of one step. They are computed; no sample is read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PlanCost(self, request, context):
-        """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read.
+        """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,12 +148,6 @@ class LoaderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def CloseSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -172,7 +161,7 @@ class LoaderServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExplainStep(self, request, context):
-        """Why the batch of a step took as long as it did, from the daemon's record of the last ones.
+        """Where the time of a step's batch went, from the daemon's record of the most recent batches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,11 +209,6 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.ReadPayload,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ReadPayloadRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.PayloadChunk.SerializeToString,
-            ),
-            'GetSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSession,
-                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.GetSessionRequest.FromString,
-                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.SessionState.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -458,33 +442,6 @@ class Loader:
             '/gyre_protos.v1.Loader/ReadPayload',
             gyre__protos_dot_v1_dot_loader__pb2.ReadPayloadRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.PayloadChunk.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/gyre_protos.v1.Loader/GetSession',
-            gyre__protos_dot_v1_dot_loader__pb2.GetSessionRequest.SerializeToString,
-            gyre__protos_dot_v1_dot_loader__pb2.SessionState.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ The life of a session:
              <-------  Stream: Batches[Batch(step 0, layout, cursor), ...]
              <-------  ReadPayload: the bytes of step 0, of step 1, ... in the order of the Batch messages
   Stream: Release(0), Credit(1) ---->   the memory of step 0 is free; one batch more may be sent
-  Stream: Heartbeat          ------->   the lease is renewed (so does every other message)
+  Stream: Heartbeat          ------->   renews the lease, as every other message does
              <-------  Stream: EndOfStream | Goodbye
 
 Positions, steps, epochs and sample ids count from 0. Ranges are half-open. Units stand in the names.
@@ -50,11 +50,11 @@ class LoaderStub:
     ListDatasets: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ListDatasetsRequest, _loader_pb2.ListDatasetsResponse]
     DescribeDataset: _grpc.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]
     IndexDataset: _grpc.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]
-    """Builds what is missing of a dataset's index, then ends; a message per shard. Nothing is read again where the index is fresh."""
+    """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
     PlanStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]
-    """The sample ids of one step: arithmetic on an open dataset, no sample is read."""
+    """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]
-    """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read."""
+    """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
     OpenSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]
     Stream: _grpc.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -62,11 +62,10 @@ class LoaderStub:
     """Payload of a session whose batches are inline: their bytes, back to back in the order of the Batch messages, in chunks.
     A chunk never spans two batches.
     """
-    GetSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.GetSessionRequest, _loader_pb2.SessionState]
     CloseSession: _grpc.UnaryUnaryMultiCallable[_loader_pb2.CloseSessionRequest, _loader_pb2.CloseSessionResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_loader_pb2.GetStatusRequest, _loader_pb2.DaemonStatus]
     ExplainStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ExplainStepRequest, _loader_pb2.ExplainStepResponse]
-    """Why the batch of a step took as long as it did, from the daemon's record of the last ones."""
+    """Where the time of a step's batch went, from the daemon's record of the most recent batches."""
 
 @_typing.type_check_only
 class LoaderAsyncStub(LoaderStub):
@@ -74,11 +73,11 @@ class LoaderAsyncStub(LoaderStub):
     ListDatasets: _aio.UnaryUnaryMultiCallable[_loader_pb2.ListDatasetsRequest, _loader_pb2.ListDatasetsResponse]  # type: ignore[assignment]
     DescribeDataset: _aio.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]  # type: ignore[assignment]
     IndexDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]  # type: ignore[assignment]
-    """Builds what is missing of a dataset's index, then ends; a message per shard. Nothing is read again where the index is fresh."""
+    """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
     PlanStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]  # type: ignore[assignment]
-    """The sample ids of one step: arithmetic on an open dataset, no sample is read."""
+    """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]  # type: ignore[assignment]
-    """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read."""
+    """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
     OpenSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.OpenSessionRequest, _loader_pb2.SessionOpened]  # type: ignore[assignment]
     Stream: _aio.StreamStreamMultiCallable[_loader_pb2.StreamRequest, _loader_pb2.StreamResponse]  # type: ignore[assignment]
     """Control: credits, releases and heartbeats up; batch descriptors down. When it ends, the session ends."""
@@ -86,11 +85,10 @@ class LoaderAsyncStub(LoaderStub):
     """Payload of a session whose batches are inline: their bytes, back to back in the order of the Batch messages, in chunks.
     A chunk never spans two batches.
     """
-    GetSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.GetSessionRequest, _loader_pb2.SessionState]  # type: ignore[assignment]
     CloseSession: _aio.UnaryUnaryMultiCallable[_loader_pb2.CloseSessionRequest, _loader_pb2.CloseSessionResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_loader_pb2.GetStatusRequest, _loader_pb2.DaemonStatus]  # type: ignore[assignment]
     ExplainStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.ExplainStepRequest, _loader_pb2.ExplainStepResponse]  # type: ignore[assignment]
-    """Why the batch of a step took as long as it did, from the daemon's record of the last ones."""
+    """Where the time of a step's batch went, from the daemon's record of the most recent batches."""
 
 class LoaderServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -113,7 +111,7 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loader_pb2.IndexDatasetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_loader_pb2.IndexProgress], _abc.AsyncIterator[_loader_pb2.IndexProgress]]:
-        """Builds what is missing of a dataset's index, then ends; a message per shard. Nothing is read again where the index is fresh."""
+        """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
 
     @_abc_1.abstractmethod
     def PlanStep(
@@ -121,7 +119,7 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loader_pb2.PlanStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.PlanStepResponse, _abc.Awaitable[_loader_pb2.PlanStepResponse]]:
-        """The sample ids of one step: arithmetic on an open dataset, no sample is read."""
+        """The sample ids of one step. They are computed; no sample is read."""
 
     @_abc_1.abstractmethod
     def PlanCost(
@@ -129,7 +127,7 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loader_pb2.PlanCostRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.PlanCostResponse, _abc.Awaitable[_loader_pb2.PlanCostResponse]]:
-        """What reading a dataset in each order costs and how well it shuffles: estimated from the index, no sample is read."""
+        """The cost of reading a dataset in each order, and how well each order shuffles. Both are estimated from the index."""
 
     @_abc_1.abstractmethod
     def OpenSession(
@@ -157,13 +155,6 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def GetSession(
-        self,
-        request: _loader_pb2.GetSessionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_loader_pb2.SessionState, _abc.Awaitable[_loader_pb2.SessionState]]: ...
-
-    @_abc_1.abstractmethod
     def CloseSession(
         self,
         request: _loader_pb2.CloseSessionRequest,
@@ -183,6 +174,6 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         request: _loader_pb2.ExplainStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.ExplainStepResponse, _abc.Awaitable[_loader_pb2.ExplainStepResponse]]:
-        """Why the batch of a step took as long as it did, from the daemon's record of the last ones."""
+        """Where the time of a step's batch went, from the daemon's record of the most recent batches."""
 
 def add_LoaderServicer_to_server(servicer: LoaderServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

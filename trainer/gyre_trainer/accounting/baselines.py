@@ -2,6 +2,7 @@
 """What rotation is compared with: the same model under FSDP2 and under data parallelism."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -12,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from gyre_trainer.layers.replicated import GradientAveraging
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.sharded_parameters import same_storage
 from gyre_trainer.training.build import rotated
@@ -33,7 +33,9 @@ class Strategy(StrEnum):
     DDP = "DDP"
 
 
-def distribute(config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device) -> GPT:
+def distribute(
+    config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device
+) -> GPT:
     """The configured model as one of the mesh's ranks holds it; a rotated one has no values yet."""
     if strategy is Strategy.GYRE:
         return rotated(config, mesh)
@@ -71,7 +73,9 @@ class FullySharded(GPT):
         self.tail = _HeadAndLoss(self.head)
         del self.head
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+    def loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+    ) -> Tensor:
         """As the loss of a GPT, for targets of equal weight."""
         assert weights_BT is None
         loss: Tensor = self.tail(self._features(tokens_BT), targets_BT)
@@ -96,7 +100,9 @@ def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_laye
     Embedding and head are sharded by themselves unless they are tied.
     """
     dtype = getattr(torch, config.precision.compute_dtype)
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype))
+    mixed = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype)
+    )
     shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -110,9 +116,16 @@ def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_laye
     return model
 
 
+@dataclass(slots=True)
+class _Averaging:
+    """Whether backward leaves each rank its own gradients; `no_sync` finds and sets it."""
+
+    postponed: bool = False
+
+
 def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
     """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors."""
-    averaging = GradientAveraging()
+    averaging = _Averaging()
     bucket: list[nn.Parameter] = []
     for parameter in reversed(list(model.parameters())):
         bucket.append(parameter)
@@ -131,7 +144,9 @@ class _Bucket:
     The hooks of the parameters hold it, so it lives as long as they do.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: GradientAveraging) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, averaging: _Averaging
+    ) -> None:
         self._group = mesh.get_group()
         self._averaging = averaging
         self._num_parameters = len(parameters)
@@ -139,7 +154,9 @@ class _Bucket:
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
         for parameter, view in zip(parameters, torch.split(self._flat, sizes), strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(self._take, view.view_as(parameter)))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(
+                partial(self._take, view.view_as(parameter))
+            )  # type: ignore[no-untyped-call]
 
     def _take(self, view: Tensor, parameter: Tensor) -> None:
         if parameter.grad is not None and not same_storage(parameter.grad, view):

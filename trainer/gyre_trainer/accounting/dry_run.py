@@ -31,8 +31,12 @@ def dry_run(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepCost
     """
     config.require_divisible(num_ranks)
     with on_fake_ranks(num_ranks) as mesh:
-        rows = torch.zeros(config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64)
-        return measure_step(distribute(config, strategy, mesh, rows.device), config, Examples(rows, rows, None))
+        rows = torch.zeros(
+            config.data.batch_size // num_ranks, config.data.sequence_length, dtype=torch.int64
+        )
+        return measure_step(
+            distribute(config, strategy, mesh, rows.device), config, Examples(rows, rows, None)
+        )
 
 
 @contextmanager
@@ -51,7 +55,11 @@ class _Pretending(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Numbers that are read from a fake tensor are 1; no allocation depends on them."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1

@@ -75,7 +75,10 @@ class Timeline:
 
     def at(self, index: int) -> dict[Category, int]:
         """Bytes by category at one moment."""
-        return {category: int(value) for category, value in zip(CATEGORIES, self.live[index], strict=True)}
+        return {
+            category: int(value)
+            for category, value in zip(CATEGORIES, self.live[index], strict=True)
+        }
 
     def peak(self) -> dict[Category, int]:
         """Bytes by category at the first moment with the most; they add up to `peak_bytes`."""
@@ -124,7 +127,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._defaults = [Category.ACTIVATIONS]
         self._known: dict[int, _Storage] = {}  # by address
         self._changes: list[tuple[str, _Storage, int]] = []
-        self._resizes: list[Callable[..., Any]] = []  # what `UntypedStorage.resize_` was before each entry
+        # what `UntypedStorage.resize_` was before each entry
+        self._resizes: list[Callable[..., Any]] = []
 
     def __enter__(self) -> Self:
         self._resizes.append(torch.UntypedStorage.resize_)
@@ -137,7 +141,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resizes.pop()  # type: ignore[method-assign]
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator and observe its tensors; wrappers come back as plain tensors."""
         given = list(_tensors((args, kwargs)))
@@ -153,7 +161,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def label(self, category: Category, tensors: Iterable[Tensor | None]) -> None:
         """Set the category of the storages of ``tensors``. New storages count from now on."""
-        for tensor in filter(_has_memory, _tensors([_unwrapped(tensor) for tensor in tensors if tensor is not None])):
+        for tensor in filter(
+            _has_memory, _tensors([_unwrapped(tensor) for tensor in tensors if tensor is not None])
+        ):
             storage = self._observe(category, tensor.untyped_storage())
             storage.category, storage.labelled = category, True
 

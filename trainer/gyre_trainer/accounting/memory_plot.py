@@ -14,7 +14,8 @@ from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.plan_tables import StepCosts, mib
 from gyre_trainer.accounting.step_cost import StepCost
 
-_COLOURS = ("#1f4e8c", "#c0562f", "#7a5195", "#d9a441", "#9db8d9", "#5b7f4a")  # in the order of the categories
+# in the order of the categories
+_COLOURS = ("#1f4e8c", "#c0562f", "#7a5195", "#d9a441", "#9db8d9", "#5b7f4a")
 _PHASES = {"forward": "F", "backward": "B", "update": "U"}
 
 
@@ -24,7 +25,13 @@ def draw(costs: StepCosts, title: str, path: Path) -> None:
     Dashed lines show where forward, backward and update begin.
     """
     figure, panels = plt.subplots(
-        1, len(costs), figsize=(4 * len(costs), 4.6), dpi=144, sharey=True, layout="constrained", facecolor="white"
+        1,
+        len(costs),
+        figsize=(4 * len(costs), 4.6),
+        dpi=144,
+        sharey=True,
+        layout="constrained",
+        facecolor="white",
     )
     highest = max(cost.timeline.peak_bytes for cost in costs.values()) / 2**20
     for axes, (strategy, cost) in zip(np.atleast_1d(panels), costs.items(), strict=True):

@@ -25,7 +25,13 @@ _SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "_c10d_functional::reduce_scatter_tensor": (0, lambda n: (n - 1) / n),
 }
 _SILENT = frozenset(
-    {"c10d::recv_", "gyre::recv", "c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+    {
+        "c10d::recv_",
+        "gyre::recv",
+        "c10d::barrier",
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    }
 )
 
 
@@ -42,7 +48,11 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_ranks = num_ranks
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and count what it sends.
 
@@ -62,5 +72,9 @@ class SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in _SENT:
             raise NotImplementedError(f"{name} sends an unknown number of bytes")
         argument, times = _SENT[name]
-        nbytes = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[argument]) if isinstance(leaf, Tensor))
+        nbytes = sum(
+            leaf.numel() * leaf.element_size()
+            for leaf in tree_leaves(args[argument])
+            if isinstance(leaf, Tensor)
+        )
         return round(nbytes * times(self._num_ranks))

@@ -47,7 +47,9 @@ def measure_step(model: GPT, config: TrainConfig, examples: Examples) -> StepCos
     observer = _Observer(model, live)
     with sent_bytes, live, observer.logits(), warnings.catch_warnings():
         # FSDP2 warns that writing to an output in place would be wrong; this model does not.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
+        )
         live.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
         for step in range(_NUM_WARM_UP_STEPS + 1):
@@ -76,7 +78,9 @@ class _Observer:
         yield
         if name == "backward":
             self._logits.close()
-            self._live.label(Category.GRADIENTS, (parameter.grad for parameter in self._model.parameters()))
+            self._live.label(
+                Category.GRADIENTS, (parameter.grad for parameter in self._model.parameters())
+            )
 
     @contextmanager
     def logits(self) -> Iterator[None]:

@@ -33,11 +33,12 @@ class BufferPool:
             self._numel[key], self._free[key] = max(numel, self.largest_whole_numel), []
         if self._free[key]:
             return self._free[key].pop()
-        with torch.inference_mode(mode=False):  # an inference tensor could not carry gradients later
+        # an inference tensor could not carry gradients later
+        with torch.inference_mode(mode=False):
             return self._allocate(self._numel[key], dtype, device)
 
     def put(self, buffer: Tensor) -> None:
-        """Give back a buffer of `take`. A buffer of a smaller size than today's is dropped."""
+        """Give back a buffer of `take`. One that is smaller than buffers are now is dropped."""
         key = (buffer.dtype, buffer.device)
         if buffer.numel() == self._numel[key]:
             self._free[key].append(buffer)

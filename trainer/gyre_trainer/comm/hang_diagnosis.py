@@ -1,15 +1,14 @@
-"""Which rank is at fault when a wait fails: the ranks ask each other through the store they met in.
+"""Finds the rank at fault when a wait fails: the ranks ask each other through their store.
 
 [Note: Hang diagnosis]
 
 A neighbour that did not answer in time may itself have waited for another rank. So each rank keeps
-in memory what it waits for and how many waits it has behind it, and a thread of each rank looks now
-and then whether some rank asks for a diagnosis. Each thread then writes its rank's progress to the
-store.
+in memory what it waits for and how many waits it has completed. A thread of each rank checks twice
+a second whether some rank asks for a diagnosis. If so, it writes its rank's progress to the store.
 
-A rank that writes nothing has ended or was stopped. Where all ranks answer, a rank that waits for
-nobody and is behind the others holds them up. Where all wait, the rank with the fewest waits came
-too late.
+A rank that writes nothing has ended or was stopped. If all ranks answer, the rank at fault is the
+one that waits for nobody and is behind the others. If all ranks wait, it is the one with the fewest
+completed waits: it came too late.
 """
 
 import json
@@ -27,13 +26,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from gyre_trainer.errors import RingError
 
-# A look at the store is one small request, so twice a second costs nothing. A diagnosis waits ten
-# looks: a shorter time would accuse a rank that a busy machine delays, a longer one delays every
-# error message.
+# A check of the store is one small request, so two per second cost nothing. A diagnosis waits for
+# ten intervals. A shorter wait would accuse a rank that a busy machine delays; a longer wait delays
+# every error message.
 _LOOK_INTERVAL_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
-_ASKED = "asked"  # the store's key that says whether a rank asks
-_WHO_SERVES = "rank 0 is at fault, which serves it, unless torchrun or gyre-train do"
+_ASKED = "asked"  # this key of the store exists once a rank has asked
+_WHO_SERVES = "rank 0, which serves it, is at fault, unless torchrun or gyre-train serves it"
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class RankProgress:
     """How far a rank has come.
 
     Attributes:
-        num_waits_done: waits that the rank has behind it.
+        num_waits_done: the number of waits that the rank has completed.
         waiting_for: what it waits for, such as "rank 0: receiving weights from rank 1"; "" while it
             does something else. It keeps its value after a wait that failed.
     """
@@ -61,8 +60,10 @@ class HangDiagnosis:
         self._fault = ""
         if len(self._ranks) > 1 and dist.get_backend(group) != "fake":
             # A connection of its own: torch's may be blocked in a wait for another rank.
-            self._store = PrefixStore(f"gyre hang diagnosis of {group.group_name}", _get_default_store().clone())  # type: ignore[attr-defined]
-            self._store.delete_key(str(self._rank))  # of an earlier group with this store and this name
+            store = _get_default_store().clone()  # type: ignore[attr-defined]
+            self._store = PrefixStore(f"gyre hang diagnosis of {group.group_name}", store)
+            # An earlier group with this store and this name may have left one.
+            self._store.delete_key(str(self._rank))
             stop = threading.Event()
             arguments = self._store, self._rank, self._progress, stop
             answers = threading.Thread(target=_answer, args=arguments, daemon=True)
@@ -100,10 +101,12 @@ class HangDiagnosis:
         return RingError(f"{self._find_fault()}; {what} failed: {' '.join(str(cause).split())}")
 
     def _find_fault(self) -> str:
-        """Who is at fault. The ranks are asked once: later failures follow from the first."""
+        """The rank at fault. The ranks are asked once: later failures follow from the first."""
         if self._store is not None and not self._fault:
             found: SimpleQueue[str] = SimpleQueue()
-            ask = threading.Thread(target=lambda store: found.put(self._ask(store)), args=(self._store,), daemon=True)
+            ask = threading.Thread(
+                target=lambda store: found.put(self._ask(store)), args=(self._store,), daemon=True
+            )
             ask.start()
             try:
                 self._fault = found.get(timeout=2 * _ANSWER_TIMEOUT_S)
@@ -112,7 +115,7 @@ class HangDiagnosis:
         return self._fault or "there is no other rank to ask"
 
     def _ask(self, store: Store) -> str:
-        """Ask all ranks for their progress, and say who is at fault."""
+        """Ask all ranks for their progress, and say which one is at fault."""
         try:
             _write(store, self._rank, self._progress)
             store.set(_ASKED, "yes")
@@ -138,10 +141,7 @@ def _answer(store: Store, rank: int, progress: RankProgress, stop: threading.Eve
 
 
 def _end(answers: threading.Thread, stop: threading.Event) -> None:
-    """Stop the thread and wait for its end.
-
-    An interpreter that ends while the thread is inside of torch may crash the process.
-    """
+    """Stop the thread and wait for its end: an exit while it is inside torch could crash."""
     stop.set()
     answers.join(_LOOK_INTERVAL_S)
 
@@ -151,18 +151,31 @@ def _write(store: Store, rank: int, progress: RankProgress) -> None:
 
 
 def diagnose(progress: dict[int, RankProgress], missing: Sequence[int]) -> str:
-    """Who is at fault, from the progress of the ranks that answered and the ``missing`` ones."""
+    """Name the rank at fault, from the progress of those that answered and the ``missing`` ones."""
     if missing:
-        return f"{_named(missing)} at fault: no sign of life within {_ANSWER_TIMEOUT_S:.0f} s, so it has ended or was stopped"
+        return (
+            f"{_named(missing)} at fault: no sign of life within {_ANSWER_TIMEOUT_S:.0f} s, "
+            "so it has ended or was stopped"
+        )
     idle = {rank: each for rank, each in progress.items() if not each.waiting_for}
     candidates = idle or progress
-    fewest, most = (choose(each.num_waits_done for each in candidates.values()) for choose in (min, max))
+    fewest, most = (
+        choose(each.num_waits_done for each in candidates.values()) for choose in (min, max)
+    )
     behind = [rank for rank, each in candidates.items() if each.num_waits_done == fewest]
     if idle:
-        return f"{_named(behind)} at fault: alive, but it stands still after {fewest} waits and keeps the others waiting"
+        return (
+            f"{_named(behind)} at fault: alive, but it stands still after {fewest} waits "
+            "while the other ranks wait for it"
+        )
     if fewest < most:
-        return f"{_named(behind)} at fault: it came too late, after {fewest} waits where another rank had {most} behind it"
-    return "all ranks are alive and wait for each other; do all make the same calls in the same order?"
+        return (
+            f"{_named(behind)} at fault: it came too late; it had completed {fewest} waits "
+            f"when another rank had completed {most}"
+        )
+    return (
+        "all ranks are alive and wait for each other; do all make the same calls in the same order?"
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,26 +1,24 @@
 """The ring of ranks: hops between neighbours, and the buffers that hops fill.
 
-A hop sends one buffer to one neighbour while another buffer arrives from the other neighbour.
-Neighbours of one host share memory on a CPU; all others send and receive in the process group.
-Every wait ends at the group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait
-holds up the current stream, not the process: NCCL moves the buffers on a stream of its own, in the
-order of the hops.
+A hop sends one buffer to one neighbour while another buffer arrives from the other neighbour. Each
+of the two travels by the first of the ring's transports that reaches the neighbour. Every wait ends
+at the group's timeout, which `init_process_group(timeout=...)` sets. On CUDA a wait holds up the
+current stream, not the process: NCCL moves the buffers on a stream of its own, in the order of the
+hops.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from weakref import WeakValueDictionary
+from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.comm.buffer_pool import BufferPool
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
-from gyre_trainer.comm.shared_memory.transport import SharedMemoryTransport
 from gyre_trainer.comm.spans import span
-from gyre_trainer.comm.transport import Leg, ProcessGroupTransport, Stream, Transport, Work
+from gyre_trainer.comm.transport import Leg, Stream, Transport, Work
 from gyre_trainer.errors import RingError
 
 
@@ -65,6 +63,12 @@ class Hop:
 class Ring:
     """This rank among its neighbours.
 
+    Args:
+        group: the ranks of the ring, in the order in which they are neighbours.
+        transports: the ways to the neighbours, the preferred one first. On every device each
+            neighbour is within reach of at least one of them.
+        hang_diagnosis: the diagnosis of the same group.
+
     Attributes:
         rank: this rank's number on the ring, in [0, size).
         size: the number of ranks on the ring.
@@ -73,22 +77,29 @@ class Ring:
         hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        transports: Sequence[Transport],
+        hang_diagnosis: HangDiagnosis,
+    ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.bytes_sent = 0
-        self.hang_diagnosis = HangDiagnosis(group)
-        shared_memory = SharedMemoryTransport(group, self.hang_diagnosis)
-        self.pool = BufferPool(shared_memory.allocate)
-        self._transports: tuple[Transport, ...] = (shared_memory, ProcessGroupTransport(group, self.hang_diagnosis))
+        self.hang_diagnosis = hang_diagnosis
+        # The pool must not hold the ring: without a cycle, a ring ends with its last holder.
+        self.pool = BufferPool(partial(_allocate, transports))
+        self._transports = transports
         self._group = group
 
-    def shift(self, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream) -> Hop:
+    def shift(
+        self, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream
+    ) -> Hop:
         """Start to send ``outgoing`` one rank on, and to receive ``incoming`` from the other side.
 
         Both tensors are contiguous and belong to the hop until it was waited for. Empty tensors are
         not sent. Weights must arrive at the beginning of a buffer of the pool, and gradients must
-        leave from there: these are the sides that shared memory can offer to a neighbour.
+        leave from there: these are the sides that a transport may offer to a neighbour.
 
         Raises:
             RingError: the hop could not be started.
@@ -116,23 +127,9 @@ class Ring:
         return dist.get_global_rank(self._group, (self.rank + offset) % self.size)
 
 
-_RINGS: WeakValueDictionary[dist.ProcessGroup, Ring] = WeakValueDictionary()
-
-
-def ring_of(mesh: DeviceMesh) -> Ring:
-    """The one ring on a mesh of one axis. It lives as long as a caller holds it."""
-    group = mesh.get_group()
-    ring = _RINGS.get(group)
-    if ring is None:
-        ring = _RINGS[group] = Ring(group)
-    return ring
-
-
-def collective(what: str) -> AbstractContextManager[object]:
-    """A context for a collective of all ranks of the default group.
-
-    Where the collective fails, `RingError` names the rank at fault. Without a ring on the default
-    group the context does nothing.
-    """
-    ring = _RINGS.get(dist.distributed_c10d._get_default_group())
-    return ring.hang_diagnosis.collective(what) if ring is not None else nullcontext()
+def _allocate(
+    transports: Sequence[Transport], numel: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A flat buffer from the first transport that reaches a neighbour on ``device``."""
+    transport = next(each for each in transports if each.offsets(device))
+    return transport.allocate(numel, dtype, device)

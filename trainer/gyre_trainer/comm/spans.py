@@ -12,19 +12,31 @@ _PATHS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def name_modules(model: nn.Module) -> None:
-    """From now on, ranges name a module by its path in ``model``, not only by its class."""
+    """Let the ranges of a profiler's trace name modules by their paths in ``model``.
+
+    Without this call a range has the name of the module's class.
+
+    Example:
+        name_modules(model)
+        with torch.profiler.profile() as profiler:
+            model(x).sum().backward()  # ranges such as "blocks.0.mlp forward: slice 1, hop 1"
+    """
     for path, module in model.named_modules():
         _PATHS[module] = path
 
 
-def slice_span(module: nn.Module, phase: str, index: int, hop: int) -> AbstractContextManager[object]:
+def slice_span(
+    module: nn.Module, phase: str, index: int, hop: int
+) -> AbstractContextManager[object]:
     """The range in which a rotated module computes with slice ``index``.
 
     The slice has made ``hop`` hops to reach this rank; 0 is the own slice.
     """
     if not _profiler_enabled():
         return _NOTHING
-    return record_function(f"{_PATHS.get(module, type(module).__name__)} {phase}: slice {index}, hop {hop}")
+    return record_function(
+        f"{_PATHS.get(module, type(module).__name__)} {phase}: slice {index}, hop {hop}"
+    )
 
 
 def span(what: str) -> AbstractContextManager[object]:

@@ -1,6 +1,6 @@
 """How a hop's tensors get from rank to rank: one interface, and its form over the process group.
 
-`gyre_trainer.comm.ring` asks its transports in order, and the first that reaches a neighbour
+A ring is built with its transports. It asks them in order, and the first that reaches a neighbour
 carries the hop's leg to that neighbour. `gyre_trainer.comm.shared_memory` has the other transport.
 """
 
@@ -66,6 +66,13 @@ class Transport(Protocol):
         """
         ...
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer of ``numel`` elements on a device with a neighbour within reach.
+
+        It lies in the memory from which, and into which, this transport carries most cheaply.
+        """
+        ...
+
 
 class ProcessGroupTransport:
     """Sends and receives in a process group, which reaches every neighbour on every device."""
@@ -88,8 +95,14 @@ class ProcessGroupTransport:
         except RuntimeError as error:
             raise self._diagnosis.error(_described(legs), error) from error
         # NCCL returns one work for the whole batch, gloo one for each operation.
-        descriptions = [leg.description for leg in legs] if len(works) == len(legs) else [_described(legs)]
+        descriptions = (
+            [leg.description for leg in legs] if len(works) == len(legs) else [_described(legs)]
+        )
         return list(zip(reversed(works), descriptions, strict=True))
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer in torch's own memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def _operation(self, leg: Leg, stream: Stream) -> dist.P2POp:
         peer = (dist.get_rank(self._group) + leg.offset) % dist.get_world_size(self._group)

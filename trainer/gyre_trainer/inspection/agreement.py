@@ -1,4 +1,4 @@
-"""Finds out before training whether the ranks' models differ."""
+"""Checks before training that all ranks have the same model."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -25,10 +25,13 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
         RotationError: on every rank, with the first difference between rank 0 and another rank.
     """
     here = _parameters(model), _policies(model)
-    digest = int.from_bytes(blake2b("\n".join(chain(*here)).encode(), digest_size=7).digest(), "little")
+    digest = int.from_bytes(
+        blake2b("\n".join(chain(*here)).encode(), digest_size=7).digest(), "little"
+    )
     extremes = torch.tensor([digest, -digest], device=mesh.device_type)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group())
-    if isinstance(extremes, FakeTensor) or extremes.sum().item() == 0:  # a dry run has no other ranks
+    # A dry run has no other ranks.
+    if isinstance(extremes, FakeTensor) or extremes.sum().item() == 0:
         return
     all_here = [here] * mesh.size()
     dist.all_gather_object(all_here, here, group=mesh.get_group())
@@ -44,15 +47,24 @@ def _parameters(model: nn.Module) -> list[str]:
             cut = f", cut {parameter.placements[0]}" if isinstance(parameter, DTensor) else ""
             state = "trains" if parameter.requires_grad else "is frozen"
             where = f"{path}.{name}".removeprefix(".")
-            what = f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}, {state}{cut}"
-            lines.append(f"{where} of {own_class(module).__name__} is {what}")
+            kind = f"{parameter.dtype} on {parameter.device.type}, {state}{cut}"
+            lines.append(
+                f"{where} of {own_class(module).__name__} is {tuple(parameter.shape)} {kind}"
+            )
     return lines
 
 
 def _policies(model: nn.Module) -> list[str]:
     """A line that describes the policy of each rotated module."""
-    rotated = [(path, module) for path, module in model.named_modules() if isinstance(module, RotatedModule)]
-    return [f"{path or type(module).__name__} rotates with {module.rotation.policy}" for path, module in rotated]
+    rotated = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, RotatedModule)
+    ]
+    return [
+        f"{path or type(module).__name__} rotates with {module.rotation.policy}"
+        for path, module in rotated
+    ]
 
 
 def _difference(descriptions: Sequence[list[str]]) -> str:
@@ -60,7 +72,13 @@ def _difference(descriptions: Sequence[list[str]]) -> str:
     first = descriptions[0]
     for rank, other in enumerate(descriptions):
         longest = max(len(first), len(other))
-        pairs = zip(*(each + ["there is no more parameter"] * (longest - len(each)) for each in (first, other)), strict=True)
+        pairs = zip(
+            *(
+                each + ["there is no more parameter"] * (longest - len(each))
+                for each in (first, other)
+            ),
+            strict=True,
+        )
         for one, another in pairs:
             if one != another:
                 return f"on rank 0 {one}, but on rank {rank} {another}"

@@ -13,6 +13,8 @@ from gyre_trainer.shards.sharded_parameters import local_of
 
 How = Literal["rotated", "replicated", "local"]
 
+_WITHOUT_RULE = {"replicated": "whole on every rank", "local": "buffers, each rank's own"}
+
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
@@ -52,10 +54,6 @@ class RotationPlan:
 
     entries: tuple[PlanEntry, ...]
 
-    def num_bytes(self, how: How) -> int:
-        """Bytes of all whole parameters that were treated as ``how`` says."""
-        return sum(entry.num_bytes for entry in self.entries if entry.how == how)
-
     @property
     def num_local_bytes(self) -> int:
         """Bytes of all parameters and buffers on this rank."""
@@ -63,18 +61,32 @@ class RotationPlan:
 
     def __str__(self) -> str:
         """A table with one row for each entry."""
-        rows = [("module", "class", "rule", "parameters", "bytes", "bytes here")]
+        rows: list[tuple[str, ...]] = [
+            ("module", "class", "rule", "parameters", "bytes", "bytes here")
+        ]
         for each in self.entries:
-            rule = each.rule or {"replicated": "whole on every rank", "local": "buffers, each rank's own"}[each.how]
-            row = each.path or "(model)", each.module_class, rule, f"{each.numel:,}", f"{each.num_bytes:,}"
-            rows.append((*row, f"{each.num_local_bytes:,}"))
+            sizes = [f"{n:,}" for n in (each.numel, each.num_bytes, each.num_local_bytes)]
+            rule = each.rule or _WITHOUT_RULE[each.how]
+            rows.append((each.path or "(model)", each.module_class, rule, *sizes))
         return table(rows, num_texts=3)
 
 
 def plan_of(model: nn.Module) -> RotationPlan:
-    """The plan of a rotated model, however it was rotated."""
+    """The plan of a model that `rotate_all` or `rotate` has rotated; `print` shows it as a table.
+
+    Example:
+        plan = plan_of(model)
+        print(plan)
+        print(f"{plan.num_local_bytes:,} bytes of parameters and buffers on this rank")
+    """
     seen: set[int] = set()
-    return RotationPlan(tuple(entry for path, module in model.named_modules() for entry in _entries(path, module, seen)))
+    return RotationPlan(
+        tuple(
+            entry
+            for path, module in model.named_modules()
+            for entry in _entries(path, module, seen)
+        )
+    )
 
 
 def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry]:
@@ -83,7 +95,9 @@ def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry
         rotation = module.rotation
         cut = {cut.name: module.get_parameter(cut.name) for cut in rotation.layout.cuts}
         yield from _entry(path, module, cut, "rotated", type(rotation.rule).__name__, seen)
-    own = {name: p for name, p in module._parameters.items() if p is not None and not _is_sharded(p)}
+    own = {
+        name: p for name, p in module._parameters.items() if p is not None and not _is_sharded(p)
+    }
     yield from _entry(path, module, own, "replicated", "", seen)
     buffers = {name: b for name, b in module._buffers.items() if b is not None}
     yield from _entry(path, module, buffers, "local", "", seen)
@@ -108,6 +122,8 @@ def _entry(
             tuple(new),
             numel=sum(tensor.numel() for tensor in new.values()),
             num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in new.values()),
-            num_local_bytes=sum(local_of(tensor).numel() * tensor.element_size() for tensor in new.values()),
+            num_local_bytes=sum(
+                local_of(tensor).numel() * tensor.element_size() for tensor in new.values()
+            ),
             num_trainable=sum(tensor.numel() for tensor in new.values() if tensor.requires_grad),
         )

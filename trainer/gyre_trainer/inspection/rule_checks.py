@@ -24,52 +24,32 @@ def check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str
     names = rotation.rule.linear_in
     call, flat = _own_slice_call(rotation, args, kwargs)
     index = rotation.sharded.ring.rank
-    expected = [-2 * output for output in call.compute(index, flat, call.all_tokens())[0]]
+    expected = [-2 * output for output in call.compute(index, flat)[0]]
     scaled = flat.clone()
     for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
         view.mul_(-2 if cut.name in names else 1)
-    found = call.compute(index, scaled, call.all_tokens())[0]
+    found = call.compute(index, scaled)[0]
     if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(
-            f"the output of {rotation.name} is not linear in {', '.join(names)}, so its slices do not add up to it; "
-            "keep residuals, norms, activations and dropout after the last layer outside of the rotated module"
+            f"the output of {rotation.name} is not linear in {', '.join(names)}, "
+            "so its slices do not add up to it; keep residuals, norms, activations and dropout "
+            "after the last layer outside of the rotated module"
         )
 
 
 @torch.no_grad()
-def check_tokenwise(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Refuse a module whose outputs for some tokens differ from its outputs for all tokens.
-
-    Backward could not recompute such a module for some tokens at a time.
-
-    Returns:
-        Whether there were enough tokens for the check.
-
-    Raises:
-        RotationError: the module mixes tokens.
-    """
-    call, flat = _own_slice_call(rotation, args, kwargs)
-    if not call.can_be_split(()):
-        return False
-    index = rotation.sharded.ring.rank
-    expected = call.compute(index, flat, call.all_tokens())[0]
-    for chunk in call.split() if call.can_be_split(expected) else ():
-        found = call.compute(index, flat, chunk)[0]
-        if not all(_close(one, chunk.of(other)) for one, other in zip(found, expected, strict=True)):
-            raise RotationError(
-                f"{rotation.name} mixes tokens, so it cannot be recomputed for some tokens at a time; "
-                "say so in its rule, MLPRule(mixes_tokens=True)"
-            )
-    return True
-
-
-@torch.no_grad()
-def _own_slice_call(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Tensor]:
+def _own_slice_call(
+    rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Call, Tensor]:
     """A call for the own slice alone, and that slice in the dtype of the computation."""
     call = Call(rotation, args, kwargs)
     call.detach_inputs(call.tensors[:])
-    return call, rotation.sharded.flat.to(rotation.policy.compute_dtype or rotation.sharded.flat.dtype)
+    return call, rotation.sharded.flat.to(
+        rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+    )
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item(), equal_nan=True)
+    return torch.allclose(
+        found, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item(), equal_nan=True
+    )

@@ -9,7 +9,6 @@ attends with all heads.
 Dims: B batch, T time, D model, H heads, K key/value heads, C channels of one head.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +46,12 @@ def rope_table(num_positions: int, head_dim: int, theta: float, device: torch.de
     Returns:
         A float32 tensor of shape (T, C).
     """
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies)
+    frequencies = theta ** -(
+        torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    )
+    angles = torch.outer(
+        torch.arange(num_positions, dtype=torch.float32, device=device), frequencies
+    )
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
@@ -80,7 +83,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(dim, kv_dim, bias=bias)
         self.o = nn.Linear(dim, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None
+    ) -> Tensor:
         """The output: each position attends to itself and those before; to all if not causal.
 
         Args:
@@ -90,14 +95,26 @@ class Attention(nn.Module):
         """
         return self.attend(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
 
-    def attend(self, x_BTD: Tensor, keys: Tensor, values: Tensor, rope_TC: Tensor | None, padding_BT: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        x_BTD: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rope_TC: Tensor | None,
+        padding_BT: Tensor | None,
+    ) -> Tensor:
         """The output, given the outputs of the layers k and v."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (self.q(x_BTD), keys, values))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in (self.q(x_BTD), keys, values)
+        )
         if rope_TC is not None:
             q, k = _apply_rope(q, rope_TC), _apply_rope(k, rope_TC)
         mask = None if padding_BT is None else self._mask(padding_BT)
         causal, grouped = self.causal and mask is None, q.shape[1] != k.shape[1]
-        y_BHTC = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        y_BHTC = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
         output: Tensor = self.o(y_BHTC.transpose(1, 2).flatten(2))
         return output
 
@@ -144,7 +161,7 @@ class AttentionRule(Rule):
             names = ", ".join((*self.inputs, self.output))
             raise RotationError(
                 f"{type(module).__name__} has {self.num_kv_heads} key/value heads, "
-                f"which {num_slices} ranks cannot share evenly; use a number of ranks that divides them, "
+                f"which {num_slices} ranks cannot share evenly; use a number that divides them, "
                 f"or rotate its layers {names} one by one instead"
             )
         return projections(module, self.inputs, self.output)
@@ -166,12 +183,13 @@ class QueryHeadsRule(Rule):
         """Rows of q, columns of o, and a segment of o's bias."""
         return projections(module, ("q",), "o")
 
-    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(
+        self, current: ModuleSlice, /, x_BTD: Tensor, keys: Tensor, values: Tensor, *rest: Any
+    ) -> Tensor:
         """The slice's contribution: its query heads attend to their keys and values."""
-        x_BTD, keys, values, *rest = args
         start, stop = (bound // self.head_dim for bound in current.bounds["q.weight"])
         keys, values = (self._serving(y.to(x_BTD.dtype), start, stop) for y in (keys, values))
-        output: Tensor = forward(x_BTD, keys, values, *rest)
+        output: Tensor = current.forward(x_BTD, keys, values, *rest)
         return output
 
     def _serving(self, keys: Tensor, start: int, stop: int) -> Tensor:
@@ -190,7 +208,9 @@ class RotatedQueries(RotatedModule):
     k: nn.Module
     v: nn.Module
 
-    def forward(self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None) -> Any:
+    def forward(
+        self, x_BTD: Tensor, rope_TC: Tensor | None = None, padding_BT: Tensor | None = None
+    ) -> Any:
         """The module's output for this rank's part of the batch, as without rotation."""
         return self.ring_forward(x_BTD, self.k(x_BTD), self.v(x_BTD), rope_TC, padding_BT)
 

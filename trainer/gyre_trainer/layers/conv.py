@@ -1,6 +1,6 @@
 """Convolutions by output channels: the slices' outputs lie side by side."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,24 @@ class ConvRule(Rule):
         """Weight and bias, along the output channels."""
         return rows(module)
 
-    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+    def output_reduction(
+        self, position: int, layout: Layout, dtype: torch.dtype
+    ) -> OutputReduction:
         """Side by side, along the channels."""
-        return ConcatenatedOutputs(self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype)
+        return ConcatenatedOutputs(
+            self._channels, layout.all_bounds(layout.cuts[0]), "weight", dtype
+        )
 
-    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Tensor:
         """The slice's output channels."""
         (x,) = (*args, *kwargs.values())
         start, stop = current.bounds["weight"]
         weight, bias = current.weights["weight"], current.weights.get("bias")
-        if start == stop:  # torch has no convolution without output channels; one of zeros has the shape
-            nothing = self._convolved(self._inputs(x, 0, 1), weight.new_zeros(1, *weight.shape[1:]), None, 1)
+        # torch has no convolution without output channels; one of zeros has the shape
+        if start == stop:
+            nothing = self._convolved(
+                self._inputs(x, 0, 1), weight.new_zeros(1, *weight.shape[1:]), None, 1
+            )
             return nothing.narrow(self._channels, 0, 0)
         if self.conv.groups == 1:
             return self._convolved(x, weight, bias, 1)
@@ -48,7 +55,11 @@ class ConvRule(Rule):
         for first, num_channels, group, num_groups in self._runs(start, stop):
             own = slice(first - start, first - start + num_channels)
             inputs = self._inputs(x, group, num_groups)
-            parts.append(self._convolved(inputs, weight[own], None if bias is None else bias[own], num_groups))
+            parts.append(
+                self._convolved(
+                    inputs, weight[own], None if bias is None else bias[own], num_groups
+                )
+            )
         return torch.cat(parts, self._channels)
 
     @property

@@ -10,7 +10,6 @@ in chunks, which bounds even the slice's logits.
 Dims: T tokens, D features, V classes of the slice, S statistics.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -49,9 +48,9 @@ def linear_cross_entropy(
 
     Args:
         linear: from features to classes; rotated or not. It may be tied to an embedding.
-        x: [..., D].
-        targets: [...] integers: classes, or `ignore_index` for tokens without a loss.
-        ignore_index: see ``targets``.
+        x: features of shape (..., D), of the layer's dtype.
+        targets: integers of shape (...): classes, or `ignore_index` for tokens without a loss.
+        ignore_index: the target of tokens that have no loss.
         label_smoothing: in [0, 1]; this share of the target's probability is spread evenly over all
             classes.
         z_loss: the factor of the square of the log-sum-exp that is added to each loss (arXiv
@@ -59,20 +58,32 @@ def linear_cross_entropy(
         reduction: "mean" over the tokens that are not ignored (NaN where all are), "sum", or
             "none": each token's own loss, 0 where it is ignored.
 
+    Returns:
+        A scalar, or with "none" a tensor shaped as ``targets``; float32, or float64 if ``x`` is.
+
     Raises:
-        RuntimeError: a target is neither a class nor `ignore_index` (on CUDA, when the device
-            notices).
+        RuntimeError: a target is neither a class nor `ignore_index`. On CUDA the error comes when
+            the device is waited for.
+
+    Example:
+        x = model.norm(model.blocks(tokens))  # (B, T, D)
+        loss = linear_cross_entropy(model.head, x, targets)  # instead of model.head(x)
+        loss.backward()
     """
     flat = targets.flatten()
     counted = flat != ignore_index
     statistics = _statistics(linear, x.flatten(0, -2), flat, counted, with_sum=label_smoothing > 0)
-    losses = _losses(statistics, linear.out_features, label_smoothing, z_loss).masked_fill(~counted, 0)
+    losses = _losses(statistics, linear.out_features, label_smoothing, z_loss).masked_fill(
+        ~counted, 0
+    )
     if reduction == "none":
         return losses.view(targets.shape)
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
 
-def _losses(statistics_ST: Tensor, num_classes: int, label_smoothing: float, z_loss: float) -> Tensor:
+def _losses(
+    statistics_ST: Tensor, num_classes: int, label_smoothing: float, z_loss: float
+) -> Tensor:
     """The loss of each token."""
     log_sum_exp, target, *rest = statistics_ST.unbind()
     losses = log_sum_exp - (1 - label_smoothing) * target
@@ -81,7 +92,9 @@ def _losses(statistics_ST: Tensor, num_classes: int, label_smoothing: float, z_l
     return losses + z_loss * log_sum_exp.square() if z_loss else losses
 
 
-def _statistics(linear: nn.Linear, x_TD: Tensor, targets_T: Tensor, counted_T: Tensor, *, with_sum: bool) -> Tensor:
+def _statistics(
+    linear: nn.Linear, x_TD: Tensor, targets_T: Tensor, counted_T: Tensor, *, with_sum: bool
+) -> Tensor:
     rule = StatisticsRule(linear.out_features, with_sum)
     if isinstance(linear, RotatedModule):
         statistics: Tensor = run(linear.rotation_by(rule), (x_TD, targets_T, counted_T), {})
@@ -110,14 +123,18 @@ class StatisticsRule(Rule):
         """Weight and bias, along the classes."""
         return rows(module)
 
-    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def run(self, current: ModuleSlice, /, *args: Tensor, **kwargs: Any) -> Tensor:
         """Statistics [S, T] of the slice's own classes."""
         x_TD, targets_T, counted_T = args
         classes = _Classes(*current.bounds["weight"], self.num_classes)
         weight_VD, bias_V = current.weights["weight"], current.weights.get("bias")
-        return _of_slice(x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, current.deferred)
+        return _of_slice(
+            x_TD, weight_VD, bias_V, targets_T, counted_T, classes, self.with_sum, current.deferred
+        )
 
-    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+    def output_reduction(
+        self, position: int, layout: Layout, dtype: torch.dtype
+    ) -> OutputReduction:
         """Log-sum-exps are reduced to one; the other statistics add up."""
         return _StatisticsReduction()
 
@@ -221,7 +238,9 @@ class _Statistics(torch.autograd.Function):
         with_sum: bool,
         deferred: DeferredGrads,
     ) -> Tensor:
-        statistics = torch.empty(2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device)
+        statistics = torch.empty(
+            2 + with_sum, len(x_TD), dtype=_wide(x_TD.dtype), device=x_TD.device
+        )
         for chunk in _chunks(len(x_TD), len(weight_VD)):
             logits_TV = _logits(x_TD[chunk], weight_VD, bias_V)
             statistics[1, chunk] = logits_TV.gather(1, places_T[chunk, None]).squeeze(1)
@@ -231,7 +250,11 @@ class _Statistics(torch.autograd.Function):
             del logits_TV  # the next ones must not exist beside them
         statistics[1].masked_fill_(elsewhere_T, 0)
         ctx.save_for_backward(x_TD, weight_VD, bias_V, places_T, elsewhere_T, statistics[0].clone())
-        ctx.deferred, ctx.sum, ctx.position = deferred, deferred.sums.get(id(x_TD)), deferred.positions.get(id(weight_VD))
+        ctx.deferred, ctx.sum, ctx.position = (
+            deferred,
+            deferred.sums.get(id(x_TD)),
+            deferred.positions.get(id(weight_VD)),
+        )
         return statistics
 
     @staticmethod
@@ -240,13 +263,18 @@ class _Statistics(torch.autograd.Function):
         x_TD, weight_VD, bias_V, places_T, elsewhere_T, log_sum_exp_T = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         grad_x_TD = _room(x_TD, ctx.sum) if needs_x else None
-        grad_weight_VD = torch.zeros_like(weight_VD) if needs_weight and ctx.position is None else None
+        grad_weight_VD = (
+            torch.zeros_like(weight_VD) if needs_weight and ctx.position is None else None
+        )
         grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
         grad_target_T = grad_ST[1].masked_fill(elsewhere_T, 0)
 
         def add(chunk: slice) -> None:
             grads_TV = (
-                _logits(x_TD[chunk], weight_VD, bias_V).sub_(log_sum_exp_T[chunk, None]).exp_().mul_(grad_ST[0, chunk, None])
+                _logits(x_TD[chunk], weight_VD, bias_V)
+                .sub_(log_sum_exp_T[chunk, None])
+                .exp_()
+                .mul_(grad_ST[0, chunk, None])
             )
             grads_TV.scatter_add_(1, places_T[chunk, None], grad_target_T[chunk, None])
             if len(grad_ST) > 2:
@@ -263,7 +291,15 @@ class _Statistics(torch.autograd.Function):
 
         for chunk in _chunks(len(x_TD), len(weight_VD)):
             add(chunk)
-        return grad_x_TD if ctx.sum is None else None, grad_weight_VD, grad_bias_V, None, None, None, None
+        return (
+            grad_x_TD if ctx.sum is None else None,
+            grad_weight_VD,
+            grad_bias_V,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _room(x_TD: Tensor, total: RunningSum | None) -> Tensor:

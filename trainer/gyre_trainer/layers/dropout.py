@@ -7,7 +7,8 @@ from contextvars import ContextVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.comm.ring import Ring, ring_of
+from gyre_trainer.comm.ring import Ring
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.dropout_masks import DropoutMasks, new_key
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
@@ -52,7 +53,9 @@ class EqualDropout:
         """``x`` after dropout."""
         if not self.training or not self.p:
             return x
-        return DropoutMasks(new_key(), self.ring, equal=True, batch_dim=self.batch_dim).apply(x, self.p)
+        return DropoutMasks(new_key(), self.ring, equal=True, batch_dim=self.batch_dim).apply(
+            x, self.p
+        )
 
 
 def use_equal_mask(dropout: nn.Module, mesh: DeviceMesh, batch_dim: int = 0) -> None:
@@ -75,7 +78,8 @@ def use_equal_masks(model: nn.Module, mesh: DeviceMesh) -> None:
             use_equal_mask(module, mesh)
         elif isinstance(module, nn.modules.dropout._DropoutNd) or _rate_inside(module):
             raise RotationError(
-                f"{name} is {type(module).__name__} with dropout, whose masks would differ with the number of ranks; "
+                f"{name} is {type(module).__name__} with dropout, "
+                "whose masks would differ with the number of ranks; "
                 'take RotationPolicy(dropout="independent") or set its dropout to 0'
             )
 

@@ -1,6 +1,5 @@
 """An embedding by rows of its vocabulary: a slice gives its own tokens' rows, zero for others."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,9 +36,7 @@ class EmbeddingRule(Rule):
                 raise RotationError(f"{module}: an embedding with {option} cannot be rotated")
         return [Cut("weight", tuple(module.weight.shape), 0)]
 
-    def run(
-        self, forward: Callable[..., Tensor], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Tensor:
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Tensor:
         """The rows of the tokens in the slice's range of the vocabulary, zero for others."""
         (tokens,) = (*args, *kwargs.values())
         weight = current.weights["weight"]

@@ -20,10 +20,10 @@ _OURS = (Attention, MLP, GatedMLP, Experts, MoE)
 
 
 def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
-    """Rotate the module in the way of its kind; False, and nothing done, if none is known.
+    """Rotate the module in the way of its kind, and return whether its kind is known.
 
-    A subclass with another forward is not of its parent's kind, and neither is a layer whose weight
-    is computed from others.
+    A module of an unknown kind is left as it is. A subclass with another forward is not of its
+    parent's kind, and neither is a layer whose weight is computed from others.
     """
     kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
     if kind is None or type(module).forward is not kind.forward or is_parametrized(module):

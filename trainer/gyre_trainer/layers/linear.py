@@ -20,7 +20,9 @@ class LinearRule(Rule):
         """Weight and bias, along their first dim."""
         return rows(module)
 
-    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+    def output_reduction(
+        self, position: int, layout: Layout, dtype: torch.dtype
+    ) -> OutputReduction:
         """Side by side, along the features."""
         return ConcatenatedOutputs(-1, layout.all_bounds(layout.cuts[0]), "weight", dtype)
 

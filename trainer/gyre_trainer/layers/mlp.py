@@ -1,6 +1,5 @@
 """A transformer's MLP by slices of its hidden width: the whole hidden activation never exists."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +48,7 @@ class MLPRule(Rule):
     """For a module that applies ``ups`` to its input, an elementwise function, then ``down``.
 
     A slice holds the same range of the hidden width of all these layers. The forward must be linear
-    in the weights of ``down``: no residual, and no dropout after it. Under recomputation a slice of
-    many tokens is computed for some tokens at a time.
+    in the weights of ``down``: no residual, and no dropout after it.
 
     Attributes:
         ups: names of the linear layers from the input to the hidden width (up, and gate where there
@@ -58,15 +56,12 @@ class MLPRule(Rule):
         down: name of the linear layer from the hidden width to the output.
         dropouts: names of the dropout modules that act on the hidden width; others are refused.
         batch_dim: the dim of the batch in the input.
-        mixes_tokens: whether an output depends on other tokens than its own, as after a shift in
-            time. Then all tokens are recomputed together.
     """
 
     ups: tuple[str, ...] = ("up",)
     down: str = "down"
     dropouts: tuple[str, ...] = ()
     batch_dim: int = 0
-    mixes_tokens: bool = False
 
     @property
     def uses_dropout(self) -> bool:
@@ -78,11 +73,6 @@ class MLPRule(Rule):
         """Weight and bias of the last layer."""
         return f"{self.down}.weight", f"{self.down}.bias"
 
-    @property
-    def tokenwise(self) -> bool:
-        """False with dropout too, whose masks are drawn for all tokens together."""
-        return not self.dropouts and not self.mixes_tokens
-
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """Rows of the ups, columns of the down, and a segment of its bias."""
         refuse_dropout(module, self.dropouts)
@@ -90,12 +80,12 @@ class MLPRule(Rule):
             use_slice_mask(module, name)
         return projections(module, self.ups, self.down)
 
-    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The slice's contribution; dropout uses masks for its range of the width."""
-        masks, own = kwargs.get(MASKS_ARGUMENT), {name: value for name, value in kwargs.items() if name != MASKS_ARGUMENT}
+        masks = kwargs.pop(MASKS_ARGUMENT, None)
         first, _ = current.bounds[f"{self.ups[0]}.weight"]
         with slice_masks(masks and masks.for_slice(first, self.batch_dim)):
-            return forward(*args, **own)
+            return current.forward(*args, **kwargs)
 
 
 def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list[Cut]:
@@ -108,7 +98,10 @@ def projections(module: nn.Module, inputs: tuple[str, ...], output: str) -> list
     for name in (*inputs, output):
         linear = dict(module.named_modules()).get(name)
         if not isinstance(linear, nn.Linear):
-            raise RotationError(f"{type(module).__name__}.{name} is {type(linear).__name__}, but the rule needs a Linear there")
+            raise RotationError(
+                f"{type(module).__name__}.{name} is {type(linear).__name__}, "
+                "but the rule needs a Linear there"
+            )
         closes = name == output
         weights.append(Cut(f"{name}.weight", tuple(linear.weight.shape), 1 if closes else 0))
         if linear.bias is not None:
@@ -125,7 +118,8 @@ def refuse_dropout(module: nn.Module, allowed: tuple[str, ...] = ()) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0 and name not in allowed:
             raise RotationError(
-                f"{type(module).__name__}.{name} drops out with p={child.p}; each slice would draw its own mask: set p=0, "
+                f"{type(module).__name__}.{name} drops out with p={child.p}; "
+                "each slice would draw its own mask: set p=0, "
                 "or name it in MLPRule(dropouts=...) if it acts on the hidden width"
             )
 
@@ -138,5 +132,8 @@ def use_slice_mask(module: nn.Module, name: str) -> None:
     """
     dropout = dict(module.named_modules()).get(name)
     if type(dropout) is not nn.Dropout:
-        raise RotationError(f"{type(module).__name__}.{name} is {type(dropout).__name__}, but the rule needs a Dropout there")
+        raise RotationError(
+            f"{type(module).__name__}.{name} is {type(dropout).__name__}, "
+            "but the rule needs a Dropout there"
+        )
     mix_in(dropout, SliceDropout, "Slice")

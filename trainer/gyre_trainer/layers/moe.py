@@ -8,7 +8,6 @@ Dims: T tokens, D model, H hidden, E experts, K choices of a token, R rows: one 
 an expert that is here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +53,11 @@ class Experts(nn.Module):
             chosen: numbers of experts, (..., K). Numbers outside [0, E) add nothing.
             weights: the weights of the chosen experts, (..., K).
         """
-        x_TD, chosen_TK, weights_TK = x.flatten(0, -2), chosen.flatten(0, -2), weights.flatten(0, -2)
+        x_TD, chosen_TK, weights_TK = (
+            x.flatten(0, -2),
+            chosen.flatten(0, -2),
+            weights.flatten(0, -2),
+        )
         num_experts = self.down.shape[0]
         if num_experts == 0:
             return torch.zeros_like(x)
@@ -63,9 +66,18 @@ class Experts(nn.Module):
         token_R, place_R = token_R[order_R], place_R[order_R]
         rows = torch.split(x_TD[token_R], expert_R.bincount(minlength=num_experts).tolist())
         stacks = zip(rows, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
-        y_RD = torch.cat([F.linear(F.silu(F.linear(row, gate)) * F.linear(row, up), down) for row, gate, up, down in stacks])
+        y_RD = torch.cat(
+            [
+                F.linear(F.silu(F.linear(row, gate)) * F.linear(row, up), down)
+                for row, gate, up, down in stacks
+            ]
+        )
         weights_R1 = weights_TK[token_R, place_R].unsqueeze(-1)
-        return torch.zeros_like(x_TD).index_add_(0, token_R, (y_RD * weights_R1).type_as(x_TD)).view_as(x)
+        return (
+            torch.zeros_like(x_TD)
+            .index_add_(0, token_R, (y_RD * weights_R1).type_as(x_TD))
+            .view_as(x)
+        )
 
 
 class MoE(nn.Module):
@@ -118,24 +130,28 @@ class ExpertsRule(Rule):
         parameters = dict(module.named_parameters())
         missing = [name for name in self.weights if name not in parameters]
         if missing:
-            raise RotationError(f"{type(module).__name__} has no parameter {missing[0]}, which the rule cuts")
+            raise RotationError(
+                f"{type(module).__name__} has no parameter {missing[0]}, which the rule cuts"
+            )
         shapes = {name: tuple(parameters[name].shape) for name in self.weights}
         sizes = {shape[0] if shape else 0 for shape in shapes.values()}
         if len(sizes) > 1:
-            raise RotationError(f"{type(module).__name__} has different numbers of experts in {shapes}")
+            raise RotationError(
+                f"{type(module).__name__} has different numbers of experts in {shapes}"
+            )
         return [Cut(name, shape, 0) for name, shape in shapes.items()]
 
-    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs of the slice's experts for the tokens that chose them."""
         start, stop = current.bounds[self.weights[0]]
-        own, named = list(args), dict(kwargs)
+        arguments: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         try:
-            chosen = named[self.chosen] if isinstance(self.chosen, str) else own[self.chosen]
+            chosen = arguments[self.chosen]
         except LookupError:
-            raise RotationError(f"ExpertsRule(chosen={self.chosen!r}): the module is called without that argument") from None
-        here = torch.where((chosen >= start) & (chosen < stop), chosen - start, stop - start)
-        if isinstance(self.chosen, str):
-            named[self.chosen] = here
-        else:
-            own[self.chosen] = here
-        return forward(*own, **named)
+            raise RotationError(
+                f"ExpertsRule(chosen={self.chosen!r}): the module is called without that argument"
+            ) from None
+        is_here = (chosen >= start) & (chosen < stop)
+        arguments[self.chosen] = torch.where(is_here, chosen - start, stop - start)
+        own = [arguments.pop(position) for position in range(len(args))]
+        return current.forward(*own, **{str(name): value for name, value in arguments.items()})

@@ -2,13 +2,12 @@
 """`nn.MultiheadAttention`, layer by layer: its projections rotate by output features.
 
 Each rank attends with all heads. The packed projection holds the rows of all queries before those
-of all keys and all values, so its equal slices are no groups of heads. Where activations matter,
-use a module with separate projections, and `AttentionRule`.
+of all keys and all values, so equal slices of it are not groups of heads. To save activations, use
+a module with separate projections, and `AttentionRule`.
 
 Dims: B batch, T targets, S sources, E features, H heads, C channels of one head.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,28 +47,36 @@ class InputProjectionsRule(Rule):
         parameters = {name: getattr(module, name) for name in names}
         return [Cut(name, tuple(p.shape), 0) for name, p in parameters.items() if p is not None]
 
-    def run(
-        self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Tensor]:
+    def run(self, current: ModuleSlice, /, *args: Tensor, **kwargs: Any) -> list[Tensor]:
         """The slice's features of queries, keys and values."""
         if not self.packed:
             weights = [current.weights[name] for name in _SEPARATE]
-            return [F.linear(x.to(weight.dtype), weight) for x, weight in zip(args, weights, strict=True)]
+            return [
+                F.linear(x.to(weight.dtype), weight)
+                for x, weight in zip(args, weights, strict=True)
+            ]
         weight, bias = current.weights["in_proj_weight"], current.weights.get("in_proj_bias")
         packed = current.bounds["in_proj_weight"]
         outputs = []
         for position, x in enumerate(args):
-            start, stop = (bound + position * self.dim - packed[0] for bound in self._bounds(position, packed))
+            start, stop = (
+                bound + position * self.dim - packed[0] for bound in self._bounds(position, packed)
+            )
             own_bias = None if bias is None else bias[start:stop]
             outputs.append(F.linear(x.to(weight.dtype), weight[start:stop], own_bias))
         return outputs
 
-    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+    def output_reduction(
+        self, position: int, layout: Layout, dtype: torch.dtype
+    ) -> OutputReduction:
         """Side by side, along the features."""
         cut = layout.cuts[0 if self.packed else position]
         bounds = layout.all_bounds(cut)
         return ConcatenatedOutputs(
-            -1, [self._bounds(position, each) for each in bounds] if self.packed else bounds, cut.name, dtype
+            -1,
+            [self._bounds(position, each) for each in bounds] if self.packed else bounds,
+            cut.name,
+            dtype,
         )
 
     def _bounds(self, position: int, packed: tuple[int, int]) -> tuple[int, int]:
@@ -100,7 +107,10 @@ class RotatedMultiheadAttention(RotatedModule):
         swapped = batched and not self.batch_first
         q, k, v = (x if batched else x.unsqueeze(0) for x in (query, key, value))
         q, k, v = (x.transpose(0, 1) if swapped else x for x in (q, k, v))
-        q, k, v = (x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2) for x in _projected(self, q, k, v))
+        q, k, v = (
+            x.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+            for x in _projected(self, q, k, v)
+        )
         mask = _merged_mask(attn_mask, key_padding_mask, q, k)
         y_BHTC, weights = _attended(self, q, k, v, mask, need_weights=need_weights)
         y_BTE = self.out_proj(y_BHTC.transpose(1, 2).flatten(2))
@@ -118,16 +128,24 @@ def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
     projected: list[Tensor] = run(module.rotation, inputs, {})
     if module.in_proj_bias is None or module._qkv_same_embed_dim:
         return projected
-    return [x + bias for x, bias in zip(projected, local_of(module.in_proj_bias).chunk(3), strict=True)]
+    return [
+        x + bias for x, bias in zip(projected, local_of(module.in_proj_bias).chunk(3), strict=True)
+    ]
 
 
-def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tensor, k_BHSC: Tensor) -> Tensor | None:
+def _merged_mask(
+    attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tensor, k_BHSC: Tensor
+) -> Tensor | None:
     """The mask to add to the scores, of a shape that broadcasts to [B, H, T, S], or None."""
     dtype = q_BHTC.dtype
-    padding = F._canonical_mask(padding, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", dtype)
+    padding = F._canonical_mask(
+        padding, "key_padding_mask", F._none_or_dtype(attn_mask), "attn_mask", dtype
+    )
     attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
     if attn_mask is not None:
-        attn_mask = attn_mask.view(-1, q_BHTC.shape[1] if attn_mask.dim() == 3 else 1, *attn_mask.shape[-2:])
+        attn_mask = attn_mask.view(
+            -1, q_BHTC.shape[1] if attn_mask.dim() == 3 else 1, *attn_mask.shape[-2:]
+        )
     if padding is not None:
         padding = padding.view(-1, 1, 1, k_BHSC.shape[2])
     if attn_mask is None or padding is None:
@@ -136,32 +154,44 @@ def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q_BHTC: Tenso
 
 
 def _attended(
-    module: nn.MultiheadAttention, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, mask: Tensor | None, *, need_weights: bool
+    module: nn.MultiheadAttention,
+    q_BHTC: Tensor,
+    k_BHSC: Tensor,
+    v_BHSC: Tensor,
+    mask: Tensor | None,
+    *,
+    need_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The heads' outputs, and the attention weights if they are needed."""
     assert isinstance(module, RotatedModule)
     p = module.dropout if module.training else 0.0
     equal = module.rotation.policy.dropout == "equal"
     if not need_weights and not (p and equal):
-        return F.scaled_dot_product_attention(q_BHTC, k_BHSC, v_BHSC, attn_mask=mask, dropout_p=p), None
+        return F.scaled_dot_product_attention(
+            q_BHTC, k_BHSC, v_BHSC, attn_mask=mask, dropout_p=p
+        ), None
     scores = q_BHTC @ k_BHSC.transpose(-2, -1) * q_BHTC.shape[-1] ** -0.5
     weights = (scores if mask is None else scores + mask).softmax(-1)
     if p and equal:
-        weights = DropoutMasks(new_key(), module.rotation.sharded.ring, equal=True).apply(weights, p)
+        weights = DropoutMasks(new_key(), module.rotation.sharded.ring, equal=True).apply(
+            weights, p
+        )
     elif p:
         weights = F.dropout(weights, p)
     return weights @ v_BHSC, weights if need_weights else None
 
 
 def rotate_multihead(module: nn.MultiheadAttention, target: RotationTarget) -> None:
-    """Rotate it.
+    """Rotate the input projections together, and the output projection by itself.
 
     Raises:
         RotationError: it has an option that is not supported.
     """
     for option in ("bias_k", "bias_v", "add_zero_attn"):
         if getattr(module, option) is not None and getattr(module, option) is not False:
-            raise RotationError(f"{type(module).__name__}: attention with {option} cannot be rotated")
+            raise RotationError(
+                f"{type(module).__name__}: attention with {option} cannot be rotated"
+            )
     rule = InputProjectionsRule(module.embed_dim, module._qkv_same_embed_dim)
     reads = ("in_proj_weight", "in_proj_bias") if rule.packed else _SEPARATE
     wrap(module, rule, target, PartialRotation(module.forward, reads, RotatedMultiheadAttention))

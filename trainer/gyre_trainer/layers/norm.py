@@ -1,4 +1,4 @@
-"""Norms under recomputation: they keep only their input, and modules after them nothing."""
+"""Norms under recomputation keep only their input, and the modules after them keep nothing."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,8 +28,15 @@ class RecomputedNorm:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without recomputation."""
         assert isinstance(self, nn.Module)
-        weights = [local_of(parameter) for parameter in self._parameters.values() if parameter is not None]
-        if kwargs or len(args) != 1 or not _is_recorded([*args, *weights]) or not self._repeated(args[0], weights):
+        weights = [
+            local_of(parameter) for parameter in self._parameters.values() if parameter is not None
+        ]
+        if (
+            kwargs
+            or len(args) != 1
+            or not _is_recorded([*args, *weights])
+            or not self._repeated(args[0], weights)
+        ):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return recomputed(self._compute, *args, *weights)
 
@@ -53,21 +60,33 @@ class RecomputedNorm:
         with torch.random.fork_rng(devices, device_type=x.device.type if devices else "cuda"):
             before = _random_states(devices)
             one, other = (self._compute(x, *weights) for _ in range(2))
-            drew = any(not torch.equal(*states) for states in zip(before, _random_states(devices), strict=True))
+            drew = any(
+                not torch.equal(*states)
+                for states in zip(before, _random_states(devices), strict=True)
+            )
         if drew or not isinstance(one, Tensor) or one.shape != other.shape:
             return False
         addresses = {tensor.untyped_storage().data_ptr() for tensor in (x, *weights)}
-        return one.is_floating_point() and one.untyped_storage().data_ptr() not in addresses and torch.equal(one, other)
+        return (
+            one.is_floating_point()
+            and one.untyped_storage().data_ptr() not in addresses
+            and torch.equal(one, other)
+        )
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+    return [
+        torch.get_rng_state(),
+        *(torch.get_device_module(device).get_rng_state(device) for device in devices),
+    ]
 
 
 def _is_recorded(tensors: list[Any]) -> bool:
     """Whether all of these are tensors through which a backward may follow."""
     are_tensors = all(isinstance(tensor, Tensor) for tensor in tensors)
-    return torch.is_grad_enabled() and are_tensors and any(tensor.requires_grad for tensor in tensors)
+    return (
+        torch.is_grad_enabled() and are_tensors and any(tensor.requires_grad for tensor in tensors)
+    )
 
 
 def recompute_norms(model: nn.Module) -> None:
@@ -77,7 +96,11 @@ def recompute_norms(model: nn.Module) -> None:
     """
     inside = {id(module) for module in _modules_inside_rotations(model)}
     for module in model.modules():
-        if id(module) not in inside and not isinstance(module, RecomputedNorm | RotatedModule) and _keeps_its_input(module):
+        if (
+            id(module) not in inside
+            and not isinstance(module, RecomputedNorm | RotatedModule)
+            and _keeps_its_input(module)
+        ):
             mix_in(module, RecomputedNorm, "Recomputed")
 
 
@@ -85,11 +108,17 @@ def _modules_inside_rotations(model: nn.Module) -> Iterator[nn.Module]:
     """Modules that run slice by slice and whose parameters are replicated."""
     for module in model.modules():
         if isinstance(module, RotatedModule):
-            yield from (module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.replicated)
+            yield from (
+                module.get_submodule(name.rpartition(".")[0]) for name in module.rotation.replicated
+            )
 
 
 def _keeps_its_input(module: nn.Module) -> bool:
     """Whether a module is a norm, or has only vectors as parameters as a norm has."""
     vectors = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
-    others = [*module.children(), *module.buffers(), *(parameter for parameter in module.parameters() if parameter.ndim > 1)]
+    others = [
+        *module.children(),
+        *module.buffers(),
+        *(parameter for parameter in module.parameters() if parameter.ndim > 1),
+    ]
     return not others and (bool(vectors) or isinstance(module, _NORMS))

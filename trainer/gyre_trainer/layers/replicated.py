@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rule import swapped
@@ -47,31 +47,24 @@ class ReplicatedAttention(ReplicatedModule):
     reads_inside: ClassVar[bool] = True
 
 
-class GradientAveraging:
-    """Gradients that are averaged over the ranks when a backward has computed all of them.
-
-    Attributes:
-        postponed: whether backward leaves this rank's own gradients for now; `no_sync` sets it.
-    """
-
-    def __init__(self) -> None:
-        self.postponed = False
-
-
-class ReplicatedGradients(GradientAveraging):
+class ReplicatedGradients:
     """Averages the gradients of replicated parameters over the ranks when a backward ends.
 
     The accumulated gradient is averaged. Its older part is either averaged already, and then equal
     on all ranks and its own mean, or was postponed and is averaged now.
+
+    Attributes:
+        postponed: whether backward leaves each rank its own gradients for now; `no_sync` sets it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-        super().__init__()
+        self.postponed = False
         self._parameters = parameters
         self._group = mesh.get_group()
         self._ring = ring_of(mesh)
         self._due = False
-        touched = partial(_touched, ref(self))  # a hook with a strong reference would keep both alive
+        # a hook with a strong reference would keep both alive
+        touched = partial(_touched, ref(self))
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
@@ -89,7 +82,9 @@ class ReplicatedGradients(GradientAveraging):
         with self._ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
             dist.all_reduce(flat, group=self._group)
         flat /= dist.get_world_size(self._group)
-        for grad, mean in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+        for grad, mean in zip(
+            grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True
+        ):
             grad.copy_(mean.view_as(grad))
 
 
@@ -106,16 +101,25 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     For gradient accumulation, as DDP's `no_sync`: put all backwards but the last into it, and step
     after the last. It saves one all-reduce per backward. Gradients of rotated parameters travel in
     every backward all the same: a rank has no memory for those of other slices. All ranks must do
-    alike.
+    the same.
 
     Raises:
         RotationError: the model was not rotated, or holds no module that was.
+
+    Example:
+        with no_sync(model):
+            for part in parts[:-1]:
+                (model(part).mean() / len(parts)).backward()
+        (model(parts[-1]).mean() / len(parts)).backward()
+        optimizer.step()
     """
-    averaging = [
-        each for module in model.modules() if isinstance(each := getattr(module, "grad_averaging", None), GradientAveraging)
-    ]
+    modules = [module for module in model.modules() if hasattr(module, "grad_averaging")]
+    averaging: list[Any] = [module.grad_averaging for module in modules]
     if not averaging:
-        raise RotationError(f"{type(model).__name__} is not rotated; first call rotate_all, or rotate, on the whole model")
+        raise RotationError(
+            f"{type(model).__name__} is not rotated; "
+            "first call rotate_all, or rotate, on the whole model"
+        )
     before = [each.postponed for each in averaging]
     for each in averaging:
         each.postponed = True
@@ -135,7 +139,11 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for path, child in list(module.named_modules()):
-        loose = {name: p for name, p in child._parameters.items() if p is not None and not isinstance(p, DTensor)}
+        loose = {
+            name: p
+            for name, p in child._parameters.items()
+            if p is not None and not isinstance(p, DTensor)
+        }
         for name, parameter in loose.items():
             if parameter not in copies:
                 copies[parameter] = _replicated(parameter, f"{path}.{name}".removeprefix("."), mesh)
@@ -149,11 +157,16 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
     """A DTensor parameter with the values of rank 0; NaN where ``source`` is on `meta`."""
     if sharded_parameters_of(source) is not None:
-        raise RotationError(f"{name} is tied to a parameter that rotates; first rotate the module that it is in")
+        raise RotationError(
+            f"{name} is tied to a parameter that rotates; first rotate the module that it is in"
+        )
     if source.is_meta:
         local = torch.full(source.shape, torch.nan, dtype=source.dtype, device=mesh.device_type)
     elif source.device.type != mesh.device_type:
-        raise RotationError(f"{name} is on {source.device}, but the mesh is of {mesh.device_type}; move the model first")
+        raise RotationError(
+            f"{name} is on {source.device}, but the mesh is of {mesh.device_type}; "
+            "move the model first"
+        )
     else:
         local = source.detach().clone()
         dist.broadcast(local, group=mesh.get_group(), group_src=0)

@@ -37,7 +37,8 @@ class RotatedFeedForward(RotatedModule):
         return super(RotatedModule, self).forward(*args, **kwargs)  # type: ignore[misc]  # that of the layer's class
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        last: nn.Module = self.dropout2 if isinstance(self, nn.TransformerEncoderLayer) else self.dropout3  # type: ignore[attr-defined]
+        is_encoder = isinstance(self, nn.TransformerEncoderLayer)
+        last: nn.Module = self.dropout2 if is_encoder else self.dropout3  # type: ignore[attr-defined]
         output: Tensor = last(self.ring_forward(x))
         return output
 
@@ -60,7 +61,12 @@ def rotate_transformer_layer(layer: _Layer, target: RotationTarget) -> None:
         return output
 
     reads = ("linear1", "linear2", "dropout", "activation")
-    wrap(layer, FeedForwardRule(batch_dim=batch_dim), target, PartialRotation(feed_forward, reads, RotatedFeedForward))
+    wrap(
+        layer,
+        FeedForwardRule(batch_dim=batch_dim),
+        target,
+        PartialRotation(feed_forward, reads, RotatedFeedForward),
+    )
     if target.policy.dropout == "equal":
         for name in ("dropout1", "dropout2", "dropout3"):
             if hasattr(layer, name):

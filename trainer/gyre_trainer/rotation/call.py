@@ -1,6 +1,6 @@
 """A rotated module's arguments, and what one slice computes from them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, swapped
-from gyre_trainer.rotation.token_chunk import TokenChunk
 from gyre_trainer.shards.sharded_parameters import local_of
 
 
@@ -42,20 +41,24 @@ class Call:
         self._rotation = rotation
         self._leaves, self._spec = tree_flatten((args, kwargs))
         sharded_leaves = [
-            rotation.sharded.local(rotation.module.get_parameter(cut.name), cut.name) for cut in rotation.layout.cuts
+            rotation.sharded.local(rotation.module.get_parameter(cut.name), cut.name)
+            for cut in rotation.layout.cuts
         ]
         replicated = [local_of(rotation.module.get_parameter(name)) for name in rotation.replicated]
         arguments = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.tensors = [*sharded_leaves, *replicated, *arguments]
-        self.recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
-        self.recomputed = self.recorded and rotation.policy.recompute and rotation.rule.recompute_pays
+        self.recorded = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in self.tensors
+        )
+        self.recomputed = (
+            self.recorded and rotation.policy.recompute and rotation.rule.recompute_pays
+        )
         self._leaves = [_Missing if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         self._autocast = autocast_of_now(rotation.sharded.flat.device)
         self._recomputations: list[Recomputation | None] = []
         self._kept_inputs: list[Recomputation | Tensor] = []
         self.inputs: list[Tensor] = []
         self._output: tuple[list[Any], Any] | None = None
-        self._is_split = False
 
     def detach_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Detach the inputs from the graph around the call."""
@@ -75,7 +78,10 @@ class Call:
         for position, tensor in enumerate(inputs[: len(self._rotation.replicated) + 1]):
             if tensor.is_floating_point():
                 inputs[position] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
-        self.inputs = [tensor.requires_grad_(takes) for tensor, takes in zip(inputs, self._take_grads, strict=True)]
+        self.inputs = [
+            tensor.requires_grad_(takes)
+            for tensor, takes in zip(inputs, self._take_grads, strict=True)
+        ]
         self.deferred = DeferredGrads({})
 
     def find_recomputations(self) -> None:
@@ -86,13 +92,16 @@ class Call:
         num_others = len(self._rotation.layout.cuts) + len(self._rotation.replicated)
         arguments = [recomputable(tensor) for tensor in self.tensors[num_others:]]
         self.tensors[num_others:] = [tensor for tensor, _ in arguments]
-        self._recomputations = [*[None] * len(self._rotation.replicated), *(recomputation for _, recomputation in arguments)]
+        self._recomputations = [
+            *[None] * len(self._rotation.replicated),
+            *(recomputation for _, recomputation in arguments),
+        ]
 
-    def release_inputs(self, outputs: Sequence[Tensor]) -> None:
+    def release_inputs(self) -> None:
         """Release the inputs that can be computed again, until `restore_inputs`."""
-        self._is_split = self.can_be_split(outputs)
         self._kept_inputs = [
-            recomputation or tensor for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
+            recomputation or tensor
+            for tensor, recomputation in zip(self.inputs, self._recomputations, strict=True)
         ]
         self.inputs.clear()
         del self.deferred
@@ -100,60 +109,49 @@ class Call:
     def restore_inputs(self) -> None:
         """Make all inputs available again."""
         cache: dict[Any, Tensor] = {}
-        self._set_inputs([each.compute_again(cache) if isinstance(each, Recomputation) else each for each in self._kept_inputs])
+        self._set_inputs(
+            [
+                each.compute_again(cache) if isinstance(each, Recomputation) else each
+                for each in self._kept_inputs
+            ]
+        )
         self._kept_inputs.clear()
 
-    def can_be_split(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether backward takes some tokens at a time.
-
-        It does where one argument has many tokens, and each output has a row for each of them.
-        """
-        rule, limit = self._rotation.rule, self._rotation.policy.recompute_tokens
-        arguments = self.inputs[len(self._rotation.replicated) :]
-        if not rule.tokenwise or len(arguments) != 1 or arguments[0].ndim < 2 or not arguments[0].is_contiguous():
-            return False
-        tokens = arguments[0].shape[:-1]
-        return tokens.numel() > limit and all(output.shape[:-1] == tokens for output in outputs)
-
-    def all_tokens(self) -> TokenChunk:
-        """The inputs for all tokens."""
-        return TokenChunk(self.inputs, self.sums)
-
-    def chunks(self) -> Iterator[TokenChunk]:
-        """The chunks for which backward computes a slice, one after the other."""
-        return self.split() if self._is_split else iter((self.all_tokens(),))
-
-    def split(self) -> Iterator[TokenChunk]:
-        """The inputs for some tokens at a time, at most `recompute_tokens` of the policy."""
-        return self.all_tokens().split(len(self._rotation.replicated), self._rotation.policy.recompute_tokens)
-
-    def compute(self, index: int, flat: Tensor, chunk: TokenChunk) -> tuple[list[Tensor], list[Tensor]]:
+    def compute(self, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs of a piece, and the leaves of their graph for its trainable shards.
 
         Args:
             index: the number of the piece.
             flat: the piece's weights.
-            chunk: the inputs.
 
         Raises:
             RotationError: the module returns something else than floating-point tensors.
         """
         rotation, pieces = self._rotation, self._rotation.pieces
         weights, bounds, trained = {}, {}, []
-        for cut, view, trainable in zip(pieces.cuts, pieces.views(flat, index), self.trainable, strict=True):
+        for cut, view, trainable in zip(
+            pieces.cuts, pieces.views(flat, index), self.trainable, strict=True
+        ):
             leaf = view.detach().requires_grad_(trainable)
             if trainable:
                 trained.append(leaf)
             start, stop = bounds[cut.name] = pieces.bounds(cut, index)
             weights[cut.name] = F.pad(leaf, (start, cut.shape[0] - stop)) if cut.padded else leaf
-        inputs = dict(zip(rotation.replicated, chunk.inputs, strict=False))
-        arrived = iter(chunk.inputs[len(rotation.replicated) :])
+        inputs = dict(zip(rotation.replicated, self.inputs, strict=False))
+        arrived = iter(self.inputs[len(rotation.replicated) :])
         leaves = [next(arrived) if leaf is _Missing else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
-        self.deferred.sums = {id(tensor): total for tensor, total in zip(chunk.inputs, chunk.sums, strict=True)}
+        self.deferred.sums = {
+            id(tensor): total for tensor, total in zip(self.inputs, self.sums, strict=True)
+        }
         self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
-        with swapped(rotation.module, {**weights, **inputs}), DeferWeightGrads(self.deferred), self._autocast():
-            output = rotation.rule.run(rotation.forward, ModuleSlice(weights, bounds, self.deferred), args, kwargs)
+        with (
+            swapped(rotation.module, {**weights, **inputs}),
+            DeferWeightGrads(self.deferred),
+            self._autocast(),
+        ):
+            current = ModuleSlice(rotation.forward, weights, bounds, self.deferred)
+            output = rotation.rule.run(current, *args, **kwargs)
         return self._tensors_of(output), trained
 
     def _tensors_of(self, output: Any) -> list[Tensor]:
@@ -164,9 +162,10 @@ class Call:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         wrong = next((tensor.dtype for tensor in tensors if not tensor.is_floating_point()), None)
         if wrong is not None or not tensors:
+            returned = f"a tensor of {wrong}" if wrong else type(output).__name__
             raise RotationError(
-                f"{self._rotation.name} returns {f'a tensor of {wrong}' if wrong else type(output).__name__}; "
-                "a rotated module must return floating-point tensors, one or several in tuples, lists and dicts"
+                f"{self._rotation.name} returns {returned}; a rotated module must return "
+                "floating-point tensors, one or several in tuples, lists and dicts"
             )
         return tensors
 
@@ -175,7 +174,9 @@ class Call:
         assert self._output is not None
         leaves, spec = self._output
         missing = iter(tensors)
-        return tree_unflatten([next(missing) if leaf is _Missing else leaf for leaf in leaves], spec)
+        return tree_unflatten(
+            [next(missing) if leaf is _Missing else leaf for leaf in leaves], spec
+        )
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of the inputs. Afterwards the call keeps nothing."""

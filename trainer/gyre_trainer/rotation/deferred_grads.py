@@ -1,5 +1,7 @@
 """Weight gradients of linear layers, computed last in a slice's backward.
 
+See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
+
 A slice's gradient is still in flight to this rank while the slice's backward begins. So a linear
 layer only records the two matrices whose product is its weight's gradient. The product is formed
 when the gradient's buffer has arrived, straight into it: no weight's gradient exists beside the
@@ -45,12 +47,12 @@ class DeferredGrads:
     """What the slices' graphs of one call share beside autograd.
 
     Attributes:
-        sums: sums of the gradients of the call's inputs, by the inputs' ids. They are complete when
-            all slices are through.
+        sums: sums of the gradients of the call's inputs, by the inputs' ids. They are complete
+            after the backward of the last slice.
         positions: the weights of the slice whose graph is recorded, by their ids: their index among
             the shards that take a gradient.
-        entries: position, entry and matrix of weights that were unbound, by ids. These are the
-            matrices' own while the matrices live here.
+        entries: position, entry and matrix of weights that were unbound, by the matrices' ids.
+            Keeping the matrices here keeps their ids from being reused.
         products: recorded by linear layers of the slice whose backward runs; `take_products`
             empties it.
         slice_grad: waits for the gradient of the slice whose backward runs, and returns it.
@@ -85,7 +87,9 @@ class DeferWeightGrads(TorchFunctionMode):
         super().__init__()
         self._deferred = deferred
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -99,13 +103,24 @@ class DeferWeightGrads(TorchFunctionMode):
 
     def _note_entries(self, position: int, tensors: Sequence[Tensor]) -> None:
         if tensors and tensors[0].ndim == 2:
-            self._deferred.entries.update({id(tensor): (position, entry, tensor) for entry, tensor in enumerate(tensors)})
+            self._deferred.entries.update(
+                {id(tensor): (position, entry, tensor) for entry, tensor in enumerate(tensors)}
+            )
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002  # torch's name
+    def _linear(
+        self,
+        input: Tensor,  # noqa: A002  # torch's name
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Any:
         position, entry = self._deferred.positions.get(id(weight)), None
         if position is None and id(weight) in self._deferred.entries:
             position, entry, _ = self._deferred.entries[id(weight)]
-        if position is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
+        if (
+            position is None
+            or not torch.is_grad_enabled()
+            or torch.is_autocast_enabled(input.device.type)
+        ):
             return F.linear(input, weight, bias)
         return _Linear.apply(input, weight, bias, (position, entry), self._deferred)  # type: ignore[no-untyped-call]
 
@@ -115,7 +130,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, where: _Position, deferred: DeferredGrads
+        ctx: Any,
+        source: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        where: _Position,
+        deferred: DeferredGrads,
     ) -> Tensor:
         ctx.save_for_backward(source, weight)
         ctx.where, ctx.deferred, ctx.sum = where, deferred, deferred.sums.get(id(source))

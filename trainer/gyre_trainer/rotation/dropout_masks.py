@@ -58,12 +58,16 @@ class DropoutMasks:
 
     def apply(self, x: Tensor, p: float) -> Tensor:
         """``x`` with each entry set to 0 with probability ``p``, else divided by 1 - p."""
-        seed = _seed(self.key, next(self.positions), *(() if self.equal else (self.ring.rank, self.first)))
+        seed = _seed(
+            self.key, next(self.positions), *(() if self.equal else (self.ring.rank, self.first))
+        )
         if self.equal:
             kept = self._kept(x, p, seed)
         else:
             generator = torch.Generator(x.device).manual_seed(seed)
-            kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - p, generator=generator)
+            kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(
+                1 - p, generator=generator
+            )
         return torch.where(kept, x, 0) * (1 / (1 - p) if p < 1 else 0.0)
 
     def _kept(self, x: Tensor, p: float, seed: int) -> Tensor:
@@ -73,17 +77,24 @@ class DropoutMasks:
         the row.
         """
         *leading, width = x.shape
-        sizes = [size * (self.ring.size if dim == self.batch_dim else 1) for dim, size in enumerate(leading)]
+        sizes = [
+            size * (self.ring.size if dim == self.batch_dim else 1)
+            for dim, size in enumerate(leading)
+        ]
         counters = torch.arange(self.first, self.first + width, device=x.device)
         for dim, size in enumerate(leading):
             offset = self.ring.rank * size if dim == self.batch_dim else 0
-            positions = torch.arange(offset, offset + size, device=x.device) * (prod(sizes[dim + 1 :]) << 32)
+            positions = torch.arange(offset, offset + size, device=x.device) * (
+                prod(sizes[dim + 1 :]) << 32
+            )
             counters = counters + positions.view(-1, *[1] * (len(leading) - dim))
         return _hashed(counters, seed) >= int(p * 2**53)
 
 
 def _seed(*numbers: int) -> int:
-    digest = blake2b(b"".join(number.to_bytes(8, "little") for number in numbers), digest_size=8).digest()
+    digest = blake2b(
+        b"".join(number.to_bytes(8, "little") for number in numbers), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

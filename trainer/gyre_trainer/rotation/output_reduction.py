@@ -44,16 +44,13 @@ class RunningSum:
         It is zero, shaped as ``like``, where nothing was added.
         """
         if self.total is None:
-            self.total, self._owned = torch.zeros(like.shape, dtype=self.dtype, device=like.device), True
+            self.total, self._owned = (
+                torch.zeros(like.shape, dtype=self.dtype, device=like.device),
+                True,
+            )
         elif not self._owned:
             self.total, self._owned = self.total.clone(), True
         return self.total
-
-    def part_sum(self, part: Tensor) -> "RunningSum":
-        """A sum that grows in ``part``, a view of this sum's `writable`."""
-        inner = RunningSum(self.dtype)
-        inner.total, inner._owned = part, True
-        return inner
 
     def add_product(self, left: Tensor, right: Tensor, shape: Sequence[int]) -> None:
         """Add the product of two matrices, viewed in ``shape``.
@@ -61,7 +58,12 @@ class RunningSum:
         Where all three have one dtype, the product takes no memory of its own.
         """
         total = self.total
-        if total is None or not self._owned or not total.is_contiguous() or not left.dtype == right.dtype == total.dtype:
+        if (
+            total is None
+            or not self._owned
+            or not total.is_contiguous()
+            or not left.dtype == right.dtype == total.dtype
+        ):
             self.add((left @ right).view(shape), owned=True)
         else:
             total.view(left.shape[0], right.shape[1]).addmm_(left, right)
@@ -107,7 +109,9 @@ class SumOfOutputs:
 class ConcatenatedOutputs:
     """The slices' outputs lie side by side along one dim."""
 
-    def __init__(self, dim: int, bounds: Sequence[tuple[int, int]], name: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, dim: int, bounds: Sequence[tuple[int, int]], name: str, dtype: torch.dtype
+    ) -> None:
         """``bounds`` are the slices' half-open ranges along ``dim``, from parameter ``name``."""
         self._dim = dim
         self._name = name
@@ -121,7 +125,8 @@ class ConcatenatedOutputs:
         if output.shape[self._dim] != stop - start:
             raise RotationError(
                 f"a slice's output of shape {tuple(output.shape)} cannot lie beside the others': "
-                f"it has to be {stop - start} wide along dim {self._dim}, as the slice of {self._name} is"
+                f"it has to be {stop - start} wide along dim {self._dim}, "
+                f"as the slice of {self._name} is"
             )
         if self._whole is None:
             shape = list(output.shape)

@@ -1,4 +1,7 @@
-"""Hops of backward that start ahead of time, while the module before them still computes."""
+"""Hops of backward that start ahead of time, while the previous module still computes.
+
+See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
+"""
 
 from contextlib import ExitStack, closing
 from weakref import WeakKeyDictionary, ref
@@ -26,16 +29,18 @@ class SlicesInFlight(ExitStack):
         ring, pieces = rotation.sharded.ring, rotation.pieces
         flat = self.enter_context(rotation.own_piece(round_))
         self.own = pieces.piece(ring.rank, round_), flat
-        self.remote = self.enter_context(closing(RemoteSlices(ring, flat, pieces, direction, round_)))
+        self.remote = self.enter_context(
+            closing(RemoteSlices(ring, flat, pieces, direction, round_))
+        )
         self.version = rotation.sharded.version
 
 
 class Prefetch:
-    """Starts the first hop of the next round or rotation while the one before it still computes.
+    """Starts the first hop of the next round or rotation while the present one still computes.
 
-    Which rotation comes next in backward was learned from the last backward. All ranks learn the
-    same, since all make the same calls in the same order. Where the expectation was wrong, the hop
-    is made again.
+    The order of rotations in backward is learned from the last backward. All ranks learn the same
+    order, since all make the same calls in the same order. If the expectation was wrong, the hop is
+    made again.
     """
 
     def __init__(self) -> None:
@@ -55,13 +60,17 @@ class Prefetch:
         if self._ready is not None:
             expected_rotation, expected_round, slices = self._ready
             self._ready = None
-            if expected_rotation is rotation and expected_round == round_ and slices.version == rotation.sharded.version:
+            if (
+                expected_rotation is rotation
+                and expected_round == round_
+                and slices.version == rotation.sharded.version
+            ):
                 return slices
             slices.close()
         return SlicesInFlight(rotation, Direction.COUNTER_CLOCKWISE, round_)
 
     def start_next(self, rotation: Rotation, round_: int) -> None:
-        """Start what follows a round of ``rotation``; call it after the remote slices."""
+        """Start the round or rotation after this round; call it after the remote slices."""
         if round_ + 1 < rotation.pieces.num_rounds:
             next_rotation: Rotation | None = rotation
         else:
@@ -71,7 +80,11 @@ class Prefetch:
             _reserve_buffers(rotation)
         elif next_rotation.rule.backward_reads_weights:
             self._cancel()
-            self._ready = next_rotation, round_ + 1, SlicesInFlight(next_rotation, Direction.COUNTER_CLOCKWISE, round_ + 1)
+            self._ready = (
+                next_rotation,
+                round_ + 1,
+                SlicesInFlight(next_rotation, Direction.COUNTER_CLOCKWISE, round_ + 1),
+            )
 
     def _cancel(self) -> None:
         if self._ready is not None:
@@ -85,15 +98,17 @@ class Prefetch:
 
 
 def _reserve_buffers(rotation: Rotation) -> None:
-    """Let the pool allocate what `start_next` will take.
+    """Let the pool allocate the buffers that `start_next` will take in the second backward.
 
-    The first backward does not start anything ahead of time; without this the second would
-    allocate.
+    The first backward starts no hop ahead of time.
     """
     sharded, dtype = rotation.sharded, rotation.policy.compute_dtype or rotation.sharded.flat.dtype
     if sharded.ring.size > 1:
         num_buffers = 1 if dtype == sharded.flat.dtype else 2  # for the remote and the own slice
-        buffers = [sharded.ring.pool.take(rotation.pieces.numel(0), dtype, sharded.flat.device) for _ in range(num_buffers)]
+        buffers = [
+            sharded.ring.pool.take(rotation.pieces.numel(0), dtype, sharded.flat.device)
+            for _ in range(num_buffers)
+        ]
         for buffer in buffers:
             sharded.ring.pool.put(buffer)
 

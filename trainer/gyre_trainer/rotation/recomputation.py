@@ -43,7 +43,10 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        leaves = [x.detach().requires_grad_(needed) for x, needed in zip(_inputs(ctx), ctx.needs_input_grad[1:], strict=True)]
+        leaves = [
+            x.detach().requires_grad_(needed)
+            for x, needed in zip(_inputs(ctx), ctx.needs_input_grad[1:], strict=True)
+        ]
         ctx.inputs = None
         with torch.enable_grad(), ctx.autocast():
             edge = get_gradient_edge(ctx.compute(*leaves))  # releases the output itself
@@ -100,11 +103,17 @@ def recomputation_of(tensor: Tensor) -> Recomputation | None:
     """
     whole = tensor if tensor._base is None else tensor._base
     node: Any = whole.grad_fn
-    if not isinstance(node, _Recomputed._backward_cls) or node.version != whole._version or tensor.dtype != whole.dtype:  # type: ignore[attr-defined]
+    if (
+        not isinstance(node, _Recomputed._backward_cls)
+        or node.version != whole._version  # type: ignore[attr-defined]
+        or tensor.dtype != whole.dtype
+    ):
         return None
     if whole is tensor:
         return Recomputation(node)
-    return Recomputation(node, (tensor.size(), tensor.stride(), int(tensor.storage_offset()), whole.stride()))
+    return Recomputation(
+        node, (tensor.size(), tensor.stride(), int(tensor.storage_offset()), whole.stride())
+    )
 
 
 def recomputable(tensor: Tensor) -> tuple[Tensor, Recomputation | None]:

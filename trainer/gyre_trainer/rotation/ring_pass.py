@@ -41,7 +41,6 @@ from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.saved_tensors import SavedTensors
-from gyre_trainer.rotation.token_chunk import TokenChunk
 from gyre_trainer.shards.gradient_ring import GradientRing
 from gyre_trainer.shards.layout import Layout
 
@@ -114,7 +113,7 @@ class RingPass:
                         self._reduce(index, self._run(index, flat))
         outputs = tuple(reduction.result() for reduction in self._reductions)
         if self._call.recomputed:
-            self._call.release_inputs(outputs)
+            self._call.release_inputs()
         return outputs
 
     def backward(self, grad_outputs: _Grads) -> list[Tensor | None]:
@@ -134,11 +133,10 @@ class RingPass:
         for step, (index, flat) in enumerate(self._backward_slices(), 1):
             call.deferred.slice_grad = partial(gradient_ring.receive, index)
             with slice_span(self._rotation.module, "backward", index, step % self._ring.size):
-                for chunk in call.chunks():
-                    grads = self._differentiate(index, flat, grad_outputs, chunk)
-                    if layout.cuts:
-                        self._add(index, grads, gradient_ring)
-                    del grads  # the next ones must not exist beside them
+                grads = self._differentiate(index, flat, grad_outputs)
+                if layout.cuts:
+                    self._add(index, grads, gradient_ring)
+                del grads  # the next slice's must not exist beside them
             if layout.cuts:
                 gradient_ring.send_on()
         own = iter(self._own_gradients(layout, gradient_ring) if layout.cuts else ())
@@ -151,18 +149,23 @@ class RingPass:
 
     def _require_fresh(self) -> None:
         if self._rotation.sharded.version != self._version:
-            raise RotationError(f"parameters of {self._rotation.name} changed between forward and backward")
+            raise RotationError(
+                f"parameters of {self._rotation.name} changed between forward and backward"
+            )
         if self._spent:
-            raise RotationError(f"backward through {self._rotation.name} ran before; it can run once after each forward")
+            raise RotationError(
+                f"backward through {self._rotation.name} ran before; "
+                "it can run once after each forward"
+            )
         self._spent = True
 
     def _run(self, index: int, flat: Tensor) -> list[Tensor]:
         """One slice's outputs, detached. Their graph is kept where backward needs it."""
         if not self._keeps_graphs:
-            return [output.detach() for output in self._call.compute(index, flat, self._call.all_tokens())[0]]
+            return [output.detach() for output in self._call.compute(index, flat)[0]]
         saved = SavedTensors(flat)
         with torch.enable_grad(), saved.recording():
-            outputs, weights = self._call.compute(index, flat, self._call.all_tokens())
+            outputs, weights = self._call.compute(index, flat)
         saved.flat = None
         self._graphs[index] = _Graph([_edge(output) for output in outputs], weights, saved)
         return [output.detach() for output in outputs]
@@ -170,7 +173,10 @@ class RingPass:
     def _reduce(self, index: int, outputs: Sequence[Tensor]) -> None:
         if not self._reductions:
             rule, dtype = self._rotation.rule, self._call.outer_dtype
-            self._reductions = [rule.output_reduction(position, self._layout, dtype) for position in range(len(outputs))]
+            self._reductions = [
+                rule.output_reduction(position, self._layout, dtype)
+                for position in range(len(outputs))
+            ]
         for reduction, output in zip(self._reductions, outputs, strict=True):
             reduction.add(index, output)
 
@@ -188,28 +194,34 @@ class RingPass:
                     prefetch.start_next(self._rotation, round_)
                     yield slices.own
             else:
-                *others, own = (self._layout.piece(index, round_) for index in self._counter_clockwise())
+                *others, own = (
+                    self._layout.piece(index, round_) for index in self._counter_clockwise()
+                )
                 yield from ((piece, None) for piece in others)
                 prefetch.start_next(self._rotation, round_)
                 yield own, None
 
     def _counter_clockwise(self) -> Iterator[int]:
-        return ((self._ring.rank + step) % self._ring.size for step in range(1, self._ring.size + 1))
+        return (
+            (self._ring.rank + step) % self._ring.size for step in range(1, self._ring.size + 1)
+        )
 
-    def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads, chunk: TokenChunk) -> _Grads:
+    def _differentiate(self, index: int, flat: Tensor | None, grad_outputs: _Grads) -> _Grads:
         """Gradients of one slice's trainable shards, except deferred ones; adds the inputs'."""
-        graph = self._graph(index, flat, chunk)
-        wanted = [leaf for leaf in (*graph.weights, *chunk.inputs) if leaf.requires_grad]
+        call, graph = self._call, self._graph(index, flat)
+        wanted = [leaf for leaf in (*graph.weights, *call.inputs) if leaf.requires_grad]
         edges, slice_grads = [], []
-        for (edge, dtype), reduction, grad_output in zip(graph.outputs, self._reductions, grad_outputs, strict=True):
+        for (edge, dtype), reduction, grad_output in zip(
+            graph.outputs, self._reductions, grad_outputs, strict=True
+        ):
             if edge is not None and grad_output is not None:
                 edges.append(edge)
-                slice_grads.append(chunk.of(reduction.grad_of_slice(index, grad_output)).to(dtype))
+                slice_grads.append(reduction.grad_of_slice(index, grad_output).to(dtype))
         found: _Grads = [None] * len(wanted)
         if edges and wanted:
             found = torch.autograd.grad(edges, wanted, slice_grads, allow_unused=True)
         of_inputs = iter(found[len(graph.weights) :])
-        for total, leaf in zip(chunk.sums, chunk.inputs, strict=True):
+        for total, leaf in zip(call.sums, call.inputs, strict=True):
             total.add(next(of_inputs) if leaf.requires_grad else None)
         return found[: len(graph.weights)]
 
@@ -222,7 +234,7 @@ class RingPass:
         for product in self._call.deferred.take_products():
             slice_grad.add_product(product.position, product.left, product.right, product.entry)
 
-    def _graph(self, index: int, flat: Tensor | None, chunk: TokenChunk) -> _Graph:
+    def _graph(self, index: int, flat: Tensor | None) -> _Graph:
         if self._keeps_graphs:
             graph = self._graphs.pop(index)
             assert graph.saved is not None
@@ -230,7 +242,7 @@ class RingPass:
             return graph
         assert flat is not None
         with torch.enable_grad():
-            outputs, weights = self._call.compute(index, flat, chunk)
+            outputs, weights = self._call.compute(index, flat)
         return _Graph([_edge(output) for output in outputs], weights, None)
 
 

@@ -32,7 +32,9 @@ class RotatedModule:
         """One pass round the ring."""
         if self.training and self.rotation.rule.uses_dropout:
             equal = self.rotation.policy.dropout == "equal"
-            kwargs[MASKS_ARGUMENT] = DropoutMasks(new_key(), self.rotation.sharded.ring, equal=equal)
+            kwargs[MASKS_ARGUMENT] = DropoutMasks(
+                new_key(), self.rotation.sharded.ring, equal=equal
+            )
         return run(self.rotation, args, kwargs)
 
     def rotation_by(self, rule: Rule) -> Rotation:
@@ -53,4 +55,8 @@ def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
 
 def own_class(module: nn.Module) -> type:
     """The module's class before anything was mixed in."""
-    return next(cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and _MIXED not in vars(cls))
+    return next(
+        cls
+        for cls in type(module).__mro__
+        if issubclass(cls, nn.Module) and _MIXED not in vars(cls)
+    )

@@ -41,8 +41,6 @@ class RotationPolicy:
         grad_dtype: the dtype of travelling gradients; None for the parameters' own.
         recompute: whether backward computes each slice again, so that no activation inside the
             module is kept. It sends no more bytes.
-        recompute_tokens: the most tokens that are recomputed at a time, where the output for a
-            token depends on this token alone, as in an MLP.
         dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
             number of ranks, if all ranks have one seed (`torch.manual_seed`). See
             `gyre_trainer.rotation.dropout_masks`.
@@ -51,18 +49,20 @@ class RotationPolicy:
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     recompute: bool = False
-    recompute_tokens: int = 4096
     dropout: _Dropout = "independent"
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
-                raise RotationError(f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None")
-        if self.recompute_tokens < 1:
-            raise RotationError(f"RotationPolicy(recompute_tokens={self.recompute_tokens}): it must be 1 or more")
+                raise RotationError(
+                    f"RotationPolicy({name}={dtype}): it must be a floating-point dtype or None"
+                )
         if self.dropout not in get_args(_Dropout):
-            raise RotationError(f"RotationPolicy(dropout={self.dropout!r}): it must be one of {', '.join(get_args(_Dropout))}")
+            raise RotationError(
+                f"RotationPolicy(dropout={self.dropout!r}): "
+                f"it must be one of {', '.join(get_args(_Dropout))}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,9 @@ class Rotation:
 
         The piece is a view of the own slice, or a copy in the dtype of the computation.
         """
-        flat = self.pieces.piece_in(self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_))
+        flat = self.pieces.piece_in(
+            self.sharded.flat, self.pieces.piece(self.sharded.ring.rank, round_)
+        )
         dtype = self.policy.compute_dtype or flat.dtype
         if dtype == flat.dtype:
             yield flat

@@ -1,7 +1,7 @@
 """How one kind of module is cut into slices; `gyre_trainer.layers` has the known kinds."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,11 +19,14 @@ class ModuleSlice:
     """The slice of a module that is on this rank now.
 
     Attributes:
+        forward: the module's own forward. While a rule runs, the slice's weights stand in the place
+            of the module's parameters.
         weights: tensors in the place of the parameters that are cut, by name.
         bounds: the half-open range of the cut dim that the slice holds, by name.
         deferred: gradients of linear layers that backward computes last.
     """
 
+    forward: Callable[..., Any]
     weights: Mapping[str, Tensor]
     bounds: Mapping[str, tuple[int, int]]
     deferred: DeferredGrads
@@ -33,16 +36,13 @@ class Rule(ABC):
     """How one kind of module is cut, and how the slices' outputs make the module's output.
 
     Attributes:
-        backward_reads_weights: False where gradients need no weights. Such weights do not travel in
+        backward_reads_weights: False if gradients need no weights. Such weights do not travel in
             backward.
         divisible: whether any range of its one parameter can be a slice, so that a large slice may
             travel in pieces.
-        recompute_pays: False where a slice saves nothing for backward that recomputation would
-            avoid.
-        linear_in: names of the parameters in which the outputs must be linear so that they add up.
-            An empty tuple where that needs no check.
-        tokenwise: whether the output for a token depends on this token alone. Then backward may
-            recompute some tokens at a time. A token is a row along the last dim.
+        recompute_pays: False if recomputation would save no memory.
+        linear_in: names of the parameters in which the outputs must be linear so that they add up;
+            empty if that needs no check.
     """
 
     backward_reads_weights: ClassVar[bool] = True
@@ -59,11 +59,6 @@ class Rule(ABC):
         """Names of the parameters in which the outputs must be linear; none by default."""
         return ()
 
-    @property
-    def tokenwise(self) -> bool:
-        """Whether a token's output depends on this token alone; False by default."""
-        return False
-
     @abstractmethod
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """The cuts of a module. Parameters without a cut stay whole on every rank.
@@ -72,16 +67,16 @@ class Rule(ABC):
             RotationError: the module does not fit the rule; the message names module and parameter.
         """
 
-    def run(self, forward: Callable[..., Any], current: ModuleSlice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The output of one slice for the module's arguments.
+    def run(self, current: ModuleSlice, /, *args: Any, **kwargs: Any) -> Any:
+        """The output of the slice ``current`` for the module's arguments.
 
-        ``forward`` is the module's own; inside it the weights of ``current`` replace the
-        parameters. The output is a tensor, or tensors in tuples, lists and dicts, in the same form
-        for every slice.
+        It is a tensor, or tensors in tuples, lists and dicts, in the same form for every slice.
         """
-        return forward(*args, **kwargs)
+        return current.forward(*args, **kwargs)
 
-    def output_reduction(self, position: int, layout: Layout, dtype: torch.dtype) -> OutputReduction:
+    def output_reduction(
+        self, position: int, layout: Layout, dtype: torch.dtype
+    ) -> OutputReduction:
         """How the slices' outputs make the module's: they add up unless a rule differs.
 
         Args:

@@ -1,4 +1,7 @@
-"""What autograd saves of a slice between forward and backward."""
+"""The tensors that autograd saves for a slice between forward and backward.
+
+See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
+"""
 
 from dataclasses import dataclass
 
@@ -50,10 +53,13 @@ class SavedTensors:
 
     def _unpack(self, saved: _WeightView | _SavedTensor) -> Tensor:
         if isinstance(saved, _WeightView):
-            assert self.flat is not None, "the rule says that its backward reads no weights, but it does"
+            assert self.flat is not None, (
+                "the rule says that its backward reads no weights, but it does"
+            )
             return self.flat.as_strided(saved.size, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:
             raise RuntimeError(
-                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs was modified in place after forward"
+                f"a tensor of shape {tuple(saved.tensor.shape)} that backward needs "
+                "was modified in place after forward"
             )
         return saved.tensor

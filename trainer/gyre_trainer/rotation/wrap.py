@@ -7,13 +7,17 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.comm.ring import ring_of
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rotation import Rotation, RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.shards.layout import Layout
-from gyre_trainer.shards.sharded_parameters import ShardedParameters, shard_parameters, sharded_parameters_of
+from gyre_trainer.shards.sharded_parameters import (
+    ShardedParameters,
+    shard_parameters,
+    sharded_parameters_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,9 @@ class PartialRotation:
     behaviour: type[RotatedModule]
 
 
-def wrap(module: nn.Module, rule: Rule, target: RotationTarget, partial: PartialRotation | None = None) -> None:
+def wrap(
+    module: nn.Module, rule: Rule, target: RotationTarget, partial: PartialRotation | None = None
+) -> None:
     """Shard the parameters that ``rule`` cuts, and let the module's forward go round the ring.
 
     Raises:
@@ -54,7 +60,8 @@ def wrap(module: nn.Module, rule: Rule, target: RotationTarget, partial: Partial
     for name, child in module.named_modules():
         if isinstance(child, RotatedModule) and _is_read(name, reads):
             raise RotationError(
-                f"{type(module).__name__}.{name} is rotated already; rotate either it or {type(module).__name__}"
+                f"{type(module).__name__}.{name} is rotated already; "
+                f"rotate either it or {type(module).__name__}"
             )
     layout = Layout(tuple(rule.cuts(module, target.num_slices)), target.num_slices)
     sharded = _sharded_parameters(module, layout, target.mesh)
@@ -65,7 +72,9 @@ def wrap(module: nn.Module, rule: Rule, target: RotationTarget, partial: Partial
     forward = module.forward if partial is None else partial.forward
     rotation = Rotation(module, forward, rule, layout, sharded, target.policy, replicated)
     if not rule.divisible or len(layout.cuts) > 1:
-        sharded.ring.pool.largest_whole_numel = max(sharded.ring.pool.largest_whole_numel, layout.numel(0))
+        sharded.ring.pool.largest_whole_numel = max(
+            sharded.ring.pool.largest_whole_numel, layout.numel(0)
+        )
     mix_in(module, RotatedModule if partial is None else partial.behaviour, "Rotated")
     module.rotation = rotation  # type: ignore[assignment]
     module._by_rule = {}  # type: ignore[assignment]
@@ -75,7 +84,9 @@ def _is_read(name: str, reads: tuple[str, ...] | None) -> bool:
     return reads is None or any(name == read or name.startswith(f"{read}.") for read in reads)
 
 
-def _replicated_names(module: nn.Module, layout: Layout, reads: tuple[str, ...] | None) -> Iterator[str]:
+def _replicated_names(
+    module: nn.Module, layout: Layout, reads: tuple[str, ...] | None
+) -> Iterator[str]:
     """Names of the parameters that the forward reads and no cut names."""
     cut_names = {cut.name for cut in layout.cuts}
     for name, _ in module.named_parameters():
@@ -88,28 +99,47 @@ def _sharded_parameters(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> 
     sources = [module.get_parameter(cut.name) for cut in layout.cuts]
     if len({id(source) for source in sources}) < len(sources):
         names = ", ".join(cut.name for cut in layout.cuts)
-        raise RotationError(f"{type(module).__name__} uses one parameter in several places among {names}; it cannot be cut")
+        raise RotationError(
+            f"{type(module).__name__} uses one parameter in several places among {names}; "
+            "it cannot be cut"
+        )
     tied = [sharded_parameters_of(source) for source in sources]
     if all(sharded is None for sharded in tied):
         _require_uniform(module, layout, sources, mesh)
         return shard_parameters(sources, layout, mesh)
     sharded = tied[0]
-    if sharded is None or any(other is not sharded for other in tied) or sharded.layout.shapes != layout.shapes:
-        names = ", ".join(cut.name for cut, other in zip(layout.cuts, tied, strict=True) if other is not None)
+    if (
+        sharded is None
+        or any(other is not sharded for other in tied)
+        or sharded.layout.shapes != layout.shapes
+    ):
+        names = ", ".join(
+            cut.name for cut, other in zip(layout.cuts, tied, strict=True) if other is not None
+        )
         raise RotationError(
-            f"{type(module).__name__} shares {names} with a module that is rotated already and cut in another way; "
+            f"{type(module).__name__} shares {names} with a module that is rotated already "
+            "and cut in another way; "
             "tied modules must have the same parameters, all cut alike"
         )
     return sharded
 
 
-def _require_uniform(module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh) -> None:
+def _require_uniform(
+    module: nn.Module, layout: Layout, sources: list[nn.Parameter], mesh: DeviceMesh
+) -> None:
     """Refuse parameters that cannot lie in one buffer on the mesh's device."""
     for cut, source in zip(layout.cuts, sources, strict=True):
         where = f"{type(module).__name__}.{cut.name}"
         if not source.is_floating_point():
-            raise RotationError(f"{where} is {source.dtype}, but only real floating-point parameters rotate")
+            raise RotationError(
+                f"{where} is {source.dtype}, but only real floating-point parameters rotate"
+            )
         if source.dtype != sources[0].dtype:
-            raise RotationError(f"{where} is {source.dtype}, but {layout.cuts[0].name} beside it is {sources[0].dtype}")
+            raise RotationError(
+                f"{where} is {source.dtype}, "
+                f"but {layout.cuts[0].name} beside it is {sources[0].dtype}"
+            )
         if source.device.type not in ("meta", mesh.device_type):
-            raise RotationError(f"{where} is on {source.device}, but the mesh is of {mesh.device_type}")
+            raise RotationError(
+                f"{where} is on {source.device}, but the mesh is of {mesh.device_type}"
+            )

@@ -31,7 +31,9 @@ def support_dtensors() -> None:
         DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, _on_local_shards)
 
 
-def _on_local_shards(op_call: OpOverload[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _on_local_shards(
+    op_call: OpOverload[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+) -> Any:
     """Run the operator on this rank's shards; it writes to its arguments and returns no tensor."""
     local_args, local_kwargs = tree_map(_local, (args, kwargs))
     return op_call(*local_args, **local_kwargs)

@@ -1,4 +1,4 @@
-"""How a slice's gradient reaches its owner: each rank adds to it and sends it on.
+"""How a slice's gradient reaches its owner: each rank adds its contribution and sends it on.
 
 See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 """
@@ -43,7 +43,9 @@ class SliceGrad:
             part.copy_(grad).mul_(self._scale)
         self._empty[position] = False
 
-    def add_product(self, position: int, left: Tensor, right: Tensor, entry: int | None = None) -> None:
+    def add_product(
+        self, position: int, left: Tensor, right: Tensor, entry: int | None = None
+    ) -> None:
         """Add the product of two matrices to the gradient at ``position``.
 
         With ``entry``, add it to that matrix along the gradient's first dim. The product is not
@@ -61,7 +63,9 @@ class SliceGrad:
         if empty:
             part.zero_()
         num_rows = max(1, _MAX_PRODUCT_NUMEL // max(1, part.shape[1]))
-        for rows, of_rows in zip(torch.split(part, num_rows), torch.split(left, num_rows), strict=True):
+        for rows, of_rows in zip(
+            torch.split(part, num_rows), torch.split(left, num_rows), strict=True
+        ):
             rows.add_(of_rows @ right, alpha=self._scale)
 
     def close(self) -> None:
@@ -94,17 +98,20 @@ class GradientRing:
     the ranks.
     """
 
-    def __init__(self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._ring = ring
         self._layout = layout
         self._dtype = dtype
         self._device = device
         self._here: tuple[_GradientPiece, SliceGrad] | None = None
-        self._in_flight: tuple[Hop, _GradientPiece, _GradientPiece] | None = None  # hop, sent, arriving
+        # The hop, the piece that it sends, and the piece that arrives.
+        self._in_flight: tuple[Hop, _GradientPiece, _GradientPiece] | None = None
         self._own: Tensor | None = None
 
     def receive(self, piece: int) -> SliceGrad:
-        """The gradient of ``piece`` as the ranks before left it; empty on the first rank.
+        """The gradient of ``piece`` as the previous ranks left it; empty on the first rank.
 
         Calls before the next `send_on` return the same object.
 
@@ -112,9 +119,9 @@ class GradientRing:
             RingError: the gradient did not arrive.
         """
         if self._here is None:
-            empty = self._in_flight is None
-            here = self._piece(piece) if self._in_flight is None else self._arrived(*self._in_flight)
-            self._in_flight = None
+            flight, self._in_flight = self._in_flight, None
+            empty = flight is None
+            here = self._piece(piece) if flight is None else self._arrived(*flight)
             parts = self._layout.views(here.flat, piece)
             self._here = here, SliceGrad(parts, empty=empty, scale=1 / self._ring.size)
         return self._here[1]
@@ -131,7 +138,9 @@ class GradientRing:
         round_, index = divmod(here.piece, self._ring.size)
         if index != self._ring.rank:
             arriving = self._piece(self._layout.piece((index + 1) % self._ring.size, round_))
-            hop = self._ring.shift(here.flat, arriving.flat, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS)
+            hop = self._ring.shift(
+                here.flat, arriving.flat, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS
+            )
             self._in_flight = hop, here, arriving
 
     def finish(self) -> Tensor:

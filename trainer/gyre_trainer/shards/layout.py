@@ -82,16 +82,24 @@ class Layout:
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
         """The shards in ``flat``, the buffer of piece ``index``, in the order of the cuts."""
         shapes, sizes = self._parts[index], self._sizes[index]
-        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
+        return [
+            part.view(shape)
+            for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)
+        ]
 
     def only(self, wanted: Sequence[bool]) -> "Layout":
         """The layout of the cuts whose flag in ``wanted`` is true."""
-        return replace(self, cuts=tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want))
+        return replace(
+            self, cuts=tuple(cut for cut, want in zip(self.cuts, wanted, strict=True) if want)
+        )
 
     @cached_property
     def _bounds(self) -> dict[str, list[tuple[int, int]]]:
         num_pieces = self.num_slices * self.num_rounds
-        return {cut.name: [self._bounds_of(cut, piece) for piece in range(num_pieces)] for cut in self.cuts}
+        return {
+            cut.name: [self._bounds_of(cut, piece) for piece in range(num_pieces)]
+            for cut in self.cuts
+        }
 
     @cached_property
     def _sizes(self) -> list[list[int]]:

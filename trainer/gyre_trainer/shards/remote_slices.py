@@ -1,4 +1,7 @@
-"""The slices of the other ranks: the next is in flight while the caller uses this one."""
+"""The slices of the other ranks: the next one is in flight while the caller uses this one.
+
+See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +31,9 @@ class RemoteSlices:
     written to. ``own`` must not change before the first piece was yielded.
     """
 
-    def __init__(self, ring: Ring, own: Tensor, layout: Layout, direction: Direction, round_: int) -> None:
+    def __init__(
+        self, ring: Ring, own: Tensor, layout: Layout, direction: Direction, round_: int
+    ) -> None:
         self._ring = ring
         self._layout = layout
         self._direction = direction
@@ -40,10 +45,14 @@ class RemoteSlices:
             return None
         buffer = self._ring.pool.take(self._layout.numel(0), outgoing.dtype, outgoing.device)
         incoming = buffer[: self._layout.numel(self._piece(step))]
-        return _Incoming(self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS), buffer, incoming)
+        return _Incoming(
+            self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS), buffer, incoming
+        )
 
     def _piece(self, step: int) -> int:
-        return self._layout.piece((self._ring.rank - step * self._direction) % self._ring.size, self._round)
+        return self._layout.piece(
+            (self._ring.rank - step * self._direction) % self._ring.size, self._round
+        )
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         for step in range(1, self._ring.size):
@@ -57,7 +66,7 @@ class RemoteSlices:
             self._ring.pool.put(incoming.buffer)
 
     def close(self) -> None:
-        """Return when no hop is in flight, also where no slice was asked for or a slice failed."""
+        """Return when no hop is in flight, even if not all slices were asked for."""
         if self._next is not None:
             self._next.hop.wait()
             self._ring.pool.put(self._next.buffer)

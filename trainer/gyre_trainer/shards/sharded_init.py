@@ -97,15 +97,25 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
     Raises:
         RotationError: a parameter has no distribution, or a buffer is on `meta`; the message names
             it.
+
+    Example:
+        with torch.device("meta"):
+            model = MyModel()
+        rotate_all(model, mesh=make_mesh("cuda"))
+        materialize(model, seed=0, device="cuda")
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise RotationError(f"buffer {name} is on meta and has no initial value; create it on a real device")
+            raise RotationError(
+                f"buffer {name} is on meta and has no initial value; create it on a real device"
+            )
     _allocate_meta_parameters(model, torch.device(device))
     inits = model.inits() if isinstance(model, HasInits) else torch_inits(model)
     for name, parameter in model.named_parameters():
         if name not in inits:
-            raise RotationError(f"parameter {name} has no initial distribution; give the model a method inits()")
+            raise RotationError(
+                f"parameter {name} has no initial distribution; give the model a method inits()"
+            )
         fill(parameter, inits[name], seed=seed, name=name)
     _clear_padding(model)
 
@@ -126,14 +136,16 @@ def _allocate_meta_parameters(model: nn.Module, device: torch.device) -> None:
         for name, parameter in list(child._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 if parameter not in real:
-                    real[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                    real[parameter] = nn.Parameter(
+                        torch.empty_like(parameter, device=device), parameter.requires_grad
+                    )
                 setattr(child, name, real[parameter])
 
 
 def torch_inits(model: nn.Module) -> dict[str, Init]:
     """The distributions of `inits()`, or of torch's `reset_parameters` for known layers."""
     inits: dict[str, Init] = {}
-    for path, module in model.named_modules():  # outer modules first: they may speak for inner ones
+    for path, module in model.named_modules():  # outer modules first: they take precedence
         for name, init in _inits_of(module).items():
             inits.setdefault(f"{path}.{name}".removeprefix("."), init)
     return inits
@@ -148,12 +160,23 @@ def _inits_of(module: nn.Module) -> Mapping[str, Init]:
             return dict.fromkeys(("weight", "bias"), Uniform(1 / sqrt(fan_in)))
         case nn.Embedding():
             return {"weight": Normal(1.0)}
-        case nn.LayerNorm() | nn.RMSNorm() | nn.GroupNorm() | nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
+        case (
+            nn.LayerNorm()
+            | nn.RMSNorm()
+            | nn.GroupNorm()
+            | nn.BatchNorm1d()
+            | nn.BatchNorm2d()
+            | nn.BatchNorm3d()
+        ):
             return {"weight": Constant(1.0), "bias": Constant(0.0)}
         case nn.MultiheadAttention():
             names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
             weights = {name: getattr(module, name) for name in names}
-            bounds = {name: Uniform(sqrt(6 / sum(weight.shape))) for name, weight in weights.items() if weight is not None}
+            bounds = {
+                name: Uniform(sqrt(6 / sum(weight.shape)))
+                for name, weight in weights.items()
+                if weight is not None
+            }
             return {**bounds, "in_proj_bias": Constant(0.0), "out_proj.bias": Constant(0.0)}
         case _:
             return {}
@@ -168,11 +191,16 @@ def fill(parameter: Tensor, init: Init, *, seed: int, name: str) -> None:
     cell_of = _cells(init, (rows, columns), seed, name)
     for row in range(row_start // _CELL, -(-(row_start + matrix.shape[0]) // _CELL)):
         for column in range(column_start // _CELL, -(-(column_start + matrix.shape[1]) // _CELL)):
-            _copy_cell(torch.from_numpy(cell_of(row, column)), matrix, row * _CELL - row_start, column * _CELL - column_start)
+            _copy_cell(
+                torch.from_numpy(cell_of(row, column)),
+                matrix,
+                row * _CELL - row_start,
+                column * _CELL - column_start,
+            )
 
 
 def _copy_cell(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
-    """Copy what of a cell lies inside ``matrix``; (top, left) is the cell's corner there."""
+    """Copy the part of a cell that lies inside ``matrix``; (top, left) is the cell's corner."""
     target = matrix[max(top, 0) : top + cell.shape[0], max(left, 0) : left + cell.shape[1]]
     inside = cell[max(-top, 0) :, max(-left, 0) :]
     target.copy_(inside[: target.shape[0], : target.shape[1]])
@@ -180,11 +208,16 @@ def _copy_cell(cell: Tensor, matrix: Tensor, top: int, left: int) -> None:
 
 def _cells(init: Init, shape: tuple[int, int], seed: int, name: str) -> Callable[[int, int], _Cell]:
     """A function from (row, column) to that cell; cells at the far edges are smaller."""
-    key = np.frombuffer(blake2b(name.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest(), dtype=np.uint64)
+    key = np.frombuffer(
+        blake2b(name.encode(), digest_size=16, key=seed.to_bytes(8, "little")).digest(),
+        dtype=np.uint64,
+    )
 
     def cell(row: int, column: int) -> _Cell:
         generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, column, row]))
-        return init.draw(generator, (min(_CELL, shape[0] - row * _CELL), min(_CELL, shape[1] - column * _CELL)))
+        return init.draw(
+            generator, (min(_CELL, shape[0] - row * _CELL), min(_CELL, shape[1] - column * _CELL))
+        )
 
     return cell
 
@@ -201,5 +234,8 @@ def _local_shard(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
     if placement.dim == 0:
         return parameter.to_local(), start, 0
     if parameter.ndim > 2:
-        raise RotationError(f"parameter {name} is cut along dim {placement.dim} of {parameter.ndim}; only matrices can be")
+        raise RotationError(
+            f"parameter {name} is cut along dim {placement.dim} of {parameter.ndim}; "
+            "only matrices can be"
+        )
     return parameter.to_local(), 0, start

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gyre_trainer.comm.ring import Ring, ring_of
+from gyre_trainer.comm.ring import Ring
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
 
@@ -39,9 +40,13 @@ class ShardedParameters:
         self.ring: Ring = ring_of(mesh)
         rank = self.ring.rank
         device = torch.device(mesh.device_type) if sources[0].is_meta else sources[0].device
-        self.flat = torch.full((layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device)
+        self.flat = torch.full(
+            (layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device
+        )
         self.parameters: list[nn.Parameter] = []
-        for source, cut, shard in zip(sources, layout.cuts, layout.views(self.flat, rank), strict=True):
+        for source, cut, shard in zip(
+            sources, layout.cuts, layout.views(self.flat, rank), strict=True
+        ):
             start, stop = layout.bounds(cut, rank)
             if not source.is_meta:
                 shard.copy_(source.detach().narrow(cut.dim, start, stop - start))
@@ -62,7 +67,8 @@ class ShardedParameters:
         if not same_storage(local, self.flat):
             raise RotationError(
                 f"parameter {name} no longer lies in its rotated slice; "
-                "move or convert a model before it is rotated, and load states by copying (load_state_dict without assign)"
+                "move or convert a model before it is rotated, and load states by copying "
+                "(load_state_dict without assign)"
             )
         return local
 
@@ -98,10 +104,14 @@ class _Local(torch.autograd.Function):
         return None if grad is None else DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def as_parameter(local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter) -> nn.Parameter:
+def as_parameter(
+    local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter
+) -> nn.Parameter:
     """A DTensor parameter with the local tensor ``local`` and the shape and dtype of ``whole``."""
     strides = tuple(prod(whole.shape[dim + 1 :]) for dim in range(whole.dim()))
-    tensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=strides)
+    tensor = DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=whole.shape, stride=strides
+    )
     return nn.Parameter(tensor, requires_grad=whole.requires_grad)
 
 
@@ -131,7 +141,9 @@ def sharded_parameters_of(parameter: nn.Parameter) -> ShardedParameters | None:
     return sharded
 
 
-def shard_parameters(sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> ShardedParameters:
+def shard_parameters(
+    sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh
+) -> ShardedParameters:
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
     for parameter in (*sources, *sharded.parameters):

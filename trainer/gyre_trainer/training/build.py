@@ -3,9 +3,9 @@
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.rotate import RotationPolicy, materialize
+from gyre_trainer.rotate import RotationPolicy, materialize, rotate_all
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.gpt import GPT, rotate_gpt
+from gyre_trainer.training.gpt import GPT
 from gyre_trainer.training.rank_context import RankContext
 
 
@@ -22,7 +22,8 @@ def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
         grad_dtype=getattr(torch, dtypes.grad_dtype),
         recompute=config.memory.recompute,
     )
-    return rotate_gpt(model, mesh, policy)
+    rotate_all(model, mesh=mesh, policy=policy)
+    return model
 
 
 def build_model(config: TrainConfig, context: RankContext) -> GPT:

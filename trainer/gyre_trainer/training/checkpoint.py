@@ -71,14 +71,18 @@ class Checkpoints:
             "step": step,
             "world_size": dist.get_world_size(),
             "model": asdict(self._model_config),
-            "loader": {name: b64encode(value).decode() for name, value in state.loader.state_dict().items()},
+            "loader": {
+                name: b64encode(value).decode() for name, value in state.loader.state_dict().items()
+            },
         }
         try:
             _on_first_rank(lambda: _remove(unfinished))
             save({"model": model, "optimizer": optimizer}, checkpoint_id=unfinished)
             _on_first_rank(lambda: self._publish(unfinished, name, manifest))
         except (OSError, CheckpointException) as error:
-            raise CheckpointFailed(f"checkpoint {self._folder / name} cannot be written: {_cause(error)}") from error
+            raise CheckpointFailed(
+                f"checkpoint {self._folder / name} cannot be written: {_cause(error)}"
+            ) from error
 
     def load(self, state: TrainState, path: Path) -> int:
         """Restore ``state`` in place from the checkpoint directory ``path``.
@@ -89,17 +93,27 @@ class Checkpoints:
             The step to continue with.
 
         Raises:
-            CheckpointRejected: it is no checkpoint, incomplete, or one of another format or model;
-                the message says what differs.
+            CheckpointRejected: it is not a checkpoint, is incomplete, or has another format or
+                model; the message says what differs.
         """
         manifest = read_manifest(path, self._model_config)
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
         try:
             load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
         except CheckpointException as error:
-            raise CheckpointRejected(f"checkpoint {path} cannot be read: {_cause(error)}") from error
-        set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
-        state.loader.load_state_dict({name: b64decode(value) for name, value in manifest["loader"].items()})
+            raise CheckpointRejected(
+                f"checkpoint {path} cannot be read: {_cause(error)}"
+            ) from error
+        set_state_dict(
+            state.model,
+            state.optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=_OPTIONS,
+        )
+        state.loader.load_state_dict(
+            {name: b64decode(value) for name, value in manifest["loader"].items()}
+        )
         if path.absolute().parent == self._folder.absolute():
             _on_first_rank(lambda: _write_pointer(self._folder / _LATEST, path.name))
         return int(manifest["step"])
@@ -134,7 +148,8 @@ def latest(folder: Path) -> Path:
         return folder / (folder / _LATEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         raise CheckpointRejected(
-            f"there is no checkpoint in {folder}; begin the run without --resume, or with --resume-if-any"
+            f"there is no checkpoint in {folder}; begin the run without --resume, "
+            "or with --resume-if-any"
         ) from None
 
 
@@ -142,16 +157,20 @@ def read_manifest(path: Path, model_config: GPTConfig) -> dict[str, Any]:
     """The manifest of the checkpoint directory ``path``.
 
     Raises:
-        CheckpointRejected: it is no checkpoint, or one of another format or model; the message says
-            what differs.
+        CheckpointRejected: it is not a checkpoint, or has another format or model; the message
+            says what differs.
     """
     try:
         manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         written = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointRejected(f"{path} is not a checkpoint: it has no readable {_MANIFEST}") from None
+        raise CheckpointRejected(
+            f"{path} is not a checkpoint: it has no readable {_MANIFEST}"
+        ) from None
     if written != FORMAT:
-        raise CheckpointRejected(f"checkpoint {path} has format {written}, but this version reads format {FORMAT}")
+        raise CheckpointRejected(
+            f"checkpoint {path} has format {written}, but this version reads format {FORMAT}"
+        )
     saved, wanted = manifest["model"], asdict(model_config)
     differences = [
         f"{key} is {saved.get(key)} there and {wanted.get(key)} here"

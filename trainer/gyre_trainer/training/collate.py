@@ -6,9 +6,9 @@
              row per document, as above
 
 A document longer than sequence_length + 1 is cut to a window of that length. The window's place is
-a function of the step and the sample id: another one each epoch, the same on every rerun. A shorter
-document ends with END_OF_TEXT; after it comes padding without a loss. A long document is seen in
-part each epoch, so cut a corpus of long documents into smaller samples.
+a function of the step and the sample id, so it differs between epochs and is the same in every
+rerun. A shorter document ends with END_OF_TEXT, followed by padding without a loss. An epoch shows
+only a part of each long document, so cut a corpus of long documents into smaller samples.
 
 Dims: B samples of this rank, T = sequence_length.
 """
@@ -34,7 +34,7 @@ class Examples:
     Attributes:
         inputs: int64 [B, T].
         targets: int64 [B, T].
-        counts: bool [B, T], the targets that have a loss; None for all. Either on every rank or on
+        counts: bool [B, T], the targets that have a loss; None for all. Either all ranks have it or
             none.
     """
 
@@ -49,7 +49,9 @@ class Examples:
     def split(self, num_parts: int) -> "list[Examples]":
         """The same rows in ``num_parts`` equal parts."""
         counts = [None] * num_parts if self.counts is None else self.counts.chunk(num_parts)
-        parts = zip(self.inputs.chunk(num_parts), self.targets.chunk(num_parts), counts, strict=True)
+        parts = zip(
+            self.inputs.chunk(num_parts), self.targets.chunk(num_parts), counts, strict=True
+        )
         return [Examples(*part) for part in parts]
 
     def to(self, device: torch.device) -> "Examples":
@@ -59,7 +61,7 @@ class Examples:
 
 
 class Collator:
-    """Makes examples of one run's batches."""
+    """Turns the batches of one run into examples."""
 
     def __init__(self, data: DataConfig, vocab_size: int) -> None:
         self._data = data
@@ -75,9 +77,15 @@ class Collator:
         values = batch.get(self._data.field)
         if values is None:
             there = ", ".join(sorted(batch))
-            raise DataRejected(f"`data.field` is {self._data.field!r}, but {self._data.dataset!r} delivers {there}")
+            raise DataRejected(
+                f"`data.field` is {self._data.field!r}, but {self._data.dataset!r} delivers {there}"
+            )
         offsets = batch.get(f"{self._data.field}.offsets")
-        examples = self._windows(values) if offsets is None else self._documents(values, offsets, batch["sample_id"], step)
+        examples = (
+            self._windows(values)
+            if offsets is None
+            else self._documents(values, offsets, batch["sample_id"], step)
+        )
         if "mask" in batch:
             examples = _without_padding(examples, batch["mask"])
         self._require_known_tokens(examples)
@@ -88,34 +96,46 @@ class Collator:
         if tokens.ndim != 2 or tokens.shape[1] != length:
             shape = " by ".join(map(str, tokens.shape[1:])) or "a scalar"
             raise DataRejected(
-                f"`data.sequence_length` {self._data.sequence_length} needs samples of {length} tokens, "
-                f"but a sample of {self._data.dataset!r} is {shape}"
+                f"`data.sequence_length` {self._data.sequence_length} needs samples of {length} "
+                f"tokens, but a sample of {self._data.dataset!r} is {shape}"
             )
-        rows = tokens.long()  # no copy of unsigned ids, which arrive so; signed ones come as they are stored
+        # The loader has converted unsigned ids to int64 already, so this copies only signed ones.
+        rows = tokens.long()
         return Examples(rows[:, :-1], rows[:, 1:], None)
 
-    def _documents(self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int) -> Examples:
+    def _documents(
+        self, values: Tensor, offsets: Tensor, sample_ids: Tensor, step: int
+    ) -> Examples:
         if values.dtype != torch.uint8:
-            raise DataRejected(f"text must come as bytes, but {self._data.field!r} is {values.dtype}")
+            raise DataRejected(
+                f"text must come as bytes, but {self._data.field!r} is {values.dtype}"
+            )
         length = self._data.sequence_length + 1
         bounds, text = offsets.tolist(), values.cpu().numpy()
         rows = np.full((len(sample_ids), length), END_OF_TEXT, dtype=np.int64)
         lengths = np.zeros(len(sample_ids), dtype=np.int64)
         for row, sample_id in enumerate(sample_ids.tolist()):
-            tokens = window(text[bounds[row] : bounds[row + 1]], length, [self._data.seed, step, sample_id])
+            tokens = window(
+                text[bounds[row] : bounds[row + 1]], length, [self._data.seed, step, sample_id]
+            )
             rows[row, : len(tokens)] = tokens
             lengths[row] = len(tokens)
         counts = np.arange(1, length) < lengths[:, None]
         tokens_and_padding = torch.from_numpy(rows)
-        return Examples(tokens_and_padding[:, :-1], tokens_and_padding[:, 1:], torch.from_numpy(counts))
+        return Examples(
+            tokens_and_padding[:, :-1], tokens_and_padding[:, 1:], torch.from_numpy(counts)
+        )
 
     def _require_known_tokens(self, examples: Examples) -> None:
-        extremes = torch.stack([examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()])
+        extremes = torch.stack(
+            [examples.inputs.amin(), examples.inputs.amax(), examples.targets.amax()]
+        )
         smallest, *greatest = extremes.tolist()  # this waits for a device only once
         largest = max(greatest)
         if largest >= self._vocab_size or smallest < 0:
             raise DataRejected(
-                f"token {largest} of {self._data.dataset!r} is outside the vocabulary; `model.vocab_size` is {self._vocab_size}"
+                f"token {largest} of {self._data.dataset!r} is outside the vocabulary; "
+                f"`model.vocab_size` is {self._vocab_size}"
             )
 
 
@@ -131,4 +151,8 @@ def window(document: npt.NDArray[np.uint8], length: int, key: list[int]) -> npt.
 def _without_padding(examples: Examples, is_sample: Tensor) -> Examples:
     """The examples without a loss for rows [B] that only fill up the last batch of an epoch."""
     rows = is_sample.to(examples.targets.device)[:, None].expand_as(examples.targets)
-    return Examples(examples.inputs, examples.targets, rows if examples.counts is None else rows & examples.counts)
+    return Examples(
+        examples.inputs,
+        examples.targets,
+        rows if examples.counts is None else rows & examples.counts,
+    )

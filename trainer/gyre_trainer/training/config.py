@@ -1,20 +1,33 @@
-"""The configuration of a training run: frozen dataclasses for the TOML file's sections.
+"""The configuration of a training run: a dataclass per section of the TOML file.
 
-It is checked as a whole before anything starts.
+All of it is checked before anything starts. Types and ranges stand in the annotations, and msgspec
+checks them; docs/adr/0031 says how and why.
 """
 
 import dataclasses
+import difflib
 import tomllib
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.gpt import GPTConfig
-from gyre_trainer.training.schema import build, nearest
 
+Section = TypeVar("Section")
 DType = Literal["float32", "bfloat16"]
+
+_AtLeast0 = Annotated[int, Meta(ge=0)]
+_AtLeast1 = Annotated[int, Meta(ge=1)]
+_Positive = Annotated[float, Meta(gt=0)]
+_NotNegative = Annotated[float, Meta(ge=0)]
+_Decay = Annotated[float, Meta(ge=0, lt=1)]
+_Text = Annotated[str, Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +40,20 @@ class RunConfig:
         device: `auto` takes CUDA where every local rank has a device of its own, else the CPU.
         threads: threads of one rank's operators on the CPU; 0 shares the machine's cores among its
             ranks.
-        log_every: steps between two writes to history, TensorBoard and progress; each takes one
-            small collective.
+        log_every: steps between two writes to history, TensorBoard and progress; each write costs
+            one small collective.
         seed: the seed of the initial weights.
-        timeout_s: the longest that a rank waits for another in one hop or collective before the job
-            ends.
+        timeout_s: the job ends when a rank has waited for another for longer than this, in one hop
+            or collective.
     """
 
-    out: str
-    steps: int
+    out: _Text
+    steps: _AtLeast1
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 0
-    log_every: int = 10
-    seed: int = 0
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        _require_positive("run", self, ("steps", "log_every", "timeout_s"))
-        _require_at_least_zero("run", self, ("threads", "seed"))
-        if not self.out:
-            raise ConfigError("`run.out` is empty; name the directory that the run is to live in")
+    threads: _AtLeast0 = 0
+    log_every: _AtLeast1 = 10
+    seed: _AtLeast0 = 0
+    timeout_s: _Positive = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +62,10 @@ class DataConfig:
 
     Attributes:
         dataset: a name that the daemon knows; with `format`, a path or URI.
-        address: the daemon's address; "" takes GYRE_ADDRESS, and where `format` is set the first
-            rank of each machine starts a private daemon for the machine's ranks.
-        format: tokens or webdataset: makes `dataset` a definition of its own, as the daemon's
-            configuration would have it.
-        options: the other keys of that definition.
+        address: the daemon's address; "" takes GYRE_ADDRESS or, where `format` is set, a private
+            daemon that the first rank of each machine starts for the machine's ranks.
+        format: tokens or webdataset; makes `dataset` a path or URI instead of a name.
+        options: the other keys that such a dataset has in the daemon's configuration.
         field: the tensor of a sample that holds its tokens, or its text as bytes.
         batch_size: samples in a global batch, over all ranks, for one optimizer step.
         sequence_length: targets per sample; a sample is one token longer.
@@ -69,27 +75,23 @@ class DataConfig:
     """
 
     dataset: str
-    batch_size: int
-    sequence_length: int
+    batch_size: _AtLeast1
+    sequence_length: _AtLeast1
     address: str = ""
     format: str = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     field: str = "tokens"
-    seed: int = 0
+    seed: _AtLeast0 = 0
     tail: Literal["wrap", "drop", "pad"] = "wrap"
-    prefetch_batches: int = 8
-
-    def __post_init__(self) -> None:
-        _require_positive("data", self, ("batch_size", "sequence_length", "prefetch_batches"))
-        _require_at_least_zero("data", self, ("seed",))
+    prefetch_batches: _AtLeast1 = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig:
-    """The dtypes of travelling slices; own shards and optimizer state are always float32.
+    """The dtypes on the ring; parameter shards and optimizer state are always float32.
 
     Attributes:
-        compute_dtype: the dtype of travelling parameter shards and of activations.
+        compute_dtype: the dtype of activations and of the parameter shards that travel.
         grad_dtype: the dtype of gradients on the ring.
     """
 
@@ -102,8 +104,8 @@ class MemoryConfig:
     """Memory that a rank can save.
 
     Attributes:
-        recompute: whether only the input of each norm is kept of it and the attention or MLP after
-            it; backward then computes each slice again.
+        recompute: whether backward computes each norm, and the attention or MLP after it, again
+            from the input of the norm, which is then all that forward keeps.
     """
 
     recompute: bool = False
@@ -121,24 +123,17 @@ class OptimizerConfig:
         eps: AdamW's epsilon.
         weight_decay: for parameters with two or more dims.
         clip_norm: the global norm that gradients are clipped to; 0 for no clipping.
-        accumulation_steps: parts of a rank's slice of the batch, which it computes one after the
-            other.
+        accumulation_steps: parts of a rank's share of the batch, computed one after the other.
     """
 
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup_steps: int = 0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    accumulation_steps: int = 1
-
-    def __post_init__(self) -> None:
-        _require_positive("optimizer", self, ("lr", "eps", "accumulation_steps"))
-        _require_at_least_zero("optimizer", self, ("min_lr", "warmup_steps", "weight_decay", "clip_norm"))
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"`optimizer.betas` must lie in [0, 1), but are {list(self.betas)}")
+    lr: _Positive = 1e-3
+    min_lr: _NotNegative = 1e-4
+    warmup_steps: _AtLeast0 = 0
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    eps: _Positive = 1e-8
+    weight_decay: _NotNegative = 0.1
+    clip_norm: _NotNegative = 1.0
+    accumulation_steps: _AtLeast1 = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,44 +141,40 @@ class CheckpointConfig:
     """When a run is saved.
 
     Attributes:
-        every: steps between two checkpoints; one more is written at the end. 0 for none at all.
+        every: steps between two checkpoints; one more is written at the end. 0 for none.
         keep: how many of the newest checkpoints stay on disk.
     """
 
-    every: int = 100
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        _require_positive("checkpoint", self, ("keep",))
-        _require_at_least_zero("checkpoint", self, ("every",))
+    every: _AtLeast0 = 100
+    keep: _AtLeast1 = 2
 
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """A dataset, or another order of the same, for evaluation: the same batches every time.
+    """Evaluation, on the same batches every time.
 
     Attributes:
-        dataset: as `data.dataset`.
+        dataset: as `data.dataset`; it may be the same one.
         every: steps between two evaluations; 0 for none.
         batches: global batches of `data.batch_size` samples in one evaluation.
         seed: the seed of the order whose first batches are used.
     """
 
     dataset: str = ""
-    every: int = 0
-    batches: int = 8
-    seed: int = 0
+    every: _AtLeast0 = 0
+    batches: _AtLeast1 = 8
+    seed: _AtLeast0 = 0
 
     def __post_init__(self) -> None:
-        _require_positive("eval", self, ("batches",))
-        _require_at_least_zero("eval", self, ("every", "seed"))
         if self.every and not self.dataset:
-            raise ConfigError("`eval.every` is set but `eval.dataset` is not; name the dataset to evaluate on")
+            raise ConfigError(
+                "`eval.every` is set but `eval.dataset` is not; name the dataset to evaluate on"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """The whole file."""
+    """The whole file: a section per field."""
 
     run: RunConfig
     data: DataConfig
@@ -197,11 +188,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.optimizer.warmup_steps > self.run.steps:
             raise ConfigError(
-                f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, but the run has {self.run.steps} steps"
+                f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "
+                f"but the run has {self.run.steps} steps"
             )
 
     def require_divisible(self, world_size: int) -> None:
-        """Refuse a world size that does not divide the global batch evenly.
+        """Check that the global batch divides evenly among ranks and accumulation steps.
 
         Raises:
             ConfigError: says what the batch size must be a multiple of.
@@ -228,7 +220,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     data, model = table.get("data"), table.get("model")
     if isinstance(data, dict) and isinstance(model, dict) and "sequence_length" in data:
         model.setdefault("max_seq_len", data["sequence_length"])
-    return build(TrainConfig, table, "")
+    return build(TrainConfig, table)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -245,9 +237,6 @@ def _override(table: dict[str, Any], text: str) -> None:
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or not key:
         raise ConfigError(f"--set {text!r} is not of the form section.key=value")
-    sections = [f.name for f in dataclasses.fields(TrainConfig)]
-    if section not in sections:
-        raise ConfigError(f"unknown section `{section}` in --set{nearest(section, sections)}")
     target = table.setdefault(section, {})
     if not isinstance(target, dict):
         raise ConfigError(f"`{section}` must be a table: [{section}]")
@@ -255,20 +244,52 @@ def _override(table: dict[str, Any], text: str) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value; other text is a string, so paths and names need no second quotes."""
+    """A TOML value; other text is a string, so that paths and names need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
-def _require_positive(section: str, values: object, names: Sequence[str]) -> None:
-    for name in names:
-        if not getattr(values, name) > 0:
-            raise ConfigError(f"`{section}.{name}` must be positive, but is {getattr(values, name)}")
+def build(cls: type[Section], table: Mapping[str, Any], where: str = "") -> Section:
+    """The dataclass with the values of a table; absent keys keep their defaults.
+
+    Args:
+        cls: its fields are dataclasses, for which the table holds tables, or types that msgspec
+            knows; annotations may carry its `Meta`.
+        table: as TOML gives it.
+        where: the dotted name of the table for errors; "" for the whole file.
+
+    Raises:
+        ConfigError: a key is unknown (the error names the nearest known one) or missing, a value
+            has the wrong type or range, or the dataclass itself refuses the values.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    prefix = f"{where}." if where else ""
+    for key in table.keys() - hints.keys():
+        close = difflib.get_close_matches(key, hints, n=1)
+        advice = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(sorted(hints))}"
+        raise ConfigError(f"unknown key `{prefix}{key}`; {advice}")
+    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
+        is_required = each.default is MISSING and each.default_factory is MISSING
+        if is_required and each.name not in table:
+            raise ConfigError(f"`{prefix}{each.name}` is missing")
+    return cls(**{key: _convert(value, hints[key], prefix + key) for key, value in table.items()})
 
 
-def _require_at_least_zero(section: str, values: object, names: Sequence[str]) -> None:
-    for name in names:
-        if not getattr(values, name) >= 0:
-            raise ConfigError(f"`{section}.{name}` must not be negative, but is {getattr(values, name)}")
+def _convert(value: Any, hint: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return build(hint, _convert(value, dict[str, Any], name), name)
+    try:
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"`{name}` is {value!r}: {_explain(error, hint)}") from error
+
+
+def _explain(error: msgspec.ValidationError, hint: Any) -> str:
+    """What was expected, with TOML's names for lists and tables."""
+    if typing.get_origin(hint) is Literal:
+        return f"expected one of {', '.join(typing.get_args(hint))}"
+    text = str(error).partition(", got ")[0].partition(" - at ")[0]
+    text = text.replace("`array`", "a list").replace("`object`", "a table")
+    return text[0].lower() + text[1:]

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  # names carry shape letters
-"""A small GPT, and how it is rotated.
+"""A small GPT.
 
 Pre-norm blocks, rotary positions, grouped key/value heads, plain or gated MLP. Dims: B batch, T
 time, D model, V vocabulary.
@@ -11,12 +11,11 @@ from math import sqrt
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.layers.attention import Attention, Heads, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
-from gyre_trainer.rotate import RotationPolicy, linear_cross_entropy, rotate_all
+from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.sharded_init import Constant, Init, Normal
 
 _INIT_STD = 0.02
@@ -57,10 +56,14 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.num_heads):
-            raise ConfigError(f"`model.dim` is {self.dim}; it must be an even multiple of `model.num_heads`, {self.num_heads}")
+            raise ConfigError(
+                f"`model.dim` is {self.dim}; "
+                f"it must be an even multiple of `model.num_heads`, {self.num_heads}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"`model.num_kv_heads` is {self.num_kv_heads}; it must divide `model.num_heads`, {self.num_heads}"
+                f"`model.num_kv_heads` is {self.num_kv_heads}; "
+                f"it must divide `model.num_heads`, {self.num_heads}"
             )
 
 
@@ -70,7 +73,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
-        self.attention = Attention(config.dim, Heads(config.num_heads, config.num_kv_heads), bias=config.bias)
+        self.attention = Attention(
+            config.dim, Heads(config.num_heads, config.num_kv_heads), bias=config.bias
+        )
         self.mlp_norm = _norm(config)
         mlp = GatedMLP if config.gated_mlp else MLP
         self.mlp = mlp(config.dim, config.hidden_dim, bias=config.bias)
@@ -102,17 +107,20 @@ class GPT(nn.Module):
 
     def _features(self, tokens_BT: Tensor) -> Tensor:
         """The input of the head, (B, T, D)."""
-        config = self.config
-        if tokens_BT.shape[1] > config.max_seq_len:
-            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than the model's max_seq_len, {config.max_seq_len}")
-        rope_TC = rope_table(tokens_BT.shape[1], config.dim // config.num_heads, config.rope_theta, tokens_BT.device)
+        config, num_tokens = self.config, tokens_BT.shape[1]
+        if num_tokens > config.max_seq_len:
+            raise ValueError(f"{num_tokens} tokens exceed `max_seq_len`, {config.max_seq_len}")
+        head_dim = config.dim // config.num_heads
+        rope_TC = rope_table(num_tokens, head_dim, config.rope_theta, tokens_BT.device)
         x_BTD = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, rope_TC)
         normed_BTD: Tensor = self.norm(x_BTD)
         return normed_BTD
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
+    def loss(
+        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+    ) -> Tensor:
         """Mean cross-entropy of ``targets_BT`` in nats, over this rank's tokens.
 
         The logits never exist as a whole.
@@ -145,16 +153,3 @@ class GPT(nn.Module):
 
 def _norm(config: GPTConfig) -> nn.Module:
     return nn.RMSNorm(config.dim, eps=1e-5) if config.norm == "rms" else nn.LayerNorm(config.dim)
-
-
-def rotate_gpt(model: GPT, mesh: DeviceMesh, policy: RotationPolicy | None = None) -> GPT:
-    """Rotate a GPT: attention by heads, MLPs by hidden width, embedding and head by the vocabulary.
-
-    A head that is tied to the embedding shares its slice. The norms stay whole on every rank.
-
-    Raises:
-        MeshError: the mesh is not a ring with this rank on it.
-        RotationError: the model is rotated already, or its heads cannot be cut.
-    """
-    rotate_all(model, mesh=mesh, policy=policy or RotationPolicy())
-    return model

@@ -1,13 +1,15 @@
 """All ranks of one machine under one process: a small torchrun that leaves no process behind.
 
 The ranks stay in the launcher's process group, so a terminal's Ctrl-C and a kill of the group reach
-them all; if the launcher alone is killed, the kernel kills its ranks (`PR_SET_PDEATHSIG`). The
-rendezvous store lives in the launcher on a port that the kernel chose and that is never free in
+them all. If the launcher alone is killed, the kernel kills its ranks (`PR_SET_PDEATHSIG`). The
+rendezvous store lives in the launcher, on a port that the kernel chose and that is never free in
 between, so two jobs that start together cannot meet.
+
+torchrun would do most of this, but its agent loses the message of a rank that fails while another
+rank fails too, and it puts its ranks into sessions of their own.
 """
 
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -20,31 +22,24 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gyre_trainer.training import rank_failure
-from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE, RankFailure
+from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE
 
-# How long a rank may take to end after SIGTERM before it is killed. Less would cut off tracebacks
-# and open files on a busy machine; more makes every failed job end later.
+# How long a rank may take to end after SIGTERM before it is killed. A shorter time would cut off
+# tracebacks and open files on a busy machine; a longer one makes every failed job end later.
 _GRACE_S = 5.0
-# How soon the deadline that a signal sets is noticed: `select` does not return for a signal.
-_POLL_INTERVAL_S = 0.5
+# How often the launcher looks whether a rank has ended. A look is one system call per rank. A
+# longer interval blurs which of two ranks ended first, and so which of them is named.
+_POLL_INTERVAL_S = 0.02
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Rank:
-    """The process of one rank.
-
-    Attributes:
-        pidfd: becomes readable when the process ends.
-        pipe_fd: where the rank's failure arrives.
-        failure: what the rank sent, once it has ended.
-    """
+    """The process of one rank, and the pipe that its failure arrives in."""
 
     index: int
     process: "subprocess.Popen[bytes]"
-    pidfd: int
     pipe_fd: int
-    failure: RankFailure | None = None
 
 
 class Launcher:
@@ -74,9 +69,11 @@ class Launcher:
                 self._wait()
             finally:
                 self._kill_all()
-        if self._signal is not None:
-            return 128 + self._signal
-        return self._report_failure()
+            try:
+                return self._report_failure() if self._signal is None else 128 + self._signal
+            finally:
+                for rank in self._ranks:
+                    os.close(rank.pipe_fd)
 
     def _start(self, index: int, port: int) -> None:
         read_fd, write_fd = os.pipe()
@@ -90,36 +87,29 @@ class Launcher:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists; rank 0 must not open one
             LAUNCHER_VARIABLE: f"{os.getpid()}:{write_fd}",
         }
-        process = subprocess.Popen(self._command, env=environment, pass_fds=(write_fd,), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            self._command, env=environment, pass_fds=(write_fd,), stdin=subprocess.DEVNULL
+        )
         os.close(write_fd)
-        self._ranks.append(_Rank(index, process, os.pidfd_open(process.pid), read_fd))
+        self._ranks.append(_Rank(index, process, read_fd))
 
     def _wait(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for rank in self._ranks:
-                selector.register(rank.pidfd, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                timeout_s = max(0.0, self._deadline_s - time.monotonic())
-                events = selector.select(min(timeout_s, _POLL_INTERVAL_S))
-                for key, _ in events:
-                    selector.unregister(key.fileobj)
-                    self._reap(key.data)
-                if not events and time.monotonic() >= self._deadline_s:
-                    return
-
-    def _reap(self, rank: _Rank) -> None:
-        status = rank.process.wait()
-        rank.failure = rank_failure.read(rank.pipe_fd)
-        self._ended.append(rank)
-        if status != 0 and self._deadline_s == float("inf"):
-            self._stop(signal.SIGTERM)
+        """Return when all ranks have ended, or when the deadline of a stop has passed."""
+        while len(self._ended) < len(self._ranks) and time.monotonic() < self._deadline_s:
+            running = [rank for rank in self._ranks if rank not in self._ended]
+            ended = [rank for rank in running if rank.process.poll() is not None]
+            # A rank that a signal ended did not react to another rank's end, so it comes first.
+            self._ended += sorted(ended, key=lambda rank: rank.process.returncode >= 0)
+            if self._deadline_s == float("inf") and any(rank.process.returncode for rank in ended):
+                self._stop(signal.SIGTERM)
+            if not ended:
+                time.sleep(_POLL_INTERVAL_S)
 
     def _stop(self, signum: int) -> None:
         """Ask every living rank to end, and set the time after which `run` kills them."""
         self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
         for rank in self._ranks:
-            if rank not in self._ended and rank.process.poll() is None:
-                rank.process.send_signal(signum)
+            rank.process.send_signal(signum)  # does nothing once the process was waited for
 
     def _forward_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._signal = self._signal or signum
@@ -127,33 +117,35 @@ class Launcher:
 
     def _kill_all(self) -> None:
         for rank in self._ranks:
-            if rank.process.poll() is None:
-                rank.process.kill()
-                rank.process.wait()
-            os.close(rank.pidfd)
-            os.close(rank.pipe_fd)
+            rank.process.kill()
+            rank.process.wait()
 
     def _report_failure(self) -> int:
         """The status of the rank that failed first; its message goes to stderr."""
         failed = [rank for rank in self._ended if rank.process.returncode != 0]
         if not failed:
             return 0
-        first = failed[0]
-        if first.failure is None:
-            print(f"gyre-train: rank {first.index} {_describe_end(first.process.returncode)}", file=sys.stderr)
+        failures = [(rank_failure.read(rank.pipe_fd), rank.index) for rank in failed]
+        if failures[0][0] is None:  # its end is the cause, whatever the others say
+            told = f"rank {failed[0].index} {_describe_end(failed[0].process.returncode)}"
+            print(f"gyre-train: {told}; the other ranks were stopped", file=sys.stderr)
             return 1
-        _, index, failure = min((rank.failure.time_s, rank.index, rank.failure) for rank in failed if rank.failure)
-        cause = f"error: {failure.text}" if failure.status == 2 else f"rank {index} failed:\n\n{failure.text.rstrip()}"
-        print(f"gyre-train: {cause}", file=sys.stderr)
-        return failure.status
+        first, index = min(
+            ((failure, index) for failure, index in failures if failure),
+            key=lambda each: each[0].time_s,
+        )
+        text = f"rank {index} failed:\n\n{first.text.rstrip()}"
+        told = f"error: {first.text}" if first.status == 2 else text
+        print(f"gyre-train: {told}", file=sys.stderr)
+        return first.status
 
 
 def _describe_end(status: int) -> str:
     if status == -signal.SIGKILL:
-        return "was ended by SIGKILL (by hand, or because memory ran out); the other ranks were stopped"
+        return "was ended by SIGKILL (by hand, or because memory ran out)"
     if status < 0:
-        return f"was ended by {signal.Signals(-status).name}; the other ranks were stopped"
-    return f"ended with exit status {status}; the other ranks were stopped"
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from gyre_client import embedded
+from gyre_client.targets import private_daemon
 
 from gyre_trainer.training.config import TrainConfig
 
@@ -27,13 +27,17 @@ def shared_daemon(config: TrainConfig) -> Iterator[TrainConfig]:
         yield config
         return
     machine, owns = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
-    address = embedded.acquire().address.text if owns else ""
+    address = private_daemon.acquire().address.text if owns else ""
     try:
         everyone: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
         dist.all_gather_object(everyone, (machine, address))
         there = next(each for other, each in everyone if other == machine and each)
-        yield config if owns else dataclasses.replace(config, data=dataclasses.replace(data, address=there))
+        yield (
+            config
+            if owns
+            else dataclasses.replace(config, data=dataclasses.replace(data, address=there))
+        )
         dist.barrier()  # until no rank reads any more
     finally:
         if owns:
-            embedded.release()
+            private_daemon.release()

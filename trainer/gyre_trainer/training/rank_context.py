@@ -40,7 +40,10 @@ def join_job(run: RunConfig) -> Iterator[RankContext]:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(run.threads or max(1, _num_cores() // _local_world_size()))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=run.timeout_s))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=run.timeout_s),
+    )
     yield RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
     dist.destroy_process_group()  # not after an exception: it would wait for ranks that are gone
 
@@ -51,7 +54,9 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     # Not getrusage: its maximum is inherited from the process that started this one.
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
+    return next(
+        int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")
+    )
 
 
 def _local_world_size() -> int:
@@ -68,6 +73,7 @@ def _device(wanted: str) -> torch.device:
         return torch.device("cpu")
     if num_devices < _local_world_size():
         raise ConfigError(
-            f"`run.device` is cuda, but {_local_world_size()} ranks share {num_devices} CUDA devices; each needs its own"
+            f"`run.device` is cuda, but {_local_world_size()} ranks share {num_devices} "
+            "CUDA devices; each needs its own"
         )
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

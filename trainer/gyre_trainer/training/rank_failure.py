@@ -69,7 +69,10 @@ class FailurePipe:
         """Send the failure to the launcher, if it still exists."""
         failure = RankFailure(time.monotonic(), status, text[-_MAX_TEXT:])
         try:
-            os.write(self._pipe_fd, json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"))
+            os.write(
+                self._pipe_fd,
+                json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"),
+            )
         except BrokenPipeError:
             return
 

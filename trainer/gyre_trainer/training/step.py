@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gyre_trainer.comm.ring import collective
+from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.rotate import no_sync
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
@@ -56,10 +56,13 @@ class Stepper:
         return torch.stack(sums).sum()
 
     def loss_sum(self, examples: Examples) -> Tensor:
-        """The loss summed over these rows' targets; 0, with zero gradients, if none."""
+        """The loss summed over these rows' targets; 0, with zero gradients, if there are none."""
         device = next(self.model.parameters()).device
         here, num_targets = examples.to(device), examples.num_targets()
-        return self.model.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
+        return (
+            self.model.loss(here.inputs, here.targets, here.counts if num_targets else None)
+            * num_targets
+        )
 
     def _postponed_averaging(self) -> AbstractContextManager[object]:
         """A context in which replicated gradients are not averaged; the last backward does it.
@@ -100,5 +103,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     settings = config.optimizer
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+    )

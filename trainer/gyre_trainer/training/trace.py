@@ -29,11 +29,15 @@ def trace(config: TrainConfig, out: Path, num_steps: int) -> None:
         name_modules(model)
         stepper = Stepper(model, config, span)
         shape = config.data.batch_size // context.world_size, config.data.sequence_length
-        rows = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(context.rank))
+        rows = torch.randint(
+            config.model.vocab_size, shape, generator=torch.Generator().manual_seed(context.rank)
+        )
         examples = Examples(rows, rows, None)
         for step in range(_NUM_WARM_UP_STEPS):
             stepper.take(examples, step)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (context.device.type == "cuda")
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
+            context.device.type == "cuda"
+        )
         with profile(activities=activities) as profiler:
             for step in range(_NUM_WARM_UP_STEPS, _NUM_WARM_UP_STEPS + num_steps):
                 with span(f"step {step}"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from gyre_client import Loader
 
-from gyre_trainer.comm.ring import collective
+from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import Diverged
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.checkpoint import Checkpoints, TrainState
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False) -> None:
-    """Take the configured run to its last step, as one of the ranks that the environment names.
+    """Train until the last configured step, as one of the ranks that the environment names.
 
     Args:
         config: the run's configuration.
@@ -41,7 +41,10 @@ def train(config: TrainConfig, resume: Path | None, *, may_restart: bool = False
     """
     with join_job(config.run) as context:
         config.require_divisible(context.world_size)
-        with shared_daemon(config) as here, open_loader(here, context, config.data.dataset, config.data.seed) as loader:
+        with (
+            shared_daemon(config) as here,
+            open_loader(here, context, config.data.dataset, config.data.seed) as loader,
+        ):
             training = Training(here, context, loader)
             training.begin(resume, may_restart=may_restart)
             while training.step < config.run.steps:
@@ -63,7 +66,9 @@ class Training:
         self._loader = loader
         self._stepper = Stepper(build_model(config, context), config)
         self._collator = Collator(config.data, config.model.vocab_size)
-        self._checkpoints = Checkpoints(Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model)
+        self._checkpoints = Checkpoints(
+            Path(config.run.out) / "checkpoints", config.checkpoint.keep, config.model
+        )
         self._stats = StepStats()
         self._recorder: RunRecorder | None = None
         self._step_began_s = 0.0  # of the step that runs now
@@ -73,10 +78,18 @@ class Training:
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
         if self._context.rank == 0:
-            from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415  (TensorBoard and matplotlib, for one rank)
+            # TensorBoard and matplotlib, for one rank.
+            from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415
 
-            num_parameters = sum(parameter.numel() for parameter in self._stepper.model.parameters())
-            facts = RunFacts(self._loader.num_samples, self._loader.steps_per_epoch, self._context.world_size, num_parameters)
+            num_parameters = sum(
+                parameter.numel() for parameter in self._stepper.model.parameters()
+            )
+            facts = RunFacts(
+                self._loader.num_samples,
+                self._loader.steps_per_epoch,
+                self._context.world_size,
+                num_parameters,
+            )
             self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)
         self._step_began_s = time.monotonic()
 
@@ -88,7 +101,12 @@ class Training:
         examples = self._collator.collate(batch, self.step)
         loss_sum = self._stepper.take(examples, self.step)
         ended_s = time.monotonic()
-        self._stats.add(loss_sum, StepTimes(ended_s - self._step_began_s, waited_s), examples.num_targets(), batch)
+        self._stats.add(
+            loss_sum,
+            StepTimes(ended_s - self._step_began_s, waited_s),
+            examples.num_targets(),
+            batch,
+        )
         self._step_began_s = ended_s
         self.step += 1
         self._after_step()
@@ -108,7 +126,9 @@ class Training:
         config = self._config
         is_last = self.step == config.run.steps
         evaluates = config.eval.every > 0 and (is_last or self.step % config.eval.every == 0)
-        saves = config.checkpoint.every > 0 and (is_last or self.step % config.checkpoint.every == 0)
+        saves = config.checkpoint.every > 0 and (
+            is_last or self.step % config.checkpoint.every == 0
+        )
         if is_last or evaluates or saves or self.step % config.run.log_every == 0:
             self._record()
         if evaluates:
@@ -129,7 +149,10 @@ class Training:
             self._recorder.add(first_step, steps)
         for step, seen in enumerate(steps, first_step):
             if not math.isfinite(seen.loss):
-                raise Diverged(f"the loss is {seen.loss} at step {step}; resume from a checkpoint with a lower `optimizer.lr`")
+                raise Diverged(
+                    f"the loss is {seen.loss} at step {step}; "
+                    "resume from a checkpoint with a lower `optimizer.lr`"
+                )
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -138,8 +161,13 @@ class Training:
         total = torch.zeros(2, dtype=torch.float64)
         with open_loader(self._config, self._context, config.dataset, config.seed) as loader:
             for step in range(config.batches):
-                for part in self._collator.collate(next(loader), step).split(self._config.optimizer.accumulation_steps):
-                    total += torch.tensor([float(self._stepper.loss_sum(part)), part.num_targets()], dtype=torch.float64)
+                for part in self._collator.collate(next(loader), step).split(
+                    self._config.optimizer.accumulation_steps
+                ):
+                    total += torch.tensor(
+                        [float(self._stepper.loss_sum(part)), part.num_targets()],
+                        dtype=torch.float64,
+                    )
         with collective("the loss of an evaluation"):
             dist.all_reduce(total)
         if self._recorder:

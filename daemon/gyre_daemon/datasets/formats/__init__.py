@@ -1,8 +1,12 @@
-"""What the bytes of a dataset mean: where each sample lies and of which fields it consists. Pure: bytes in, arrays out.
+"""The storage formats: what the bytes of a dataset mean.
 
-A `Format` scans a shard once, if it must, and assembles the scans of all shards to a `SampleIndex`: the only thing that the
-rest of the daemon knows of it.
+In: the names, sizes and bytes of shards. Out: a `SampleIndex`, which says where each sample lies
+and which fields it has. Everything here is pure. `base` defines the interface and shows how to
+write a format; `table` has the index that most formats need; each format is a package of its own.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from gyre_daemon.config import DatasetConfig, parse_options
 from gyre_daemon.datasets.formats.base import (
@@ -12,11 +16,8 @@ from gyre_daemon.datasets.formats.base import (
     Extents,
     FieldSpec,
     Format,
-    Found,
-    Probe,
     SampleIndex,
-    Wanted,
-    known_fields,
+    indexed_fields,
     stored_fields,
 )
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
@@ -24,32 +25,39 @@ from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, Webdataset
 from gyre_daemon.errors import ConfigError
 
 __all__ = [
+    "FORMATS",
     "MASK",
     "OFFSETS_SUFFIX",
     "SAMPLE_ID",
     "Extents",
     "FieldSpec",
     "Format",
-    "Found",
-    "Probe",
     "SampleIndex",
-    "Wanted",
-    "known_fields",
+    "indexed_fields",
     "make_format",
     "stored_fields",
 ]
+
+# For each format a function that makes it from the keys of a dataset's configuration. The text
+# names the place of the keys, for error messages.
+FORMATS: Mapping[str, Callable[[Mapping[str, Any], str], Format]] = {
+    "tokens": lambda keys, where: TokensFormat(parse_options(TokensOptions, keys, where)),
+    "webdataset": lambda keys, where: WebdatasetFormat(
+        parse_options(WebdatasetOptions, keys, where)
+    ),
+}
 
 
 def make_format(name: str, config: DatasetConfig) -> Format:
     """The format that a dataset's configuration names, with its options checked.
 
     Raises:
-        ConfigError: an unknown format, an unknown option, or a value that makes no sense.
+        ConfigError: the format or an option is unknown, or a value makes no sense.
     """
-    where = f"dataset `{name}` of format {config.format}"
-    match config.format:
-        case "tokens":
-            return TokensFormat(parse_options(TokensOptions, config.options, where))
-        case "webdataset":
-            return WebdatasetFormat(parse_options(WebdatasetOptions, config.options, where))
-    raise ConfigError(f"dataset `{name}` has the unknown format `{config.format}`; known are tokens, webdataset")
+    make = FORMATS.get(config.format)
+    if make is None:
+        raise ConfigError(
+            f"dataset `{name}` has the unknown format `{config.format}`; known are "
+            f"{', '.join(FORMATS)}"
+        )
+    return make(config.options, f"dataset `{name}` of format {config.format}")

@@ -1,4 +1,53 @@
-"""The seam between the formats and the rest of the daemon."""
+"""The seam between storage formats and the rest of the daemon.
+
+A format describes how samples are stored in shards. It only computes: the daemon does all reading.
+To open a dataset, the daemon uses a `Format` in this order:
+
+1. `pattern` selects the files of a folder that are shards.
+2. `inspection` finds out what the format must know about the shards. A `Scan` reads every shard
+   once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
+   which the daemon keeps in sidecar files and hands back the next time.
+3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges.
+
+A new format consists of a module or package here, an entry in `FORMATS`, and a subclass of
+`FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's name, its
+options or its arrays. This is a complete format, in which every line of a text file is a sample:
+
+    import numpy as np
+    from gyre_daemon.datasets.formats.base import FieldSpec, Scan
+    from gyre_daemon.datasets.formats.table import SampleTable
+    from gyre_daemon.datasets.formats.values import check_text
+    from gyre_daemon.errors import CorruptSample
+
+    class LinesFormat:
+        pattern = "*.txt"
+        unpacks_gzip = False
+        @property
+        def inspection(self):
+            return Scan("lines/1", self._scan, lambda scan: len(scan["size"]))
+
+        def _scan(self, shard, file):
+            sizes = []
+            for line in file:
+                try:
+                    check_text(line)
+                except ValueError as error:
+                    facts = {"shard": shard, "reason": str(error)}
+                    raise CorruptSample(f"shard {shard}: {error}", facts) from error
+                sizes.append(len(line))
+            return {"size": np.array(sizes, np.int64)}
+
+        def assemble(self, shards, inspected):
+            sizes = [scan["size"] for scan in inspected]
+            starts = [np.cumsum(each) - each for each in sizes]
+            return SampleTable(
+                [FieldSpec("line", np.dtype(np.uint8), (), ragged=True, codec="text")],
+                [len(each) for each in sizes],
+                np.concatenate(starts)[:, None],
+                np.concatenate(sizes)[:, None],
+                identity=b"lines",
+            )
+"""
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -11,15 +60,17 @@ import numpy.typing as npt
 from gyre_daemon.order.blocks import BlockTable
 from gyre_daemon.storage.shard import Shard
 
-SAMPLE_ID = "sample_id"  # names of a batch's own tensors, which no field can have
+# A batch has these tensors beside its fields, and names derived from a field's name with these
+# suffixes. No field may have such a name.
+SAMPLE_ID = "sample_id"
 MASK = "mask"
-OFFSETS_SUFFIX = ".offsets"
+OFFSETS_SUFFIX = ".offsets"  # of a ragged field: where each sample begins
 PRESENT_SUFFIX = ".present"  # of an optional field: which samples have it
-SHAPE_SUFFIX = ".shape"  # of a field whose samples are flattened arrays
+SHAPE_SUFFIX = ".shape"  # of a field of flattened arrays: the shape of each sample
 
-Arrays = Mapping[str, np.ndarray]  # the index of one shard, by name
+Arrays = Mapping[str, np.ndarray]  # what an inspection found, by names that the format chooses
 
-Codec = Literal["bytes", "ids", "text", "json", "integer", "npy", "known"]
+CodecName = Literal["bytes", "ids", "text", "json", "integer", "npy", "indexed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,51 +78,52 @@ class FieldSpec:
     """One named tensor of a sample.
 
     Attributes:
-        name: key in the batch.
+        name: its key in the batch.
         dtype: of the tensor.
-        shape: of one sample; of one element where ragged.
-        ragged: samples differ in length along the first dim.
-        codec: how the stored bytes become the tensor; `bytes` are stored as the tensor lies in memory, and what is `known` is
-            in the index and is not read at all.
-        token_ids: its elements are token ids; clients may widen those of an unsigned dtype.
-        vocabulary: with the codec `ids`, each id must be at least 0 and below it.
+        shape: of one sample; of one element if the field is ragged.
+        ragged: whether samples differ in length along the first dim.
+        codec: how the stored bytes become the tensor. `bytes` are stored as the tensor lies in
+            memory. The values of an `indexed` field are in the index, and nothing is read.
+        token_ids: whether the elements are token ids; clients may widen unsigned ones.
+        vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
     """
 
     name: str
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     ragged: bool
-    codec: Codec
+    codec: CodecName
     token_ids: bool = False
     vocabulary: int = 0
 
     @property
     def element_bytes(self) -> int:
-        """Of a sample, or of one element where ragged."""
+        """The bytes of one sample, or of one element if the field is ragged."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def stored_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
-    """Those that are read; they come before those that are known."""
-    return [spec for spec in fields if spec.codec != "known"]
+    """The fields that are read from storage; in an index they come before the indexed ones."""
+    return [spec for spec in fields if spec.codec != "indexed"]
 
 
-def known_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
-    """Those that the index knows."""
-    return [spec for spec in fields if spec.codec == "known"]
+def indexed_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
+    """The fields whose values are in the index."""
+    return [spec for spec in fields if spec.codec == "indexed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where the stored bytes of n samples with F stored fields lie, and the values of those that are known.
+    """Where n samples with F stored fields lie, and the values of their indexed fields.
 
     Attributes:
         shard: int64 [n], index of the shard.
         start: int64 [n, F], first byte in the shard.
-        size: int64 [n, F], in bytes; 0 where a sample lacks a field.
-        lengths: int64 [n, F], bytes that each takes in a ragged tensor; None where that is its size.
-        absent: bool [n, F], which samples lack which fields; None where none may.
-        known: of each known field the values, [n, *shape].
+        size: int64 [n, F], stored bytes; 0 if the sample lacks the field.
+        lengths: int64 [n, F], bytes that each field takes in a ragged tensor; None if that is
+            `size` everywhere.
+        absent: bool [n, F], which samples lack which fields; None if none may.
+        indexed: for each indexed field its values, [n, *shape].
     """
 
     shard: npt.NDArray[np.int64]
@@ -79,23 +131,28 @@ class Extents:
     size: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64] | None = None
     absent: npt.NDArray[np.bool_] | None = None
-    known: tuple[npt.NDArray[np.generic], ...] = ()
+    indexed: tuple[npt.NDArray[np.generic], ...] = ()
 
     @property
-    def served(self) -> npt.NDArray[np.int64]:
-        """int64 [n, F], bytes that each takes in its tensor, if that is ragged."""
+    def tensor_bytes(self) -> npt.NDArray[np.int64]:
+        """Int64 [n, F], the bytes that each field takes in its tensor if it is ragged."""
         return self.size if self.lengths is None else self.lengths
 
     def part(self, some: slice) -> "Extents":
-        """Some of the samples."""
+        """The extents of some of the samples."""
         lengths = None if self.lengths is None else self.lengths[some]
         absent = None if self.absent is None else self.absent[some]
-        known = tuple(values[some] for values in self.known)
-        return Extents(self.shard[some], self.start[some], self.size[some], lengths, absent, known)
+        indexed = tuple(values[some] for values in self.indexed)
+        return Extents(
+            self.shard[some], self.start[some], self.size[some], lengths, absent, indexed
+        )
 
 
 class SampleIndex(Protocol):
-    """All samples of a dataset, by sample id in `[0, num_samples)`."""
+    """All samples of a dataset, by sample id in `[0, num_samples)`.
+
+    Ids follow the order of the shards, and within a shard the order of the bytes.
+    """
 
     @property
     def num_samples(self) -> int:
@@ -103,31 +160,55 @@ class SampleIndex(Protocol):
 
     @property
     def fields(self) -> Sequence[FieldSpec]:
-        """The tensors of a sample, those that are stored before those that are known."""
+        """The tensors of a sample, the stored ones before the indexed ones."""
 
     def locate(self, sample_ids: npt.NDArray[np.int64]) -> Extents:
-        """Where the samples lie; vectorised, no I/O."""
+        """Where samples lie; `sample_ids` is int64 [n]. Vectorised arithmetic without I/O."""
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """An upper bound of the bytes that the ragged fields of samples at `num_samples` successive positions have together."""
+        """An upper bound of the bytes of all ragged fields at `num_samples` successive positions.
+
+        The positions may span several epochs.
+        """
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
-        """Runs of successive samples of one shard, about `io_block_bytes` long; the last few tables are kept."""
+        """The samples cut into blocks of about `io_block_bytes`, each within one shard.
+
+        The same size gives the same object while it is one of the last few that were asked for.
+        """
 
     def digest(self) -> bytes:
-        """Changes whenever a sample id would mean other bytes of the same shards."""
+        """A digest that changes if a sample id would mean other bytes of the same shards."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Bytes that a format wants to see of its shards, or of files beside them, before it assembles.
+class Scan:
+    """An inspection that reads each shard once, from its beginning to its end.
+
+    Attributes:
+        version: name and version of the arrays; a sidecar of another version is made again.
+        run: takes a shard's name and its bytes, and returns the arrays of this shard. It may seek
+            if the file can. It raises CorruptSample if the shard is damaged, with the shard and the
+            offset.
+        num_samples: takes a shard's arrays and returns how many samples it has.
+    """
+
+    version: str
+    run: Callable[[str, BinaryIO], Arrays]
+    num_samples: Callable[[Arrays], int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """Byte ranges that a probe asks for; the daemon reads all of them at once.
 
     Attributes:
         shard: n indices of shards.
         start: n first bytes.
-        stop: n ends, exclusive; the end of a file cuts a range off.
-        suffix: of the files beside the shards, in place of their own; empty for the shards themselves.
-        is_optional: the files beside them need not be there.
+        stop: n ends, exclusive; a range is cut off at the end of its file.
+        suffix: if not empty, read the files beside the shards that have this suffix in place of
+            their own.
+        is_optional: whether the files beside the shards may be absent.
     """
 
     shard: Sequence[int]
@@ -138,8 +219,8 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was wanted.
+class ProbeResponse:
+    """The bytes that a probe asked for.
 
     Attributes:
         pieces: n byte strings.
@@ -150,47 +231,48 @@ class Found:
     file_bytes: Sequence[int]
 
 
-# Asks for bytes and gets them, or None where an optional file is absent; returns what `assemble` needs to know.
-Probe = Generator[Wanted, Found | None, Arrays]
+# Yields requests and is sent the responses, or None if an optional file is absent. Returns arrays.
+ProbeSteps = Generator[ProbeRequest, ProbeResponse | None, Arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """An inspection that reads a few byte ranges of the shards, or of files beside them.
+
+    Attributes:
+        version: name and version of the arrays; a sidecar of another version is made again.
+        run: takes all shards and asks for bytes. It raises CorruptSample if a shard is nothing that
+            this format stores.
+    """
+
+    version: str
+    run: Callable[[Sequence[Shard]], ProbeSteps]
 
 
 class Format(Protocol):
-    """One way to store samples in shards.
-
-    Attributes:
-        pattern: which files of a folder are shards; a brace list of several patterns, such as `*.{tar,tar.gz}`. Compressed
-            ones among them are unpacked before the format sees them.
-        scanner: name and version of the scan, or None where offsets are arithmetic and nothing is scanned.
-        probe: where nothing is scanned, what looks at some bytes of the shards instead; None for none. Raises
-            CorruptSample where they are nothing that this format stores.
-    """
+    """One way to store samples in shards, with the options of one dataset."""
 
     @property
     def pattern(self) -> str:
-        """See above."""
+        """Which files of a folder are shards: a glob, or a brace list such as `*.{tar,tgz}`."""
 
     @property
-    def scanner(self) -> str | None:
-        """See above."""
+    def unpacks_gzip(self) -> bool:
+        """Whether shards named `*.gz` or `*.tgz` are unpacked before the format sees them."""
 
     @property
-    def probe(self) -> Callable[[Sequence[Shard]], Probe] | None:
-        """See above."""
+    def inspection(self) -> Scan | Probe | None:
+        """What must be read before `assemble`; None if offsets are plain arithmetic."""
 
-    def scan(self, shard: str, file: BinaryIO) -> Arrays:
-        """The index of one shard, in one pass over its bytes; seeks where the file can.
-
-        Raises:
-            CorruptSample: the shard is damaged; names it and the offset.
-        """
-
-    def assemble(self, shards: Sequence[Shard], scans: Sequence[Arrays]) -> SampleIndex:
-        """The index of the dataset from those of its shards, in their order.
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """The index of a whole dataset.
 
         Args:
-            shards: of the dataset.
-            scans: one a shard; where there is no scanner, what `probe` returned, or nothing.
+            shards: of the dataset, in its order.
+            inspected: after a scan, the arrays of each shard; after a probe, its one result; empty
+                if there is no inspection.
 
         Raises:
             CorruptSample: the shards do not make one dataset; names the first that does not fit.
+            ConfigError: the options do not fit the shards.
         """

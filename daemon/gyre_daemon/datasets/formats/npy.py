@@ -1,4 +1,7 @@
-"""The header of an npy file, as far as a tensor can hold it (NEP 1). Nothing in it is ever executed, unpickled or allocated."""
+"""The header of an npy file (NEP 1), for arrays of numbers.
+
+Nothing in a header is executed, unpickled or allocated.
+"""
 
 import ast
 import functools
@@ -11,14 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NPY_MAGIC = b"\x93NUMPY"
-_PREFIXES = {
+_LENGTH_FORMATS = {
     NPY_MAGIC + b"\x01\x00": struct.Struct("<H"),
     NPY_MAGIC + b"\x02\x00": struct.Struct("<I"),
-    NPY_MAGIC + b"\x03\x00": struct.Struct("<I"),  # as 2.0, with names in UTF-8, which no tensor has
+    NPY_MAGIC + b"\x03\x00": struct.Struct("<I"),  # as 2.0, with field names in UTF-8
 }
 _MAGIC_BYTES = 8
-_TENSOR_TYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)")
-_USUAL_HEADER_BYTES = 128  # as numpy writes it
+_NUMBER_TYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8|c16)")
+_USUAL_HEADER_BYTES = 128  # what numpy writes
+# Limits on what a damaged or hostile header may claim. They bound the memory of the parser, and
+# keep the product of a shape within int64.
 _MAX_HEADER_BYTES = 10_000
 _MAX_DIMS = 32
 _MAX_ARRAY_BYTES = 1 << 40
@@ -28,9 +33,9 @@ class NpyHeader(NamedTuple):
     """What an npy file declares.
 
     Attributes:
-        dtype: of its elements.
+        dtype: of the elements.
         shape: of the array, in C order.
-        num_bytes: of the header; the array follows.
+        num_bytes: length of the header; the array follows.
     """
 
     dtype: np.dtype[np.generic]
@@ -39,16 +44,19 @@ class NpyHeader(NamedTuple):
 
 
 def parse_npy_header(data: bytes | memoryview) -> NpyHeader:
-    """Read the header at the beginning of `data`.
+    """Parse the header at the beginning of `data`.
 
     Raises:
-        ValueError: no npy, an array of anything but numbers, in Fortran order, or of a size beyond reason.
+        ValueError: `data` is no npy file, or its array is not of numbers, is in Fortran order, or
+            is larger than any real one.
     """
-    length_format = _PREFIXES.get(bytes(data[:_MAGIC_BYTES]))
+    length_format = _LENGTH_FORMATS.get(bytes(data[:_MAGIC_BYTES]))
     if length_format is None:
         raise ValueError("it is no npy file of version 1.0, 2.0 or 3.0")
     begin = _MAGIC_BYTES + length_format.size
-    length = length_format.unpack(data[_MAGIC_BYTES:begin])[0] if len(data) >= begin else _MAX_HEADER_BYTES + 1
+    length = _MAX_HEADER_BYTES + 1
+    if len(data) >= begin:
+        (length,) = length_format.unpack(data[_MAGIC_BYTES:begin])
     if length > _MAX_HEADER_BYTES or len(data) < begin + length:
         raise ValueError("the npy header is truncated or far too long")
     dtype, shape = _parse(bytes(data[begin : begin + length]))
@@ -56,26 +64,32 @@ def parse_npy_header(data: bytes | memoryview) -> NpyHeader:
 
 
 def read_npy_header(read: Callable[[int], bytes]) -> NpyHeader:
-    """As `parse_npy_header`, of a file that is read no further than its header: `read` gives the next bytes."""
+    """As `parse_npy_header`, reading no further than the header.
+
+    Args:
+        read: returns the next bytes of the file, as many as it is asked for.
+    """
     data = read(_USUAL_HEADER_BYTES)
-    length_format = _PREFIXES.get(data[:_MAGIC_BYTES])
+    length_format = _LENGTH_FORMATS.get(data[:_MAGIC_BYTES])
     if length_format and len(data) == _USUAL_HEADER_BYTES:
-        num_bytes = _MAGIC_BYTES + length_format.size + length_format.unpack_from(data, _MAGIC_BYTES)[0]
-        if len(data) < num_bytes <= _MAGIC_BYTES + length_format.size + _MAX_HEADER_BYTES:
+        begin = _MAGIC_BYTES + length_format.size
+        num_bytes = begin + length_format.unpack_from(data, _MAGIC_BYTES)[0]
+        if len(data) < num_bytes <= begin + _MAX_HEADER_BYTES:
             data += read(num_bytes - len(data))
     return parse_npy_header(data)
 
 
-@functools.lru_cache(maxsize=4096)  # the headers of a dataset are all the same, or differ in one length
+# The headers of a dataset are all the same, or differ in one length.
+@functools.lru_cache(maxsize=4096)
 def _parse(text: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
     try:
         fields = ast.literal_eval(text.decode("latin-1").strip())
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError("the npy header is no Python literal") from error
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
-        raise ValueError("the npy header lacks what it must have, or has more")
+        raise ValueError("the npy header must have the keys descr, fortran_order and shape")
     descr, fortran_order, shape = fields["descr"], fields["fortran_order"], fields["shape"]
-    if not isinstance(descr, str) or not _TENSOR_TYPE.fullmatch(descr):
+    if not isinstance(descr, str) or not _NUMBER_TYPE.fullmatch(descr):
         raise ValueError(f"an npy array of {descr!r:.100} is no tensor")
     if not _is_shape(shape):
         raise ValueError(f"the npy header declares an array of shape {shape!r:.200}")

@@ -1,29 +1,29 @@
-"""What the bytes of text, JSON and numbers must be: one check, for the scan of a shard and for every sample that is served."""
+"""Checks of text, JSON and numbers, both when a shard is scanned and when a sample is served."""
 
 import json
 import re
 
-_INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
 MAX_INTEGER_CHARS = 64
+_INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
 
 
 def check_text(data: bytes | memoryview) -> None:
-    """See that it is UTF-8.
+    """Check that the bytes are UTF-8.
 
     Raises:
-        ValueError: it is not.
+        ValueError: they are not.
     """
     str(data, "utf-8")
 
 
 def check_json(data: bytes | memoryview) -> None:
-    """See that it is a JSON document in UTF-8.
+    """Check that the bytes are one JSON document in UTF-8.
 
     Raises:
-        ValueError: it is not.
+        ValueError: they are not.
     """
     try:
-        json.loads(str(data, "utf-8"))  # of bytes, it would take UTF-16 too
+        json.loads(str(data, "utf-8"))  # given bytes, it would accept UTF-16 too
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
 
@@ -32,7 +32,7 @@ def parse_integer(text: bytes) -> int:
     """A decimal number that fits into int64.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such number.
     """
     if len(text) > MAX_INTEGER_CHARS or not _INTEGER.fullmatch(text):
         raise ValueError(f"{text[: MAX_INTEGER_CHARS + 1]!r} is no decimal number")

@@ -12,12 +12,14 @@ from gyre_daemon.storage.base import Reads
 Integers = npt.NDArray[np.int64]
 
 _PAGE_BYTES = 4096
-_BEYOND = 1 << 62
+_BEYOND = 1 << 62  # no shard is this long
 
 
 @dataclass(frozen=True)
 class BlockMap:
-    """The M blocks of a dataset: ranges of shards, in their order. What begins in a block before the next begins lies in it.
+    """The M blocks of a dataset: ranges of shards, in their order.
+
+    A read that begins in a block, before the next one begins, belongs to it.
 
     Attributes:
         shard: int64 [M], ascending.
@@ -31,9 +33,10 @@ class BlockMap:
 
     @classmethod
     def of(cls, shard: Integers, start: Integers, stop: Integers) -> "BlockMap":
-        """Blocks some of which may have no byte, and then lie anywhere."""
+        """Blocks of which some may be empty, with any start."""
         start, stop = start.copy(), stop.copy()
-        for block in reversed(np.flatnonzero(start >= stop).tolist()):  # where the next one begins, or beyond all
+        for block in reversed(np.flatnonzero(start >= stop).tolist()):
+            # An empty block lies where the next one begins, or beyond all of its shard.
             is_last = block + 1 == len(shard) or shard[block + 1] != shard[block]
             start[block] = stop[block] = _BEYOND if is_last else start[block + 1]
         return cls(shard, start, stop)
@@ -48,25 +51,30 @@ class BlockMap:
         return self.stop - self.start
 
     def offsets(self) -> Integers:
-        """int64 [M + 1], where each block lies in a file that has all of them, each from a page's beginning, and its end."""
+        """int64 [M + 1]: where each block begins in a file with all of them, and the file's end.
+
+        Every block begins on a page.
+        """
         pages = -(-self.sizes() // _PAGE_BYTES)
         return np.concatenate(([0], np.cumsum(pages))) * _PAGE_BYTES
 
     def blocks_of(self, reads: Reads) -> Integers:
-        """int64 [n], the block of each read, -1 where none has all of it."""
+        """int64 [n], the block that contains each read; -1 where none contains all of it."""
         if not self.num_blocks:
             return np.full(len(reads), -1, np.int64)
         begins, length = self._line
-        blocks = np.searchsorted(begins, reads.shard * length + np.minimum(reads.start, length - 2), side="right") - 1
-        stops = reads.start + reads.size
-        return np.where((self.shard[blocks] == reads.shard) & (stops <= self.stop[blocks]) & (blocks >= 0), blocks, -1)
+        where = reads.shard * length + np.minimum(reads.start, length - 2)
+        blocks = np.searchsorted(begins, where, side="right") - 1
+        is_inside = reads.start + reads.size <= self.stop[blocks]
+        return np.where((self.shard[blocks] == reads.shard) & is_inside & (blocks >= 0), blocks, -1)
 
     @cached_property
     def _line(self) -> tuple[Integers, int]:
-        """Where blocks begin if all shards lie in a line, each in a stretch of one length that ends beyond its bytes."""
+        """Where blocks begin if all shards lie in one line, and the length of each shard there."""
         length = int(self.stop[self.stop < _BEYOND].max(initial=0)) + 2
         return self.shard * length + np.minimum(self.start, length - 1), length
 
     def digest(self) -> bytes:
-        """Changes whenever a block would have another place."""
-        return hashlib.blake2b(np.stack((self.shard, self.start, self.stop)).tobytes(), digest_size=16).digest()
+        """Changes whenever a block moves."""
+        ranges = np.stack((self.shard, self.start, self.stop))
+        return hashlib.blake2b(ranges.tobytes(), digest_size=16).digest()

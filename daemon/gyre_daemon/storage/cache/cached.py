@@ -8,67 +8,94 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from gyre_daemon.runtime.fair import Flow
-from gyre_daemon.storage.base import Bounds, Reads, Storage
+from gyre_daemon.storage.base import BlockCache, ReadPlan, ShardBounds, Storage
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.cache.volume import Volume
 from gyre_daemon.storage.shard import Shard
 
-_MIN_BLOCK_BYTES = 256 << 10
-_MAX_BLOCKS = 1 << 17  # of one dataset: what is known of each takes memory
+# The size of shared blocks. Smaller ones take more requests per epoch, larger ones delay a first
+# batch, and what is known of each block takes memory.
+_MIN_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 1 << 17
 
 
 class CachedStorage:
     """The shards of one dataset, read through the cache of the node.
 
-    A job that asks for whole blocks gets its own size of them. All others share blocks that are small enough for a first batch
-    not to wait long, and large enough to bring many samples with one request.
+    A job that wants whole blocks chooses their size. All others share blocks that are small enough
+    for a fast first batch, and large enough to bring many samples with one request.
     """
 
-    def __init__(self, storage: Storage, location: str, cache: NodeCache, block_map: Callable[[int], BlockMap]) -> None:
-        """Stand before a storage.
+    checksums = None
+
+    def __init__(
+        self,
+        storage: Storage,
+        location: str,
+        cache: NodeCache,
+        block_map: Callable[[int], BlockMap],
+    ) -> None:
+        """Read a storage through a cache.
 
         Args:
             storage: where the bytes come from.
-            location: the dataset's; with the shards' names and versions it says whose blocks these are.
+            location: of the dataset; with the names and versions of its shards it identifies the
+                blocks.
             cache: the node's.
-            block_map: the dataset's blocks of about so many bytes; computation, done in a thread.
+            block_map: returns the dataset's blocks of about a given size; called in a thread.
         """
         self.shards = storage.shards
         self._storage = storage
-        self._bounds = Bounds(storage.shards)
+        self._bounds = ShardBounds(storage.shards)
         self._cache = cache
         self._block_map = block_map
         self._identity = _identity(location, storage.shards)
         self._shared_block_bytes = shared_block_bytes(storage.shards)
-        self._volumes: dict[int, asyncio.Task[Volume]] = {}
+        self._volumes: dict[int, asyncio.Task[Volume]] = {}  # by block size
 
     @property
-    def reads_in_bulk(self) -> bool:
-        """See `Storage.reads_in_bulk`: true once the cache has every block."""
-        return any(opening.done() and _is_complete(opening) for opening in self._volumes.values())
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`: true once the cache has every block."""
+        return any(
+            opening.done()
+            and not opening.cancelled()
+            and not opening.exception()
+            and opening.result().is_complete
+            for opening in self._volumes.values()
+        )
 
-    async def read(self, reads: Reads) -> None:
+    @property
+    def block_cache(self) -> BlockCache | None:
+        """See `Storage.block_cache`."""
+        return self
+
+    async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`."""
+        reads = plan.part(slice(None))
         self._bounds.check(reads)
         reads = reads.nonempty()
         if len(reads):
-            await self._cache.read(await self._volume(reads.block_bytes or self._shared_block_bytes), reads)
+            volume = await self._volume(reads.block_bytes or self._shared_block_bytes)
+            await self._cache.read(volume, reads)
 
     async def expect(self, block_bytes: int, blocks: Integers, flow: Flow) -> None:
-        """Blocks of a size that a job reads next, in this order: they are fetched as soon as there is room for them."""
+        """See `BlockCache.expect`."""
         self._cache.expect(await self._volume(block_bytes), blocks, flow)
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
-        """See `Storage.stream`; nothing of it is kept."""
+        """See `Storage.stream`; the cache keeps nothing of it."""
         return self._storage.stream(shard)
 
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        return self._storage.path(shard)
+
     def local_path(self, shard: int) -> Path | None:
-        """See `Storage.local_path`: nowhere, since only the cache knows what of it is there."""
+        """See `Storage.local_path`: blocks are no shards."""
         return None
 
     async def _volume(self, block_bytes: int) -> Volume:
-        """The blocks of a size; whoever comes first opens them for all."""
+        """The blocks of a size; the first read opens them for all."""
         opening = self._volumes.get(block_bytes)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             opening = self._volumes[block_bytes] = asyncio.create_task(self._open(block_bytes))
@@ -80,18 +107,15 @@ class CachedStorage:
 
 
 def shared_block_bytes(shards: Sequence[Shard]) -> int:
-    """About how large the blocks are that all jobs share which ask for none of their own: a power of two."""
+    """About the size of the blocks that jobs share; a power of two."""
     total_bytes = sum(shard.size_bytes for shard in shards)
     return max(_MIN_BLOCK_BYTES, 1 << max(0, (total_bytes - 1) // _MAX_BLOCKS).bit_length())
 
 
 def _identity(location: str, shards: Sequence[Shard]) -> str:
-    """Whose blocks these are; where a shard has no version, nobody's who comes later."""
-    listing: list[object] = [location, [(shard.name, shard.size_bytes, shard.version) for shard in shards]]
+    """Identifies the blocks of these shards; unique if a shard has no version."""
+    versions = [(shard.name, shard.size_bytes, shard.version) for shard in shards]
+    listing: list[object] = [location, versions]
     if not all(shard.version for shard in shards):
         listing.append(secrets.token_hex())
     return hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
-
-
-def _is_complete(opening: asyncio.Task[Volume]) -> bool:
-    return not opening.cancelled() and not opening.exception() and opening.result().is_complete

@@ -1,4 +1,4 @@
-"""The folder of the node cache: one mirror for each dataset, bounded together, and only one daemon at a time."""
+"""The folder of the node cache: a mirror for each dataset, bounded together."""
 
 import fcntl
 import hashlib
@@ -12,17 +12,18 @@ from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.mirror import BLOCKS_SUFFIX, JOURNAL_SUFFIX, Mirror, punch
 
 _LAYOUT_VERSION = 1
-_DISK_BLOCK_BYTES = 512  # unit of st_blocks
+_DISK_BLOCK_BYTES = 512  # the unit of st_blocks
 
 
 @dataclass(slots=True)
 class DiskCache:
-    """A folder that this daemon has for itself until it ends.
+    """A folder that belongs to this daemon until it is closed.
 
     Attributes:
         folder: where mirrors lie.
-        limit_bytes: of all blocks together.
-        unopened: of mirrors that an earlier daemon left and nobody has opened since: bytes by name, the oldest first.
+        limit_bytes: the most bytes of all blocks together.
+        unopened: the bytes of each mirror that an earlier daemon left and that has not been opened
+            since, by name, the oldest first.
     """
 
     folder: Path
@@ -30,17 +31,17 @@ class DiskCache:
     unopened: dict[str, int]
     _lock: int = field(repr=False)
 
-    def __del__(self) -> None:
-        """Let the next daemon have it."""
+    def close(self) -> None:
+        """Release the folder for the next daemon; mirrors that are open stay readable."""
         os.close(self._lock)
 
     @property
     def free_bytes(self) -> int:
-        """What the mirrors that are opened may take together."""
+        """The most bytes of all opened mirrors together."""
         return max(0, self.limit_bytes - sum(self.unopened.values()))
 
     def open_mirror(self, identity: str, blocks: BlockMap) -> Mirror:
-        """The mirror of a dataset's blocks, which does not count as unopened any more.
+        """The mirror of a dataset's blocks.
 
         Args:
             identity: of the dataset's shards; changes when any of them does.
@@ -56,7 +57,7 @@ class DiskCache:
         return mirror
 
     def remove_oldest(self) -> None:
-        """Remove the mirror that nobody has opened for longest.
+        """Remove the unopened mirror that was written longest ago.
 
         Raises:
             OSError: it cannot be removed.
@@ -68,8 +69,12 @@ class DiskCache:
 
 
 def open_disk_cache(folder: Path, limit_bytes: int) -> DiskCache | None:
-    """Take a folder for the cache; None, and one warning, where it cannot be had: the daemon then works without it."""
-    reason = "another daemon has it"
+    """Lock a folder for the cache.
+
+    Returns:
+        None, after a warning, if the folder cannot be used; the daemon works without it.
+    """
+    reason = "another daemon uses it"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -89,7 +94,7 @@ def open_disk_cache(folder: Path, limit_bytes: int) -> DiskCache | None:
 
 
 def _check_holes(folder: Path) -> None:
-    """Without holes in files no space would come back."""
+    """Check that the file system can make holes in files, by which space is given back."""
     path = folder / "probe"
     with path.open("wb") as file:
         path.unlink()
@@ -101,6 +106,9 @@ def _check_holes(folder: Path) -> None:
 def _leftovers(folder: Path) -> dict[str, int]:
     for unfinished in folder.glob("*.tmp"):
         unfinished.unlink()
-    found = [(path.stat(), path.name.removesuffix(BLOCKS_SUFFIX)) for path in folder.glob("*" + BLOCKS_SUFFIX)]
+    found = [
+        (path.stat(), path.name.removesuffix(BLOCKS_SUFFIX))
+        for path in folder.glob("*" + BLOCKS_SUFFIX)
+    ]
     found.sort(key=lambda its: its[0].st_mtime_ns)
     return {name: stat.st_blocks * _DISK_BLOCK_BYTES for stat, name in found}

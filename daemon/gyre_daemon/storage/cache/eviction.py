@@ -1,8 +1,9 @@
-"""What stays in a bounded cache: whatever is used soonest. A state machine: nothing waits, nothing is read or written.
+"""What stays in a bounded cache: whatever is used soonest. A state machine without I/O.
 
-Belady's rule with one addition: what would be used later than all that is held is not taken in at all. So a job that goes
-through its data once in an epoch never loses what it has still to read to what it reads now (LRU would), and several jobs keep
-what any of them needs next. Uses are points of one clock that the caller keeps; `NEVER` is later than all of them.
+Belady's rule with one addition: what would be used later than everything in the cache is not
+admitted at all. So a job that reads its data once per epoch never loses what it has still to read
+to what it reads now, as it would with LRU, and several jobs keep what any of them needs next. Uses
+are points on a clock that the caller keeps; `NEVER` is later than all of them.
 """
 
 import heapq
@@ -18,7 +19,7 @@ Key = TypeVar("Key")
 
 @dataclass(slots=True)
 class _Entry:
-    """One thing that is held; `version` tells its newest place in the heap from older ones."""
+    """A held key; `version` distinguishes its newest place in the heap from older ones."""
 
     num_bytes: int
     next_use: int
@@ -26,19 +27,19 @@ class _Entry:
 
 
 class NextUseEviction(Generic[Key]):
-    """Which keys are held within a number of bytes.
+    """The keys held within a number of bytes.
 
     Attributes:
-        limit_bytes: may change; what is held beyond it goes when something else is taken in.
-        used_bytes: of all that is held.
+        limit_bytes: may change; what exceeds it goes when something else is admitted.
+        used_bytes: of all keys.
     """
 
     def __init__(self, limit_bytes: int, is_pinned: Callable[[Key], bool]) -> None:
         """Hold nothing.
 
         Args:
-            limit_bytes: of all that is held together.
-            is_pinned: whether something held must stay for now.
+            limit_bytes: of all keys together.
+            is_pinned: whether a key must stay for now.
         """
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
@@ -48,26 +49,27 @@ class NextUseEviction(Generic[Key]):
         self._versions = itertools.count()
 
     def __contains__(self, key: Key) -> bool:
-        """Whether it is held."""
+        """Whether a key is held."""
         return key in self._entries
 
     def __len__(self) -> int:
-        """How many are held."""
+        """The number of keys."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Key]:
-        """All that are held."""
+        """All keys."""
         return iter(self._entries)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so much can be taken in without losing anything."""
+        """Whether this many bytes can be admitted without evicting anything."""
         return self.used_bytes + num_bytes <= self.limit_bytes
 
     def admit(self, key: Key, num_bytes: int, next_use: int) -> list[Key] | None:
-        """Take something in that is not held.
+        """Admit a new key.
 
         Returns:
-            What had to go for it, all of it used later and not pinned; None where it is not taken in and all else stays.
+            The evicted keys, which are used later and not pinned; None if the key is not admitted,
+            and nothing is evicted.
         """
         victims = self._victims(self.used_bytes + num_bytes - self.limit_bytes, next_use)
         if victims is None:
@@ -80,41 +82,51 @@ class NextUseEviction(Generic[Key]):
         return victims
 
     def expect(self, key: Key, next_use: int) -> None:
-        """Something held is used next then."""
+        """Set the next use of a held key."""
         entry = self._entries[key]
         entry.next_use, entry.version = next_use, next(self._versions)
         heapq.heappush(self._furthest, (-next_use, entry.version, key))
         if len(self._furthest) > 4 * len(self._entries) + 64:
-            self._furthest = [(-its.next_use, its.version, one) for one, its in self._entries.items()]
+            self._furthest = [
+                (-its.next_use, its.version, one) for one, its in self._entries.items()
+            ]
             heapq.heapify(self._furthest)
 
     def drop(self, key: Key) -> None:
-        """It is held no more."""
+        """Hold a key no longer."""
         self.used_bytes -= self._entries.pop(key).num_bytes
 
     def passed(self, now: int, max_keys: int) -> list[Key]:
-        """What should have been used by now, the longest ago first: when it is used next must be found out anew."""
-        late = ((entry.next_use, entry.version, key) for key, entry in self._entries.items() if entry.next_use < now)
+        """Keys whose next use has passed, so that it must be found out again; oldest first."""
+        late = (
+            (entry.next_use, entry.version, key)
+            for key, entry in self._entries.items()
+            if entry.next_use < now
+        )
         return [key for _, _, key in heapq.nsmallest(max_keys, late)]
 
     def _victims(self, excess_bytes: int, next_use: int) -> list[Key] | None:
-        """The keys used furthest in the future that make room, if all of them are used later than `next_use`."""
+        """The keys used furthest in the future that make room.
+
+        None if some of them would be used before `next_use`.
+        """
         victims: list[Key] = []
-        pinned: list[tuple[int, int, Key]] = []
+        kept: list[tuple[int, int, Key]] = []
         while excess_bytes > 0 and self._furthest and -self._furthest[0][0] > next_use:
             place = heapq.heappop(self._furthest)
-            entry = self._entries.get(place[2])
-            if entry is None or entry.version != place[1]:
+            _, version, key = place
+            entry = self._entries.get(key)
+            if entry is None or entry.version != version:
                 continue
-            if self._is_pinned(place[2]):
-                pinned.append(place)
+            if self._is_pinned(key):
+                kept.append(place)
             else:
-                victims.append(place[2])
+                victims.append(key)
                 excess_bytes -= entry.num_bytes
-        for place in pinned:
+        if excess_bytes > 0:
+            for key in victims:
+                entry = self._entries[key]
+                kept.append((-entry.next_use, entry.version, key))
+        for place in kept:
             heapq.heappush(self._furthest, place)
-        if excess_bytes <= 0:
-            return victims
-        for key in victims:
-            heapq.heappush(self._furthest, (-self._entries[key].next_use, self._entries[key].version, key))
-        return None
+        return victims if excess_bytes <= 0 else None

@@ -1,9 +1,10 @@
-"""Blocks in a file: what was written whole is found again, also by the next daemon, and nothing else ever is.
+"""Blocks in a file: those that were written whole are found again, also by the next daemon.
 
-A mirror is two files. `NAME.blocks` has a place for every block of a dataset and takes space only for those that are there. In
-`NAME.journal` a record says that a block was written, with a digest of its bytes, or that it is gone. Nothing is flushed: a
-daemon that is killed leaves a block without a record, a machine that crashes may leave a record without its block, and the
-digest tells. It is compared before a block is used for the first time, and again after anybody else has written to the file.
+A mirror is two files. `NAME.blocks` has a place for every block of a dataset, and takes space only
+for those that it holds. `NAME.journal` records each block that was written, with a digest of its
+bytes, and each that was dropped. Nothing is flushed: a killed daemon leaves a block without a
+record, and a crashed machine may leave a record without its block. So the digest is compared before
+a block is first used, and again after another process has written to the file.
 """
 
 import contextlib
@@ -25,16 +26,18 @@ import numpy.typing as npt
 
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.cache.blocks import Integers
-from gyre_daemon.storage.local.gather import address_of, gather, is_allowed, memory_at
+from gyre_daemon.storage.local.gather import address_of, gather, is_allowed, read_each
 
 BLOCKS_SUFFIX, JOURNAL_SUFFIX = ".blocks", ".journal"
 
-_RECORD = struct.Struct("<Q16s")  # block, digest; a CRC of both follows
+_RECORD = struct.Struct("<Q16s")  # block and digest, followed by a CRC of both
 _CRC = struct.Struct("<I")
 _RECORD_BYTES = _RECORD.size + _CRC.size
 _KEEP_SIZE_AND_PUNCH = 1 | 2
 _DIGEST_BYTES = 16
-_NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that is gone
+_NO_DIGEST = bytes(_DIGEST_BYTES)  # of a block that was dropped
+# How often a copy is repeated while another process writes to the file; then its blocks count as
+# damaged, and are fetched again.
 _MAX_LOOKS = 3
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
@@ -43,19 +46,19 @@ _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 
 @dataclass(slots=True, eq=False)
 class _Stored:
-    """A block that was written: another one when it is written anew."""
+    """One write of a block; a second write of the same block is another object."""
 
     digest: bytes
 
 
 class Mirror:
-    """The blocks of one dataset that lie on disk. Safe for several threads; everything may wait."""
+    """The blocks of one dataset on disk. Safe for several threads; every method may wait."""
 
     def __init__(self, path: Path, sizes: Integers, offsets: Integers) -> None:
-        """Open or make the files, and find out what is there.
+        """Open or create the files, and read the journal.
 
         Args:
-            path: without a suffix; names the dataset's blocks, so that other blocks have another.
+            path: without a suffix; other blocks have another path.
             sizes: int64 [M], of the blocks.
             offsets: int64 [M + 1], from `BlockMap.offsets`.
 
@@ -65,8 +68,10 @@ class Mirror:
         self._sizes, self._offsets = sizes, offsets
         self._lock = threading.Lock()
         self._stored: dict[int, _Stored] = {}
-        self._is_verified = np.zeros(len(sizes), np.bool_)  # of those that are there
-        self._file = os.open(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._is_verified = np.zeros(len(sizes), np.bool_)
+        self._file = os.open(
+            path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         try:
             os.ftruncate(self._file, int(offsets[-1]))
             self._load_journal(path.with_name(path.name + JOURNAL_SUFFIX))
@@ -75,28 +80,28 @@ class Mirror:
             os.close(self._file)
             raise
         self._address = address_of(np.frombuffer(self._mapping, np.uint8))
-        self._copies = is_allowed()
+        self._may_gather = is_allowed()
         self._written_at = os.fstat(self._file).st_mtime_ns
 
     def __del__(self) -> None:
-        """Close the files, where they were opened."""
+        """Close the files."""
         for name in ("_file", "_journal"):
             if hasattr(self, name):
                 os.close(getattr(self, name))
 
     def blocks(self) -> Integers:
-        """int64, those that are there, ascending."""
+        """int64, the stored blocks, ascending."""
         return np.array(sorted(self._stored), np.int64)
 
     def __contains__(self, block: int) -> bool:
-        """Whether a block is there; does not wait."""
+        """Whether a block is stored; does not wait."""
         return block in self._stored
 
     def write(self, block: int, data: npt.NDArray[np.uint8]) -> None:
-        """Keep a block that is not there.
+        """Store a block that is not stored yet.
 
         Raises:
-            OSError: there is no space, or the disk fails; the block is not there.
+            OSError: there is no space, or the disk fails; the block is not stored.
         """
         memory, offset, done = data.data, int(self._offsets[block]), 0
         digest = _digest(memory)
@@ -112,24 +117,24 @@ class Mirror:
             self._is_verified[block] = True
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Give the space of some blocks back.
+        """Free the space of blocks.
 
         Raises:
-            OSError: the disk fails; the blocks are not there all the same.
+            OSError: the disk fails; the blocks are no longer stored all the same.
         """
         with self._own_change():
             self._drop([block for block in blocks if block in self._stored])
 
     def copy(self, blocks: Integers, starts: Integers, reads: Reads) -> set[int]:
-        """Copy ranges of blocks that are there into memory.
+        """Copy ranges of stored blocks into memory.
 
         Args:
             blocks: int64 [n].
             starts: int64 [n], within the blocks.
-            reads: how much, and to where.
+            reads: the sizes and targets.
 
         Returns:
-            The blocks that are damaged; they are dropped, and nothing of their ranges counts as copied.
+            The damaged blocks. They are dropped, and none of their ranges counts as copied.
         """
         touched = np.unique(blocks)
         damaged: dict[int, _Stored | None] = {}
@@ -137,7 +142,9 @@ class Mirror:
             self._look()
             damaged |= self._unsound(touched[~self._is_verified[touched]])
             sound = ~np.isin(blocks, list(damaged)) if damaged else slice(None)
-            failed = self._copy(self._offsets[blocks[sound]] + starts[sound], reads.size[sound], reads.target[sound])
+            failed = self._copy(
+                self._offsets[blocks[sound]] + starts[sound], reads.size[sound], reads.target[sound]
+            )
             if failed is not None:
                 block = int(blocks[sound][failed])
                 damaged[block] = self._stored.get(block)
@@ -146,24 +153,22 @@ class Mirror:
         else:
             damaged = {block: self._stored.get(block) for block in touched.tolist()}
         if damaged:
-            with contextlib.suppress(OSError), self._own_change():  # another thread may have written a block anew meanwhile
-                self._drop([block for block, its in damaged.items() if its and self._stored.get(block) is its])
+            with contextlib.suppress(OSError), self._own_change():
+                # Another thread may have written a block again meanwhile.
+                same = [block for block, its in damaged.items() if self._stored.get(block) is its]
+                self._drop([block for block in same if block in self._stored])
         return set(damaged)
 
-    def _copy(self, places: Integers, sizes: Integers, targets: npt.NDArray[np.uint64]) -> int | None:
-        """The index of the first range that cannot be read, if any."""
-        if self._copies:
+    def _copy(
+        self, places: Integers, sizes: Integers, targets: npt.NDArray[np.uint64]
+    ) -> int | None:
+        """Copy from places in the file; returns the first range that cannot be read, if any."""
+        if self._may_gather:
             return gather(self._address + places.astype(np.uint64), sizes, targets)
-        for index, (place, size, target) in enumerate(zip(places.tolist(), sizes.tolist(), targets.tolist(), strict=True)):
-            try:
-                if os.preadv(self._file, [memory_at(target, size)], place) != size:
-                    return index
-            except OSError:
-                return index
-        return None
+        return read_each(itertools.repeat(self._file), places, sizes, targets)
 
     def _unsound(self, blocks: Integers) -> "dict[int, _Stored | None]":
-        """Of blocks that must be verified, those that are not what was written, or not there."""
+        """Compare blocks with their digests; returns those that differ or are not stored."""
         unsound: dict[int, _Stored | None] = {}
         for block in blocks.tolist():
             stored = self._stored.get(block)
@@ -171,19 +176,22 @@ class Mirror:
                 unsound[block] = stored
                 continue
             with self._lock:
-                self._is_verified[block] = self._stored.get(block) is stored  # another thread may have dropped it meanwhile
+                # Another thread may have dropped it meanwhile.
+                self._is_verified[block] = self._stored.get(block) is stored
         return unsound
 
     def _matches(self, block: int, digest: bytes) -> bool:
+        size, offset = int(self._sizes[block]), int(self._offsets[block])
         try:
-            return digest == _digest(os.pread(self._file, int(self._sizes[block]), int(self._offsets[block])))
+            return digest == _digest(os.pread(self._file, size, offset))
         except OSError:
             return False
 
     def _look(self) -> bool:
-        """Whether nobody else has written to the file since the last look; otherwise every block must be verified anew.
+        """Whether only this process has written to the file since the last look.
 
-        While a thread of our own writes, nobody can tell.
+        Otherwise every block must be verified again. True while another thread writes, since its
+        writes cannot be told from those of another process.
         """
         if not self._lock.acquire(blocking=False):
             return True
@@ -199,7 +207,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def _own_change(self) -> Iterator[None]:
-        """Inside, this thread changes the file, which is no reason to distrust it."""
+        """This thread changes the file inside the context; its blocks stay verified."""
         with self._lock:
             try:
                 yield
@@ -216,7 +224,7 @@ class Mirror:
             self._record(block, _NO_DIGEST)
 
     def _record(self, block: int, digest: bytes) -> None:
-        """Append a record, whole or not at all."""
+        """Append a record to the journal, whole or not at all."""
         record = _encode_record(block, digest)
         end = os.fstat(self._journal).st_size
         if os.write(self._journal, record) != len(record):
@@ -224,7 +232,7 @@ class Mirror:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _load_journal(self, path: Path) -> None:
-        """Read what is there, write it anew without what is outdated, and give the space of all else back."""
+        """Read the journal, write it again without outdated records, and free all other space."""
         data = path.read_bytes() if path.exists() else b""
         for begin in range(0, len(data) - _RECORD_BYTES + 1, _RECORD_BYTES):
             record = data[begin : begin + _RECORD.size]
@@ -234,7 +242,9 @@ class Mirror:
                 if digest != _NO_DIGEST and block < len(self._sizes):
                     self._stored[block] = _Stored(digest)
         unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_bytes(b"".join(_encode_record(block, its.digest) for block, its in self._stored.items()))
+        unfinished.write_bytes(
+            b"".join(_encode_record(block, its.digest) for block, its in self._stored.items())
+        )
         unfinished.replace(path)
         self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         borders = [-1, *sorted(self._stored), len(self._sizes)]
@@ -242,7 +252,7 @@ class Mirror:
             self._punch(before + 1, after)
 
     def _punch(self, first: int, end: int) -> None:
-        """Make a hole of the blocks `[first, end)`: they read as zeros and take no space."""
+        """Make a hole of the blocks `[first, end)`: they then take no space."""
         offset, stop = int(self._offsets[first]), int(self._offsets[end])
         if offset < stop:
             punch(self._file, offset, stop - offset)
@@ -252,7 +262,7 @@ def punch(descriptor: int, offset: int, num_bytes: int) -> None:
     """Make a hole in a file.
 
     Raises:
-        OSError: the file system cannot, or fails.
+        OSError: the file system cannot make holes, or fails.
     """
     if _fallocate(descriptor, _KEEP_SIZE_AND_PUNCH, offset, num_bytes):
         number = ctypes.get_errno()

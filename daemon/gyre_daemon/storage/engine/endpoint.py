@@ -1,48 +1,69 @@
-"""One endpoint's requests: how many are in flight, who goes first, what is tried again, and when it is given up.
+"""The requests to one endpoint: how many are in flight, who goes first, and what is sent again.
 
-A request waits for its turn in a fair queue whose capacity is the adaptive limit. What fails waits, without a turn, for a pause
-that is drawn at random and for a token of the retry budget. What is late is sent again, and the first answer counts. Nothing
-here knows what carries the requests, and no task is spent on one: callbacks, and one timer for all.
+[Note: The life of a request]
+
+A range waits for its turn in a fair queue whose capacity is the adaptive limit (`limit`). A failed
+attempt is followed, after a random pause and for a token of the retry budget (`retries`), by
+another turn in the queue. A late attempt gets a hedge, and the first response counts (`hedges`). A
+refused attempt waits for the source's credentials (`credential_refresh`). A range that has not
+arrived by its deadline fails. Nothing here knows what carries the requests, and no range costs a
+task: there are callbacks, and one timer for all.
 """
 
 import asyncio
-import contextlib
 import functools
 import heapq
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from gyre_daemon.errors import GyreError
-from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestCount, RequestKind, RequestLabels
-from gyre_daemon.runtime.fair import FairQueue, Flow
-from gyre_daemon.storage.answer import Answer, Meaning, failure, final_error, meaning, not_let_in, too_late
-from gyre_daemon.storage.engine.doubts import Doubts
-from gyre_daemon.storage.engine.entrance import Entrance
+from gyre_daemon.monitoring.metrics import (
+    Metrics,
+    Outcome,
+    RequestCount,
+    RequestKind,
+    RequestLabels,
+)
+from gyre_daemon.runtime.fair import FairQueue
+from gyre_daemon.storage.engine.admission import AdmissionQueue
+from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
+from gyre_daemon.storage.engine.hedges import Hedges
 from gyre_daemon.storage.engine.limit import AdaptiveLimit
-from gyre_daemon.storage.engine.request import Request, Try
+from gyre_daemon.storage.engine.request import Attempt, RangeRequest
 from gyre_daemon.storage.engine.retries import RetryBudget, pause_s
-from gyre_daemon.storage.engine.watch import Watch
-from gyre_daemon.storage.source import NotSent
+from gyre_daemon.storage.response import (
+    Response,
+    Verdict,
+    classify,
+    deadline_error,
+    final_error,
+    stalled_error,
+)
 
-_TICK_S = 0.005
-_TICKS_PER_LOOK = 20  # at deadlines
-_MIN_WAITING = 64  # for their turn, before others are kept from waiting, too
-_NO_TOKEN_S = 0.05  # until the budget is asked again
-_SILENCE = 1 / 3  # of the deadline: a try without a first byte for as long is given up
+# The timer: a longer tick delays retries and hedges, a shorter one costs processor time while
+# anything is in flight. Deadlines are checked once in this many ticks.
+_TICK_S, _TICKS_PER_DEADLINE_CHECK = 0.005, 20
+# Requests that may wait for their turn before reads wait for admission. More make a new urgent read
+# wait behind them; fewer leave turns unused between two reads.
+_MIN_WAITING = 64
+_NO_TOKEN_S = 0.05  # until a retry without a token asks again
+# An attempt without a first byte for this part of the deadline is given up. A larger part leaves no
+# time for another attempt; a smaller one gives up on a storage that is only slow.
+_SILENCE = 1 / 3
+# While every request is throttled nothing is sent for a random pause, doubled for each such round.
 _BASE_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """How an endpoint is treated.
+class EndpointOptions:
+    """How an endpoint is used.
 
     Attributes:
-        max_requests: in flight at most, whatever it would take.
-        deadline_s: of a request, from its first try on.
-        hedges: late requests are sent again.
+        max_requests: the most requests in flight.
+        deadline_s: of a range, from its first attempt.
+        hedges: whether late requests are sent again.
     """
 
     max_requests: int
@@ -51,98 +72,88 @@ class Terms:
 
 
 class Endpoint:
-    """All requests to one endpoint, of all datasets and jobs. Used from one event loop."""
+    """All requests to one endpoint, of all datasets and jobs. Used from one event loop.
 
-    def __init__(self, name: str, scheme: str, terms: Terms, metrics: Metrics) -> None:
+    Attributes:
+        admission: admits reads; those that it admits submit their requests.
+    """
+
+    def __init__(self, name: str, scheme: str, options: EndpointOptions, metrics: Metrics) -> None:
         self._loop = asyncio.get_running_loop()
         self.name = name
         self.queue = FairQueue(0)
-        self.limit = AdaptiveLimit(terms.max_requests)
-        self.budget = RetryBudget(terms.max_requests, time.monotonic(), is_new=True)
+        self.limit = AdaptiveLimit(options.max_requests)
+        self.budget = RetryBudget(options.max_requests, time.monotonic())
         self._scheme = scheme
-        self._terms = terms
+        self._options = options
         self._metrics = metrics
         self._counts: dict[tuple[RequestKind, Outcome], RequestCount] = {}
-        self._live: dict[Request, None] = {}
-        self._entrance = Entrance(self._is_roomy, self._left_s)
-        self._watch = Watch()
-        self._doubts = Doubts()
-        self._to_retry: list[tuple[float, int, Request]] = []
+        self._live: dict[RangeRequest, None] = {}
+        self.admission = AdmissionQueue(self._has_room, self._left_s, self._stalled)
+        self._hedges = Hedges()
+        self._refreshing: dict[CredentialRefresh, None] = {}
+        self._to_retry: list[tuple[float, int, RangeRequest]] = []  # a heap by time
         self._numbers = itertools.count()
-        self._ticks = 0
+        self._num_ticks = 0
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._is_down = False
-        self._good_at = time.monotonic()
-        self._last_failure: Answer | None = None
+        self._succeeded_at = time.monotonic()
+        self._last_failure: Response | None = None
         self.queue.resize(self.limit.limit)
 
     def lower_ceiling(self, max_requests: int) -> None:
-        """At most so many requests in flight from now on, if that is fewer than before; those that are, go on."""
+        """Lower the most requests in flight; those in flight continue."""
         self.limit.lower_ceiling(max_requests)
         if not self._is_down:  # otherwise the queue is resized when the pause is over
             self.queue.resize(self.limit.limit)
 
-    @contextlib.asynccontextmanager
-    async def reading(self, flow: Flow, urgency: int, asked_at: float) -> AsyncIterator[None]:
-        """Submit requests inside; the way in is free when few requests wait for their turn.
-
-        Args:
-            flow: the job that has more to submit; the jobs come in fairly.
-            urgency: among the job's the lowest comes first.
-            asked_at: when the job asked for it.
-
-        Raises:
-            StorageUnavailable: nothing was answered for the time that a request has.
-        """
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                await stack.enter_async_context(self._entrance.reading(flow, urgency, asked_at))
-            except TimeoutError:
-                raise not_let_in(self.name, self._terms.deadline_s, self._last_failure) from None
-            yield
-
-    def _is_roomy(self) -> bool:
-        num_waiting = self.queue.num_waiting
-        if num_waiting > _MIN_WAITING:
-            num_waiting = min(num_waiting, len(self._live))  # the queue counts some who gave up
-        return num_waiting <= _MIN_WAITING or num_waiting <= self.limit.limit // 2
-
-    def _left_s(self, asked_at: float) -> float:
-        """Until what is not even sent is given up."""
-        return max(asked_at, self._good_at) + self._terms.deadline_s - time.monotonic()
-
-    def submit(self, request: Request) -> None:
-        """Have a range brought; `request.finish` is told."""
+    def submit(self, request: RangeRequest) -> None:
+        """Request a range; its `finish` is called with the result."""
         self.budget.earn()
         self._live[request] = None
         if self._timer is None:
             self._timer = self._loop.call_later(_TICK_S, self._tick)
-        self._ask(request, is_hedge=False)
+        self._enqueue(request, is_hedge=False)
 
-    def abandon(self, request: Request) -> None:
-        """Nobody needs it any more."""
+    def abandon(self, request: RangeRequest) -> None:
+        """Nobody needs the range any more."""
         if not request.is_over:
             self._end(request, "abandoned")
-            self._entrance.look_again()
+            self.admission.look_again()
             del request.finish
 
-    def _ask(self, request: Request, *, is_hedge: bool) -> None:
-        if self._doubts and not is_hedge and self._doubts.holds(request, time.monotonic()):
+    def _has_room(self) -> bool:
+        num_waiting = self.queue.num_waiting
+        if num_waiting > _MIN_WAITING:
+            num_waiting = min(num_waiting, len(self._live))  # the queue counts abandoned ones
+        return num_waiting <= _MIN_WAITING or num_waiting <= self.limit.limit // 2
+
+    def _left_s(self, asked_at: float) -> float:
+        """How long a read that was asked for at `asked_at` may still wait for admission."""
+        return max(asked_at, self._succeeded_at) + self._options.deadline_s - time.monotonic()
+
+    def _stalled(self) -> GyreError:
+        return stalled_error(self.name, self._options.deadline_s, self._last_failure)
+
+    def _enqueue(self, request: RangeRequest, *, is_hedge: bool) -> None:
+        if not is_hedge and request.credentials.holds(request, time.monotonic()):
+            self._refreshing[request.credentials] = None
             return
-        turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge, functools.partial(self._granted, request, is_hedge))
+        granted = functools.partial(self._granted, request, is_hedge)
+        turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge, granted)
         if turn is None:
             self._send(request, is_hedge=is_hedge)
         else:
             request.turn = turn
 
-    def _granted(self, request: Request, is_hedge: bool) -> None:
-        if request.is_over or (is_hedge and not request.tries):
+    def _granted(self, request: RangeRequest, is_hedge: bool) -> None:
+        if request.is_over or (is_hedge and not request.attempts):
             self.queue.release()
         else:
             self._send(request, is_hedge=is_hedge)
 
-    def _send(self, request: Request, *, is_hedge: bool) -> None:
+    def _send(self, request: RangeRequest, *, is_hedge: bool) -> None:
         now = time.monotonic()
         if request.begun_at and not is_hedge:
             if not self.budget.take(now):
@@ -151,154 +162,163 @@ class Endpoint:
                 return
             request.num_retries += 1
         request.begun_at = request.begun_at or now
-        request.num_tries += 1
-        try_ = Try(request, now, self.limit.round, is_hedge=is_hedge)
-        request.tries.append(try_)
-        self._watch.begin(try_)
-        wanted, done = request.wanted, functools.partial(self._done, try_)
-        try:
-            try_.sent = request.source.get(request.path, wanted.start, wanted.stop, done)
-        except Exception as error:  # a client that cannot even begin
-            try_.sent = NotSent(self._loop.call_soon(done, failure(error)))
+        request.num_attempts += 1
+        attempt = Attempt(request, now, self.limit.round, is_hedge=is_hedge)
+        request.attempts.append(attempt)
+        self._hedges.begin(attempt)
+        wanted, received = request.wanted, functools.partial(self._received, attempt)
+        source = request.credentials.source
+        attempt.sent = source.get(request.path, wanted.start, wanted.stop, received)
 
-    def _done(self, try_: Try, answer: Answer) -> None:
-        request = try_.request
-        now = time.monotonic()
-        means = meaning(request.wanted, answer, request.num_tries)
-        if means is Meaning.GOOD:
-            self._succeed(try_, answer, now)
+    def _received(self, attempt: Attempt, response: Response) -> None:
+        request, now = attempt.request, time.monotonic()
+        verdict = classify(request.wanted, response, request.num_attempts)
+        if verdict is Verdict.OK:
+            self._succeed(attempt, response, now)
             return
-        if means is Meaning.REFUSED and self.limit.done(try_.of_round, self.queue.num_taken, None):
+        is_throttled = verdict is Verdict.THROTTLED
+        if is_throttled and self.limit.done(attempt.of_round, self.queue.num_taken, None):
             self._resize()
-        self._give_back(try_)
-        if means is Meaning.FINAL or (means is Meaning.REFRESH and 0 < request.refreshed_at <= try_.sent_at):
-            self._count("error", request, len(answer.data))
-            if means is Meaning.FINAL:
-                self._trust(try_)
-            self._fail(request, final_error(request.wanted, answer), "abandoned")
-        else:
-            request.num_refused += means is Meaning.REFUSED
-            self._count("refused" if means is Meaning.REFUSED else "retried", request, len(answer.data))
-            self._try_again(request, try_, answer, now, at_once=means is Meaning.REFRESH)
+        self._give_back(attempt)
+        was_refreshed = 0 < request.refreshed_at <= attempt.sent_at
+        if verdict is Verdict.FAILED or (verdict is Verdict.REFRESH and was_refreshed):
+            self._count("error", request, len(response.data))
+            if verdict is Verdict.FAILED:
+                self._accept_credentials(attempt)
+            self._fail(request, final_error(request.wanted, response), "abandoned")
+            return
+        request.num_throttled += is_throttled
+        self._count("refused" if is_throttled else "retried", request, len(response.data))
+        request.last_failure = self._last_failure = response
+        if verdict is Verdict.REFRESH:
+            request.credentials.refused(request, attempt.sent_at, response.status, now)
+        if not request.attempts:
+            is_refresh = verdict is Verdict.REFRESH
+            pause = 0.0 if is_refresh else pause_s(request.num_attempts, random.random())
+            self._retry_at(now + pause, request)
 
-    def _succeed(self, try_: Try, answer: Answer, now: float) -> None:
-        request, first_byte_at = try_.request, try_.first_byte_at or now
-        first_byte_s = first_byte_at - try_.sent_at
-        self._watch.note(try_, now)
-        if self.limit.done(try_.of_round, self.queue.num_taken, first_byte_s):
+    def _succeed(self, attempt: Attempt, response: Response, now: float) -> None:
+        request, first_byte_at = attempt.request, attempt.first_byte_at or now
+        first_byte_s = first_byte_at - attempt.sent_at
+        self._record_latency(attempt, now)
+        if self.limit.done(attempt.of_round, self.queue.num_taken, first_byte_s):
             self._resize()
-        self._give_back(try_)
-        self._good_at = now
-        if self._doubts:
-            self._trust(try_)
+        self._give_back(attempt)
+        self._succeeded_at = now
+        self._accept_credentials(attempt)
         if request.num_retries:
             self.budget.give_back()
-        request.succeed(try_, first_byte_at, now)
+        request.sent_at, request.first_byte_at = attempt.sent_at, first_byte_at
+        request.ended_at = now
         self._end(request, "hedged")
         count = self._count("ok", request, request.num_bytes)
         count.first_byte_s += first_byte_s
         count.body_s += now - first_byte_at
-        self._tell(request, answer.data, None)
+        self._finish(request, response.data, None)
 
-    def _trust(self, try_: Try) -> None:
-        """Its credentials were accepted."""
-        for request in self._doubts.released(try_):
-            if not request.is_over:
-                self._ask(request, is_hedge=False)
+    def _record_latency(self, attempt: Attempt, now: float) -> None:
+        if not attempt.is_hedge:
+            self._hedges.record(attempt.request.num_bytes, now - attempt.sent_at)
+
+    def _accept_credentials(self, attempt: Attempt) -> None:
+        """A response came that the storage gives only to accepted credentials."""
+        for request in attempt.request.credentials.accepted(attempt.sent_at):
+            self._enqueue(request, is_hedge=False)
 
     def _resize(self) -> None:
-        """Let as many in as the limit says; after rounds that brought nothing at all, none for a while."""
-        failed = self.limit.num_failed_rounds
-        if self._is_down and not failed:
+        """Let as many requests in as the limit says.
+
+        After rounds without any success, none for a random pause.
+        """
+        num_failed = self.limit.num_failed_rounds
+        if self._is_down and not num_failed:
             self.budget.restore(time.monotonic())
-        self._is_down = failed > 0
+        self._is_down = num_failed > 0
         if self._pause:
             self._pause.cancel()
             self._pause = None
-        if failed:
-            pause = random.random() * min(_MAX_PAUSE_S, _BASE_PAUSE_S * 2 ** min(failed, 16))
+        if num_failed:
+            pause = random.random() * min(_MAX_PAUSE_S, _BASE_PAUSE_S * 2 ** min(num_failed, 16))
             self._pause = self._loop.call_later(pause, self.queue.resize, self.limit.limit)
-        self.queue.resize(0 if failed else self.limit.limit)
+        self.queue.resize(0 if num_failed else self.limit.limit)
 
-    def _try_again(self, request: Request, try_: Try, answer: Answer, now: float, *, at_once: bool) -> None:
-        request.last = self._last_failure = answer
-        if at_once:
-            self._doubts.refused(request, try_.sent_at, answer.status, now)
-        if not request.tries:
-            pause = 0.0 if at_once else pause_s(request.num_tries, random.random())
-            self._retry_at(now + pause, request)
-
-    def _retry_at(self, when: float, request: Request) -> None:
+    def _retry_at(self, when: float, request: RangeRequest) -> None:
         heapq.heappush(self._to_retry, (when, next(self._numbers), request))
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._ticks += 1
+        self._num_ticks += 1
         self._retry(now)
-        if self._terms.hedges and not self.limit.is_refused:
-            for request in self._watch.take_late(now, self._entrance.needed_first()):
-                self._ask(request, is_hedge=True)
-        if self._ticks % _TICKS_PER_LOOK == 0:
-            self._look_at_deadlines(now)
-        if not self._live:
-            self._doubts.forget_waiting()
+        if self._options.hedges and not self.limit.is_throttled:
+            for request in self._hedges.take_late(now, self.admission.needed_first()):
+                self._enqueue(request, is_hedge=True)
+        if self._num_ticks % _TICKS_PER_DEADLINE_CHECK == 0:
+            self._check_deadlines(now)
         self._timer = self._loop.call_later(_TICK_S, self._tick) if self._live else None
 
     def _retry(self, now: float) -> None:
-        """What has paused waits for its turn again; the token of the budget is taken when it is sent."""
+        """Enqueue requests whose pause is over; the budget's token is taken when they are sent."""
         while self._to_retry and self._to_retry[0][0] <= now:
             _, _, request = heapq.heappop(self._to_retry)
             if not request.is_over:
-                self._ask(request, is_hedge=False)
-        for request in self._doubts.ready(now) if self._doubts else ():
-            self._ask(request, is_hedge=False)
+                self._enqueue(request, is_hedge=False)
+        for credentials in list(self._refreshing):
+            if probe := credentials.next_probe(now):
+                self._enqueue(probe, is_hedge=False)
+            if not self._live:
+                credentials.forget_waiting()
+            if not (self._live and credentials.is_under_way):
+                del self._refreshing[credentials]
 
-    def _look_at_deadlines(self, now: float) -> None:
-        deadline_s = self._terms.deadline_s
+    def _check_deadlines(self, now: float) -> None:
+        deadline_s = self._options.deadline_s
+        silence_s = deadline_s * _SILENCE
         for request in list(self._live):
-            since = request.begun_at or max(request.asked_at, self._good_at)
+            since = request.begun_at or max(request.asked_at, self._succeeded_at)
             if now - since > deadline_s:
-                last = request.last or self._last_failure
-                error = too_late(self.name, request.wanted, deadline_s, request.num_tries, last)
+                last = request.last_failure or self._last_failure
+                error = deadline_error(
+                    self.name, request.wanted, deadline_s, request.num_attempts, last
+                )
                 self._fail(request, error, "error")
                 continue
-            for try_ in list(request.tries):
-                if try_.first_byte_at == 0 and now - try_.sent_at > deadline_s * _SILENCE:
-                    try_.sent.cancel()
-                    silence = f"no answer within {deadline_s * _SILENCE:g} s"
-                    self._done(try_, Answer(0, detail=silence, unreachable=True))
+            for attempt in list(request.attempts):
+                if attempt.first_byte_at == 0 and now - attempt.sent_at > silence_s:
+                    attempt.sent.cancel()
+                    detail = f"no answer within {silence_s:g} s"
+                    self._received(attempt, Response(0, detail=detail, unreachable=True))
 
-    def _fail(self, request: Request, error: GyreError, under_way: Outcome) -> None:
-        self._end(request, under_way)
-        self._entrance.look_again()
-        self._tell(request, b"", error)
+    def _fail(self, request: RangeRequest, error: GyreError, in_flight: Outcome) -> None:
+        self._end(request, in_flight)
+        self.admission.look_again()
+        self._finish(request, b"", error)
 
-    def _tell(self, request: Request, data: bytes, error: GyreError | None) -> None:
+    def _finish(self, request: RangeRequest, data: bytes, error: GyreError | None) -> None:
         finish = request.finish
-        del request.finish  # whoever is told holds the request: cycles would wait for the collector
+        del request.finish  # it refers to the request: a cycle would wait for the collector
         finish(data, error)
 
-    def _end(self, request: Request, outcome: Outcome) -> None:
-        """It is over; what is still under way for it has this outcome."""
+    def _end(self, request: RangeRequest, outcome: Outcome) -> None:
+        """The range is no longer needed; its attempts in flight are counted with this outcome."""
         request.is_over = True
         del self._live[request]
         if request.turn:
             request.turn.cancel()
-        for try_ in request.tries[:]:
-            try_.sent.cancel()
+        for attempt in request.attempts[:]:
+            attempt.sent.cancel()
             self._count(outcome, request, 0)
             if outcome == "hedged":
-                self._watch.note(try_, time.monotonic())
-            self._give_back(try_)
+                self._record_latency(attempt, time.monotonic())
+            self._give_back(attempt)
 
-    def _give_back(self, try_: Try) -> None:
-        try_.request.tries.remove(try_)
-        del try_.sent  # which has a callback that has the try
-        self._watch.end(try_)
+    def _give_back(self, attempt: Attempt) -> None:
+        attempt.request.attempts.remove(attempt)
+        del attempt.sent  # its callback refers to the attempt
+        self._hedges.end(attempt)
         self.queue.release()
-        self._entrance.look_again()
+        self.admission.look_again()
 
-    def _count(self, outcome: Outcome, request: Request, num_bytes: int) -> RequestCount:
+    def _count(self, outcome: Outcome, request: RangeRequest, num_bytes: int) -> RequestCount:
         count = self._counts.get((request.kind, outcome))
         if count is None:
             count = self._metrics.requests(RequestLabels(self._scheme, request.kind, outcome))

@@ -1,130 +1,177 @@
-"""When a request is sent a second time because its answer is late: Dean and Barroso, "The Tail at Scale", 2013. Pure: no clock.
+"""Which requests are sent a second time because their response is late.
 
-An answer is late when 95 of 100 answers of its size came sooner of late. The first of the two that arrives counts. A budget
-keeps the second requests to one in twenty, so that nothing is doubled when everything is slow, and goes to those who wait for
-the next batch.
+Dean and Barroso, "The Tail at Scale", 2013. Pure: the caller brings the clock.
 
-Answers that came say little while many are still awaited: the first to come are the fast ones. So at first it is the 64
-requests that were sent first that count, and late is what is not there when all but three of them are.
+A response is late once 95 of 100 recent responses of its size have come sooner. The first of the
+two attempts to arrive counts. A budget limits hedges to one request in twenty, so that a storage
+that is slow throughout is not asked for everything twice, and prefers the batch that a job needs
+first.
+
+While many requests are in flight, the responses so far say little: the fast ones come first. So at
+first only the 64 earliest requests count, and a response is late once all but three of them came.
 """
 
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable
-from typing import Protocol, TypeVar
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
 
+from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.storage.engine.request import Attempt, RangeRequest
+
+# The budget: each request earns this part of a hedge, up to the reserve, of which a part is kept
+# for what is needed first. A larger share adds load to a slow storage; a smaller one leaves late
+# responses that a batch waits for.
 _SHARE = 0.05
 _RESERVE, _KEPT = 16.0, 8.0
+# How lateness is estimated: the quantile of the last responses, how many must be known at least,
+# and how often it is computed again. A lower quantile hedges responses that were about to arrive.
 _QUANTILE = 0.95
-_MEMORY = 512
-_COHORT = 64  # requests sent first
-_MIN_KNOWN = 32
-_EVERY = 32  # answers between two looks at the quantile
+_MEMORY, _MIN_KNOWN, _EVERY = 512, 32, 32
+_COHORT = 64  # the earliest requests, see above
+# For one request. Where one response in a hundred takes seconds, both of two are late in every
+# fortieth batch of 256.
+_MAX_HEDGES = 2
+_MIN_SECOND_HEDGE_S = 0.1  # of waiting; a shorter delay of the first hedge is chance
+# Lateness counts this many times for requests that are not needed first: most of them arrive
+# before anybody waits for them.
+_NOT_FIRST_FACTOR = 1.5
 
 
 class Hedges:
-    """What one endpoint's answers took of late, by size, and the budget of second requests."""
+    """Lateness by size, the budget, and the newest attempt of each read in flight."""
 
     def __init__(self) -> None:
-        self._answers: dict[int, _Answers] = {}
+        self._latencies: dict[int, _Latencies] = {}  # by size class
+        self._in_flight: dict[int, OrderedDict[Attempt, None]] = {}  # likewise, the oldest first
         self._tokens = _RESERVE
 
-    def begin(self, size: int) -> bool:
-        """A request of a size class was sent; gives whether it is one of the first, of which `end_early` must be told."""
-        answers = self._of(size)
-        if answers.num_early >= _COHORT:
-            return False
-        answers.num_early += 1
-        return True
+    def begin(self, attempt: Attempt) -> None:
+        """An attempt was sent."""
+        request = attempt.request
+        if request.kind != "read" or request.num_hedges >= _MAX_HEDGES:
+            return
+        size = size_class(request.num_bytes)
+        if not request.num_hedges:
+            self.earn()
+            attempt.is_early = self._of(size).begin()
+        self._in_flight.setdefault(size, OrderedDict())[attempt] = None
 
-    def end_early(self, size: int) -> None:
-        """One of the first requests of a size class was answered, or failed, or nobody waits for it any more."""
-        self._of(size).end_early()
+    def end(self, attempt: Attempt) -> None:
+        """An attempt is over, however it ended."""
+        size = size_class(attempt.request.num_bytes)
+        if attempts := self._in_flight.get(size):
+            attempts.pop(attempt, None)
+        if attempt.is_early:
+            self._of(size).end_early()
 
-    def note(self, num_bytes: int, duration_s: float) -> None:
-        """An answer came whole, or was waited for so long before its twin came."""
+    def record(self, num_bytes: int, duration_s: float) -> None:
+        """A first attempt was answered, or was waited for this long until its hedge was."""
         self._of(size_class(num_bytes)).add(duration_s)
 
-    def late_after_s(self, size: int) -> float | None:
-        """After how long a request of a size class is late; None while too little is known."""
-        answers = self._answers.get(size)
-        return answers.quantile_s if answers else None
+    def late_after_s(self, num_bytes: int) -> float | None:
+        """After how long a response of this size is late; None while too little is known."""
+        return self._of(size_class(num_bytes)).quantile_s
 
     def earn(self) -> None:
         """A read was sent."""
         if self._tokens < _RESERVE:
             self._tokens += _SHARE
 
-    @property
-    def may_take(self) -> bool:
-        """Some second request may be sent now."""
-        return self._tokens >= 1
-
     def take(self, *, is_needed_first: bool = True) -> bool:
-        """Whether a second request may be sent now; if so, it counts as sent.
+        """Take a token for a hedge; False if there is none.
 
-        A part is kept for what is needed first: where that is late, nothing else is sent that would bring a token.
+        Some tokens are kept for what is needed first: while that is late, nothing else is sent that
+        would earn one.
         """
         if self._tokens < (1 if is_needed_first else 1 + _KEPT):
             return False
         self._tokens -= 1
         return True
 
-    def _of(self, size: int) -> "_Answers":
-        answers = self._answers.get(size)
-        if answers is None:
-            answers = self._answers[size] = _Answers()
-        return answers
+    def take_late(self, now: float, needed_first: Mapping[Flow, int]) -> list[RangeRequest]:
+        """The requests to hedge now, the most needed first; they count as sent.
+
+        Args:
+            now: the time.
+            needed_first: the lowest urgency that each job is reading.
+        """
+        return [
+            request
+            for size in self._in_flight
+            for request in self._take_late(size, now, needed_first)
+        ]
+
+    def _take_late(
+        self, size: int, now: float, needed_first: Mapping[Flow, int]
+    ) -> list[RangeRequest]:
+        late_s = self._of(size).quantile_s
+        if late_s is None or self._tokens < 1:
+            return []
+        late = {}
+        for attempt in self._in_flight[size]:
+            waited_s, request = now - attempt.sent_at, attempt.request
+            if waited_s < late_s:
+                break
+            is_late = waited_s >= late_s * _NOT_FIRST_FACTOR or _is_first(request, needed_first)
+            if is_late and not (attempt.is_hedge and waited_s < _MIN_SECOND_HEDGE_S):
+                late[request] = attempt
+        taken = []
+        for request in most_needed_first(late):
+            if self.take(is_needed_first=_is_first(request, needed_first)):
+                del self._in_flight[size][late[request]]
+                request.num_hedges += 1
+                taken.append(request)
+        return taken
+
+    def _of(self, size: int) -> "_Latencies":
+        latencies = self._latencies.get(size)
+        if latencies is None:
+            latencies = self._latencies[size] = _Latencies()
+        return latencies
 
 
-class _Answers:
-    """The last answers of one size class."""
+class _Latencies:
+    """How long the last responses of one size class took."""
 
     def __init__(self) -> None:
-        self.num_early = 0
         self.quantile_s: float | None = None
+        self._num_early = 0
         self._num_early_ended = 0
         self._durations_s: deque[float] = deque(maxlen=_MEMORY)
-        self._num_to_come = _MIN_KNOWN  # before the next look at the quantile
+        self._num_to_come = _MIN_KNOWN  # before the quantile is computed again
+
+    def begin(self) -> bool:
+        """A request was sent; returns whether it is an early one."""
+        if self._num_early >= _COHORT:
+            return False
+        self._num_early += 1
+        return True
+
+    def end_early(self) -> None:
+        self._num_early_ended += 1
+        if self.quantile_s is None and self._num_to_come <= 0:
+            self._compute()
 
     def add(self, duration_s: float) -> None:
         self._durations_s.append(duration_s)
         self._num_to_come -= 1
         if self._num_to_come <= 0:
-            self._look()
+            self._compute()
 
-    def end_early(self) -> None:
-        self._num_early_ended += 1
-        if self.quantile_s is None and self._num_to_come <= 0:
-            self._look()
-
-    def _look(self) -> None:
-        if self._num_early_ended < self.num_early * _QUANTILE:
+    def _compute(self) -> None:
+        if self._num_early_ended < self._num_early * _QUANTILE:
             return
         durations_s = sorted(self._durations_s)
-        if self.quantile_s is None and self.num_early:  # what is there now is the slowest of all but the late ones
+        if self.quantile_s is None and self._num_early:
+            # The slowest response so far is the slowest of all but the late ones.
             self.quantile_s, self._num_to_come = durations_s[-1], _MEMORY
         else:
-            self.quantile_s, self._num_to_come = durations_s[int(len(durations_s) * _QUANTILE)], _EVERY
+            self.quantile_s = durations_s[int(len(durations_s) * _QUANTILE)]
+            self._num_to_come = _EVERY
 
 
-class Late(Protocol):
-    """A request whose answer is late."""
-
-    @property
-    def flow(self) -> Hashable:
-        """For which job it is."""
-
-    @property
-    def urgency(self) -> int:
-        """Among the job's requests the lowest is needed first."""
-
-
-Request = TypeVar("Request", bound=Late)
-
-
-def most_needed_first(late: Iterable[Request]) -> list[Request]:
-    """Of each job those that it needs first, the jobs in turns."""
-    turns: Counter[Hashable] = Counter()
+def most_needed_first(late: Iterable[RangeRequest]) -> list[RangeRequest]:
+    """Late requests, taking turns among jobs, each job's most urgent first."""
+    turns: Counter[Flow] = Counter()
     in_turns = []
     for request in sorted(late, key=lambda each: each.urgency):
         in_turns.append((turns[request.flow], request))
@@ -133,5 +180,9 @@ def most_needed_first(late: Iterable[Request]) -> list[Request]:
 
 
 def size_class(num_bytes: int) -> int:
-    """Sizes within a factor of four have one class."""
+    """The same number for sizes within a factor of four."""
     return num_bytes.bit_length() // 2
+
+
+def _is_first(request: RangeRequest, needed_first: Mapping[Flow, int]) -> bool:
+    return request.urgency <= needed_first.get(request.flow, request.urgency)

@@ -1,79 +1,77 @@
-"""One range that is needed, from being asked for to being there."""
+"""One range that a job needs, from its request to its bytes."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import RequestKind
 from gyre_daemon.runtime.fair import Flow, Turn
-from gyre_daemon.storage.answer import Answer, Range
 from gyre_daemon.storage.delays import Delays, RequestDelays
-from gyre_daemon.storage.engine.hedges import size_class
-from gyre_daemon.storage.source import Sent, Source
+from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
+from gyre_daemon.storage.response import ByteRange, Response
+from gyre_daemon.storage.source import SentRequest
 
 
-class Request:
-    """What is needed and how far it is. Its tries may be several, also at the same time.
+@dataclass(slots=True, eq=False, repr=False)
+class RangeRequest:
+    """A range, and how far its request has come. Several attempts may be in flight at once.
 
     Attributes:
-        source: who carries it.
+        credentials: those of the source that carries it.
         path: of the object, as the source knows it.
-        wanted: which bytes of which shard.
+        wanted: the bytes, and their shard.
         kind: for the counters.
-        flow: for which job.
+        flow: the job that needs it.
         urgency: among the job's requests the lowest goes first.
-        finish: called once, with the bytes or the error, unless it is abandoned.
-        turn: it waits for one.
-        tries: under way.
         asked_at: when it was needed.
-        begun_at: when its first try was sent; 0 before.
-        last: the answer to its last try that failed.
-        refreshed_at: when credentials were read again for it; a try sent since then has the new ones; 0 before.
-        num_bytes: how many are needed.
-        sent_at: when the try was sent that succeeded.
-        first_byte_at: when its answer began.
-        ended_at: and when it was whole; 0 before.
-        is_over: it is there, has failed, or is abandoned.
+        finish: called once, with the bytes or the error, unless the request is abandoned.
+        turn: its place in the queue, if it waits there.
+        attempts: those in flight.
+        begun_at: when its first attempt was sent; 0 before.
+        last_failure: the response to its last failed attempt.
+        refreshed_at: when credentials were last refreshed for it; an attempt sent since then uses
+            the new ones; 0 before.
+        num_bytes: how many bytes are needed.
+        sent_at: when the successful attempt was sent.
+        first_byte_at: when its response began.
+        ended_at: when its last byte arrived; 0 before.
+        is_over: it succeeded, failed, or was abandoned.
     """
 
-    __slots__ = (
-        "asked_at", "begun_at", "ended_at", "finish", "first_byte_at", "flow", "is_over", "kind", "last", "num_bytes",
-        "num_hedges", "num_refused", "num_retries", "num_tries", "path", "refreshed_at", "sent_at", "source", "tries", "turn",
-        "urgency", "wanted",
-    )  # fmt: skip
+    credentials: CredentialRefresh
+    path: str
+    wanted: ByteRange
+    kind: RequestKind
+    flow: Flow
+    urgency: int
+    asked_at: float
+    finish: Callable[[bytes, GyreError | None], None] = field(init=False)
+    turn: Turn | None = None
+    attempts: "list[Attempt]" = field(default_factory=list)
+    begun_at: float = 0.0
+    last_failure: Response | None = None
+    refreshed_at: float = 0.0
+    num_attempts: int = 0
+    num_retries: int = 0
+    num_hedges: int = 0
+    num_throttled: int = 0
+    num_bytes: int = field(init=False)
+    sent_at: float = 0.0
+    first_byte_at: float = 0.0
+    ended_at: float = 0.0
+    is_over: bool = False
 
-    def __init__(self, source: Source, path: str, wanted: Range, kind: RequestKind, flow: Flow, urgency: int) -> None:
-        self.source = source
-        self.path = path
-        self.wanted = wanted
-        self.kind: RequestKind = kind
-        self.flow = flow
-        self.urgency = urgency
-        self.finish: Callable[[bytes, GyreError | None], None]
-        self.turn: Turn | None = None
-        self.tries: list[Try] = []
-        self.asked_at = 0.0
-        self.begun_at = 0.0
-        self.last: Answer | None = None
-        self.is_over = False
-        self.refreshed_at = 0.0
-        self.num_tries = 0
-        self.num_retries = 0
-        self.num_hedges = 0
-        self.num_refused = 0
-        self.num_bytes = wanted.stop - wanted.start
-        self.sent_at = self.first_byte_at = self.ended_at = 0.0
-
-    def succeed(self, successful: "Try", first_byte_at: float, now: float) -> None:
-        """It is there."""
-        self.sent_at, self.first_byte_at, self.ended_at = successful.sent_at, first_byte_at, now
+    def __post_init__(self) -> None:
+        """Count the bytes."""
+        self.num_bytes = self.wanted.stop - self.wanted.start
 
     @property
     def total_s(self) -> float:
-        """From being asked for to being there; 0 before."""
+        """Time from the request to the last byte; 0 before."""
         return self.ended_at - self.asked_at if self.ended_at else 0.0
 
-    def account(self) -> RequestDelays:
-        """Where the time went, now that it is there."""
+    def timing(self) -> RequestDelays:
+        """Where the time of a successful request went."""
         return RequestDelays(
             shard=self.wanted.shard.name,
             start=self.wanted.start,
@@ -82,33 +80,38 @@ class Request:
             tried_s=self.sent_at - self.begun_at,
             first_byte_s=self.first_byte_at - self.sent_at,
             body_s=self.ended_at - self.first_byte_at,
-            num_tries=self.num_tries,
+            num_tries=self.num_attempts,
         )
 
-    def add_to(self, delays: Delays) -> None:
-        """Tell those who waited what it took, but for `account`."""
+    def count_in(self, delays: Delays) -> None:
+        """Add its counts to the delays of a read that waited for it."""
         delays.num_bytes += self.num_bytes
-        if self.num_tries > 1:
-            delays.num_refused += self.num_refused
-            delays.num_retries += self.num_retries
-            delays.num_hedges += self.num_hedges
+        delays.num_refused += self.num_throttled
+        delays.num_retries += self.num_retries
+        delays.num_hedges += self.num_hedges
 
 
-class Try:
-    """One request that was sent."""
+@dataclass(slots=True, eq=False, repr=False)
+class Attempt:
+    """A request that was sent once for a range.
 
-    __slots__ = ("is_early", "is_hedge", "of_round", "request", "sent", "sent_at", "size")
+    Attributes:
+        request: what it was sent for.
+        sent_at: when.
+        of_round: the limit's round when it was sent.
+        is_hedge: another attempt was in flight, and late.
+        is_early: one of the first of its size; see `hedges`.
+        sent: the request in flight.
+    """
 
-    def __init__(self, request: Request, sent_at: float, of_round: int, *, is_hedge: bool) -> None:
-        self.request = request
-        self.sent_at = sent_at
-        self.of_round = of_round
-        self.is_hedge = is_hedge
-        self.is_early = False  # one of the first of its size
-        self.size = size_class(request.num_bytes)
-        self.sent: Sent
+    request: RangeRequest
+    sent_at: float
+    of_round: int
+    is_hedge: bool
+    is_early: bool = False
+    sent: SentRequest = field(init=False)
 
     @property
     def first_byte_at(self) -> float | None:
-        """See `Sent.first_byte_at`."""
+        """See `SentRequest.first_byte_at`."""
         return self.sent.first_byte_at

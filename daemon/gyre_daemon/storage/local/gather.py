@@ -1,15 +1,17 @@
-"""Copying many ranges of mapped files at once, without the interpreter's lock and without fear of a file that shrinks.
+"""Copying many ranges of mapped files in one call, safe against files that shrink.
 
-A plain copy out of a mapping takes one Python call per sample, holds the lock through every page fault, and dies of SIGBUS
-where the file was truncated underneath. `process_vm_readv(2)` and `process_vm_writev(2)` on one's own process take 1024 ranges
-per call and report a page that is no longer there as a short count. The one looks up and pins every page it reads, the other
-every page it writes. Pages written lie in a row, pages read do not: small ranges are cheaper to write. Large ones are read:
-out of a file that is mapped by huge pages that is faster, and otherwise no slower.
+A plain copy out of a mapping takes one Python call per sample, holds the interpreter's lock through
+every page fault, and dies of SIGBUS where the file was truncated. `process_vm_readv(2)` and
+`process_vm_writev(2)` on one's own process take 1024 ranges per call, and report a missing page as
+a short count. The first looks up and pins every page that it reads, the second every page that it
+writes. Written pages are adjacent and read pages are not, so writing is cheaper for small ranges.
+Large ranges are read: that is faster out of huge pages, and otherwise no slower.
 """
 
 import ctypes
 import errno
 import os
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,24 +20,32 @@ Addresses = npt.NDArray[np.uint64]
 Sizes = npt.NDArray[np.int64]
 
 _MAX_RANGES = 1024  # IOV_MAX
-_MAX_WRITTEN_BYTES = 16 << 10  # mean of the ranges; see `benchmarks/loader/gather.py`
+# Ranges are written up to this mean size and read above it. `benchmarks/loader/gather.py` measures
+# both; twice the value makes copies out of huge pages slower.
+_MAX_WRITTEN_BYTES = 16 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
     _call.restype = ctypes.c_ssize_t
-    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    _call.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p, ctypes.c_ulong,
+        ctypes.c_void_p, ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]  # fmt: skip
 
 
 def gather(sources: Addresses, sizes: Sizes, targets: Addresses) -> int | None:
     """Copy `sizes[i]` bytes from address `sources[i]` to address `targets[i]`, for all i.
 
     Args:
-        sources: uint64 [n]; mapped, or pages that have gone.
+        sources: uint64 [n]; mapped memory, whose pages may be gone.
         sizes: int64 [n], in bytes.
-        targets: uint64 [n]; writable and not overlapping; the caller keeps both sides alive.
+        targets: uint64 [n]; writable and not overlapping. The caller keeps both sides alive.
 
     Returns:
-        None if all is copied, otherwise the index of the first range that could not be read whole.
+        None if everything was copied, otherwise the index of the first range that could not be
+        read whole.
 
     Raises:
         OSError: the kernel does not allow it (EPERM, ENOSYS: see `is_allowed`).
@@ -45,15 +55,45 @@ def gather(sources: Addresses, sizes: Sizes, targets: Addresses) -> int | None:
     for begin in range(0, len(sizes), _MAX_RANGES):
         some = slice(begin, begin + _MAX_RANGES)
         into = _joined(targets[some], sizes[some])
-        copied = _write(out_of[some], into) if writes else _read(out_of[some], into)
+        if writes:
+            copied = _call_kernel(_libc.process_vm_writev, out_of[some], into)
+        else:
+            copied = _call_kernel(_libc.process_vm_readv, into, out_of[some])
         ends = np.cumsum(sizes[some])
         if copied != ends[-1]:
             return begin + int(np.searchsorted(ends, copied, side="right"))
     return None
 
 
+def read_each(
+    descriptors: Iterable[int], offsets: Sizes, sizes: Sizes, targets: Addresses
+) -> int | None:
+    """Do the same by one `preadv(2)` per range, where `gather` is not allowed.
+
+    Args:
+        descriptors: n files.
+        offsets: int64 [n], in the files.
+        sizes: int64 [n], in bytes.
+        targets: uint64 [n]; see `gather`.
+
+    Returns:
+        See `gather`.
+    """
+    ranges = zip(descriptors, offsets.tolist(), sizes.tolist(), targets.tolist(), strict=False)
+    for index, (descriptor, offset, size, target) in enumerate(ranges):
+        memory, done = memory_at(target, size), 0
+        try:
+            while done < size and (count := os.preadv(descriptor, [memory[done:]], offset + done)):
+                done += count
+        except OSError:
+            return index
+        if done < size:
+            return index
+    return None
+
+
 def _ranges(addresses: Addresses, sizes: Sizes) -> Addresses:
-    """As the kernel takes them: uint64 [n, 2]."""
+    """An array of `iovec`s: uint64 [n, 2]."""
     ranges = np.empty((len(sizes), 2), np.uint64)
     ranges[:, 0], ranges[:, 1] = addresses, sizes
     return ranges
@@ -68,22 +108,18 @@ def _joined(addresses: Addresses, sizes: Sizes) -> Addresses:
     return _ranges(addresses[first], np.add.reduceat(sizes, first))
 
 
-def _read(out_of: Addresses, into: Addresses) -> int:
-    return _copied(_libc.process_vm_readv(os.getpid(), into.ctypes.data, len(into), out_of.ctypes.data, len(out_of), 0))
-
-
-def _write(out_of: Addresses, into: Addresses) -> int:
-    return _copied(_libc.process_vm_writev(os.getpid(), out_of.ctypes.data, len(out_of), into.ctypes.data, len(into), 0))
-
-
-def _copied(num_bytes: int) -> int:
+def _call_kernel(call: "ctypes._NamedFuncPointer", local: Addresses, remote: Addresses) -> int:
+    """The number of bytes copied; the remote side is this process, too."""
+    num_bytes: int = call(
+        os.getpid(), local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0
+    )
     if num_bytes < 0 and ctypes.get_errno() != errno.EFAULT:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return max(num_bytes, 0)
 
 
 def is_allowed() -> bool:
-    """Whether this process may read its own memory so; some sandboxes forbid the call."""
+    """Whether this process may call `gather`; some sandboxes forbid it."""
     source, target = np.ones(1, np.uint8), np.zeros(1, np.uint8)
     try:
         failed = gather(address_of(source), np.ones(1, np.int64), address_of(target))

@@ -1,49 +1,55 @@
-"""Local files: no task and no object per sample. A batch's reads are copied out of mapped files in a few thread jobs."""
+"""Local files: no task and no object per sample, but a few thread jobs per batch.
+
+Each job works out its reads and copies them out of mapped files.
+"""
 
 import asyncio
-import errno
 import itertools
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import aiofiles
 import numpy as np
 
-from gyre_daemon.copiers import NO_COPIERS, Copiers, Ranges
-from gyre_daemon.errors import GyreError, InvalidRequest, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
+from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
-from gyre_daemon.runtime.fair import FairExecutor, Flow
-from gyre_daemon.storage.base import Bounds, Reads, Region
-from gyre_daemon.storage.local.checksums import ShardChecksums
-from gyre_daemon.storage.local.gather import gather, is_allowed, memory_at
-from gyre_daemon.storage.local.openfiles import OpenFiles, OpenShard, OpenShards, file_error
-from gyre_daemon.storage.local.readahead import ReadAhead, Wait, fits_into_memory
-from gyre_daemon.storage.local.stamps import Stamp
-from gyre_daemon.storage.patterns import patterns_of
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, WritableArena
+from gyre_daemon.storage.checksums import ShardChecksums
+from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
+from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.local.open_files import OpenFiles, OpenShard, OpenShards
+from gyre_daemon.storage.local.readahead import DiskWait, ReadAhead, fits_into_memory
 from gyre_daemon.storage.shard import Shard, changed
-from gyre_daemon.storage.splits import check_one_set, check_subfolders
-
-Lease = Callable[[], AbstractContextManager[None]]
 
 _STREAM_CHUNK_BYTES = 8 << 20
-_MIN_COPIED_BYTES = 32 << 10  # mean of what differs in size: a copier takes a call for each, the kernel a thousandth
-_MAX_COPIED_BYTES = 1 << 20  # mean of all: beyond it the memory is the limit either way, and the kernel is here already
-_MAX_LOOKS = 3  # at a shard that is being written to
-_MIN_JOB_BYTES = 16 << 20  # less is not worth a second thread: it takes 4 ms
+# When copy workers copy instead of the kernel. They pay for each call and the kernel for each page.
+# Samples of different sizes gain below this mean size only if the sizes are alike, since a worker
+# needs a call for each. Above the second mean size memory is the limit either way, and handing the
+# job over would only add a round trip.
+_MIN_COPIED_BYTES = 32 << 10
+_MAX_COPIED_BYTES = 1 << 20
+# A shard that is written to while its bytes are compared is looked at this often. More looks keep a
+# thread busy with a file that a slow writer changes; fewer refuse one that was just restored.
+_MAX_LOOKS = 3
+# Work for less than this is not split among threads: copying it takes 4 ms, and a second job costs
+# about one. Larger jobs leave threads idle while a batch is awaited.
+_MIN_JOB_BYTES = 16 << 20
 
 
 class LocalStorage:
     """Shards in the local file system.
 
     Attributes:
-        checksums: of the shards, as far as they were taken.
+        shards: as listed.
+        checksums: of the shards, as far as they have been taken.
     """
 
-    reads_in_bulk = True
+    is_node_local = True
+    block_cache = None
 
     def __init__(
         self,
@@ -51,7 +57,7 @@ class LocalStorage:
         shards: Sequence[Shard],
         workers: FairExecutor,
         metrics: Metrics,
-        copiers: Copiers = NO_COPIERS,
+        copy_workers: CopyWorkers = NO_COPY_WORKERS,
         open_files: OpenFiles | None = None,
         owner: object = None,
     ) -> None:
@@ -61,66 +67,57 @@ class LocalStorage:
             paths: of the shards.
             shards: as listed.
             workers: threads that read.
-            metrics: count the reads.
-            copiers: may copy for the threads.
-            open_files: shares open files among the daemon's datasets; None where there is one.
-            owner: keeps the files for as long as the storage refers to it; None where nobody does.
+            metrics: counts the reads.
+            copy_workers: processes that may copy for the threads.
+            open_files: divides open files among the daemon's datasets; None for a single dataset.
+            owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
         self.shards = shards
         self._owner = owner
         self._paths = paths
-        self._bounds = Bounds(shards)
+        self._bounds = ShardBounds(shards)
         self._workers = workers
         self._metrics = metrics
-        self._open = OpenShards(paths, shards, copiers, open_files)
-        self.checksums = ShardChecksums(shards)
-        self._copiers = copiers
+        self._open = OpenShards(paths, shards, copy_workers, open_files)
+        self.checksums = ShardChecksums(
+            shards,
+            paths,
+            is_idle=lambda: workers.is_idle,
+            fits_into_memory=fits_into_memory(shards),
+        )
+        self._copy_workers = copy_workers
         self._ahead = ReadAhead(shards)
-        self._copies = is_allowed()
+        self._may_gather = is_allowed()
 
-    async def read(self, reads: Reads) -> None:
-        """See `Storage.read`."""
-        num_bytes = int(reads.size.sum())
-        cuts = self.cuts(len(reads), num_bytes)
-        parts = [partial(reads.part, slice(*cut)) for cut in itertools.pairwise(cuts)]
-        await self.read_made(parts, reads.flow, num_bytes, reads.urgency, reads.lease)
-
-    def cuts(self, num_reads: int, num_bytes: int) -> list[int]:
-        """Where so many reads are best cut into jobs for several threads: from 0 to the end.
-
-        They are left in one where threads have other things to do: a job costs a millisecond or so beside what it copies.
-        """
-        most = self._workers.num_threads if self._workers.is_idle else 1
-        num_jobs = max(1, min(most, 1 + num_bytes // _MIN_JOB_BYTES, num_reads))
-        return [num_reads * job // num_jobs for job in range(num_jobs + 1)]
-
-    async def read_made(
-        self, makes: Sequence[Callable[[], Reads]], flow: Flow, num_bytes: int, urgency: int, lease: Lease
-    ) -> float:
-        """Do reads that are worked out in the threads that do them: the event loop has other things to do.
-
-        Args:
-            makes: each gives some of the reads, from which `flow` and `urgency` need not tell anything.
-            flow: see `Reads`.
-            num_bytes: about how much it is.
-            urgency: see `Reads`.
-            lease: of the memory that all of them write to; each thread holds one.
-
-        Returns:
-            For how many seconds a thread waited for the disk; 0.0 where all was in memory.
-        """
-        cost = num_bytes / len(makes)
-        if len(makes) == 1:
-            return await self._run(makes[0], flow, cost, urgency, lease)
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
+        cuts = self.cuts(len(plan), plan.num_bytes)
+        cost = plan.num_bytes / (len(cuts) - 1)
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._run(make, flow, cost, urgency, lease)) for make in makes]
-        return max(each.result() for each in running)
+            running = [
+                group.create_task(self._run(plan, slice(*cut), cost))
+                for cut in itertools.pairwise(cuts)
+            ]
+        if plan.delays:
+            plan.delays.storage_s += max(each.result() for each in running)
+
+    def cuts(self, num_items: int, num_bytes: int) -> list[int]:
+        """Where to cut a plan into jobs for several threads: positions from 0 to `num_items`.
+
+        It stays whole while threads have other things to do, because each job has a fixed cost of
+        about a millisecond.
+        """
+        max_jobs = self._workers.num_threads if self._workers.is_idle else 1
+        num_jobs = max(1, min(max_jobs, 1 + num_bytes // _MIN_JOB_BYTES, num_items))
+        return [num_items * job // num_jobs for job in range(num_jobs + 1)]
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
         listed, num_bytes = self.shards[shard], 0
         try:
-            async with aiofiles.open(self._paths[shard], "rb", executor=self._workers.executor) as file:
+            async with aiofiles.open(
+                self._paths[shard], "rb", executor=self._workers.executor
+            ) as file:
                 while chunk := await file.read(_STREAM_CHUNK_BYTES):
                     num_bytes += len(chunk)
                     yield chunk
@@ -129,93 +126,106 @@ class LocalStorage:
         if num_bytes != listed.size_bytes:
             raise changed(listed.name)
 
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        return str(self._paths[shard])
+
     def local_path(self, shard: int) -> Path | None:
         """See `Storage.local_path`."""
         return self._paths[shard]
 
-    @property
-    def is_idle(self) -> bool:
-        """No job of any dataset is being read or waits for it."""
-        return self._workers.is_idle
-
-    @property
-    def fits_into_memory(self) -> bool:
-        """Whether all of it may stay in the page cache."""
-        return fits_into_memory(self.shards)
-
-    def path(self, shard: int) -> Path:
-        """Where the shard lies."""
-        return self._paths[shard]
-
-    async def _run(self, make: Callable[[], Reads], flow: Flow, cost: float, urgency: int, lease: Lease) -> float:
+    async def _run(self, plan: ReadPlan, part: slice, cost: float) -> float:
+        """Read a part in a thread; returns for how many seconds it waited for the disk."""
         outcome: Outcome = "error"
-        made: list[tuple[int, int]] = []  # reads and bytes, once they are known
+        worked_out: list[Reads] = []
+        work = partial(self._read_part, plan, part, worked_out)
         try:
-            waited_s = await self._workers.run(flow, cost, urgency, partial(self._make_and_read, make, made, lease))
+            waited_s = await self._workers.run(plan.flow, cost, plan.urgency, work)
             outcome = "ok"
             return waited_s
         finally:
-            for num_reads, num_bytes in made:
-                self._metrics.count_requests(RequestLabels("file", "read", outcome), num_reads, num_bytes)
+            labels = RequestLabels("file", "read", outcome)
+            for reads in worked_out:
+                self._metrics.count_requests(labels, len(reads), reads.num_bytes)
 
-    def _make_and_read(self, make: Callable[[], Reads], made: list[tuple[int, int]], lease: Lease) -> float:
-        with lease():
-            reads = make()
+    def _read_part(self, plan: ReadPlan, part: slice, worked_out: list[Reads]) -> float:
+        with plan.lease():
+            reads = plan.part(part)
             self._bounds.check(reads)
             reads = reads.nonempty()
             if not len(reads):
                 return 0.0
-            made.append((len(reads), int(reads.size.sum())))
+            worked_out.append(reads)
             return self._read_all(reads)
 
     def _read_all(self, reads: Reads) -> float:
-        """Gives for how many seconds the disk was waited for."""
+        """Read from as many shards at a time as this thread may have open."""
         is_touched = np.zeros(len(self.shards), np.bool_)
         is_touched[reads.shard] = True
         touched = np.flatnonzero(is_touched)
-        limit, waited_s = max(1, self._open.max_open // self._workers.num_threads), 0.0  # others read at the same time
-        for begin in range(0, len(touched), limit):
-            group = touched[begin : begin + limit]
-            waited_s += self._read_group(reads if len(touched) <= limit else reads.of_shards(group), group.tolist())
+        num_at_once = max(1, self._open.max_open // self._workers.num_threads)
+        if len(touched) <= num_at_once:
+            return self._read_shards(reads, touched.tolist())
+        waited_s = 0.0
+        for begin in range(0, len(touched), num_at_once):
+            shards = touched[begin : begin + num_at_once]
+            waited_s += self._read_shards(reads.of_shards(shards), shards.tolist())
         return waited_s
 
-    def _read_group(self, reads: Reads, touched: Sequence[int]) -> float:
-        """Copy, then look whether the files are still what they were: a page cut off in its middle reads as zeros."""
-        opened = {shard: self._open.get(shard) for shard in touched}
-        trusted = {shard: its.trusted for shard, its in opened.items()}  # another thread may trust it anew meanwhile
+    def _read_shards(self, reads: Reads, shards: Sequence[int]) -> float:
+        """Copy, then check that the files are still what they were.
+
+        The check comes last because a page beyond a file's new end reads as zeros.
+        """
+        opened = {shard: self._open.get(shard) for shard in shards}
+        # Another thread may begin to trust a shard at any time.
+        trusted = {shard: its.trusted for shard, its in opened.items()}
         doubtful = [shard for shard, stamp in trusted.items() if stamp is None]
         waited_s = 0.0
         if not doubtful:
-            began = time.monotonic()
-            with self._ahead.around(reads, opened) as wait:  # in a thread: copiers have work that can be done at once
-                failed = None if not wait.is_sure and self._have_copied(reads, opened, wait) else self._copy(reads, opened)
-            waited_s = time.monotonic() - began if wait.was_seen else 0.0
+            failed, waited_s = self._copy_trusted(reads, opened)
             doubtful = [shard for shard, its in opened.items() if its.stamp != trusted[shard]]
             if not doubtful and failed is None:
                 return waited_s
-            for shard in doubtful or touched:
+            for shard in doubtful or shards:
                 opened[shard].is_sound = False
             if not doubtful:
                 raise _unreadable(self.shards[int(reads.shard[failed])].name)
             for shard in doubtful:
                 opened[shard].trusted = None
-        return waited_s + self._read_doubtful(reads, doubtful, [shard for shard in touched if shard not in doubtful])
-
-    def _read_doubtful(self, reads: Reads, doubtful: Sequence[int], others: Sequence[int]) -> float:
-        """See `checksums`: the bytes of some shards must be compared, those of the others can be read at once."""
         for shard in doubtful:
             self._read_compared(reads.of_shards(np.array([shard])), shard)
-        return self._read_group(reads.of_shards(np.array(others)), others) if others else 0.0
+        others = [shard for shard in shards if shard not in doubtful]
+        if others:
+            waited_s += self._read_shards(reads.of_shards(np.array(others)), others)
+        return waited_s
+
+    def _copy_trusted(
+        self, reads: Reads, opened: Mapping[int, OpenShard]
+    ) -> tuple[int | None, float]:
+        """Copy; returns the first read that failed, and for how long the disk was waited for."""
+        began = time.monotonic()
+        with self._ahead.around(reads, opened) as wait:
+            # Cold files are read by a thread: a copy worker would wait instead of copying.
+            is_copied = not wait.is_certain and self._copy_by_worker(reads, opened, wait)
+            failed = None if is_copied else self._copy(reads, opened)
+        return failed, time.monotonic() - began if wait.was_seen else 0.0
 
     def _read_compared(self, reads: Reads, shard: int) -> None:
-        """Copy from a shard whose times moved, and compare what was copied; nobody writes to it meanwhile."""
+        """Copy from a shard whose times moved, and compare it with its checksums.
+
+        The shard's stamp is compared before and after, so that no write goes unnoticed.
+        """
         for _ in range(_MAX_LOOKS):
             opened = self._open.get_moved(shard)
             stamp = opened.stamp
             stamp.settle()
             is_copied = self._copy(reads, {shard: opened}) is None
+            stop = reads.start + reads.size
             try:
-                is_whole = self.checksums.compare(shard, opened.descriptor, stamp, reads.start, reads.start + reads.size)
+                is_whole = self.checksums.compare(
+                    shard, opened.descriptor, stamp, reads.start, stop
+                )
             except OSError as error:
                 raise file_error(opened.listed.name, error) from error
             if is_copied and opened.is_at_its_path and opened.stamp == stamp:
@@ -224,31 +234,39 @@ class LocalStorage:
                 return
         raise _restless(self.shards[shard].name)
 
-    def _have_copied(self, reads: Reads, opened: Mapping[int, OpenShard], wait: Wait) -> bool:
-        """Whether copiers did it, where they are faster; no second one dies of the same file."""
-        if reads.arena is None or not reads.are_in_arena or not all(shard.is_sound for shard in opened.values()):
+    def _copy_by_worker(
+        self, reads: Reads, opened: Mapping[int, OpenShard], wait: DiskWait
+    ) -> bool:
+        """Let a copy worker copy where that is faster; returns whether it did.
+
+        After a failure the files are unsound, so that no second worker dies of them.
+        """
+        arena = reads.arena
+        if arena is None or reads.memory or not all(shard.is_sound for shard in opened.values()):
             return False
-        mean_bytes = int(reads.size.sum()) / len(reads)
-        if mean_bytes >= _MAX_COPIED_BYTES or (mean_bytes < _MIN_COPIED_BYTES and len(opened) > 1):
+        mean_bytes = reads.num_bytes / len(reads)
+        is_small = mean_bytes < _MIN_COPIED_BYTES
+        if mean_bytes >= _MAX_COPIED_BYTES or (is_small and len(opened) > 1):
             return False
-        ranges = _ranges(reads, reads.arena, opened)
-        if mean_bytes < _MIN_COPIED_BYTES and not ranges.are_alike:
+        ranges = _ranges(reads, arena, opened)
+        if is_small and not ranges.are_alike:
             return False
-        num_waits = self._copiers.copy(reads.arena.key, opened.values(), ranges)
+        num_waits = self._copy_workers.copy(arena.key, opened.values(), ranges)
         wait.was_seen |= bool(num_waits)
         return num_waits is not None
 
     def _copy(self, reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
-        """The index of the first read that failed, if any."""
-        if not self._copies:
-            return _copy_one_by_one(reads, opened)
+        """Copy in this thread; returns the index of the first read that failed, if any."""
+        if not self._may_gather:
+            descriptors = [opened[shard].descriptor for shard in reads.shard.tolist()]
+            return read_each(descriptors, reads.start, reads.size, reads.target)
         base = np.zeros(max(opened) + 1, np.uint64)
         base[list(opened)] = [shard.address for shard in opened.values()]
         return gather(base[reads.shard] + reads.start.astype(np.uint64), reads.size, reads.target)
 
 
-def _ranges(reads: Reads, arena: Region, opened: Mapping[int, OpenShard]) -> Ranges:
-    """The reads as copiers take them."""
+def _ranges(reads: Reads, arena: WritableArena, opened: Mapping[int, OpenShard]) -> Ranges:
+    """The reads as copy workers take them."""
     if len(opened) == 1:
         file = np.array([shard.key for shard in opened.values()], np.int64)
     else:
@@ -259,104 +277,17 @@ def _ranges(reads: Reads, arena: Region, opened: Mapping[int, OpenShard]) -> Ran
     return Ranges(file, reads.start, size, reads.target.view(np.int64) - arena.address)
 
 
-def _copy_one_by_one(reads: Reads, opened: Mapping[int, OpenShard]) -> int | None:
-    """The same by one `preadv` a sample, where `gather` is not allowed."""
-    for index, (shard, start, size, target) in enumerate(
-        zip(reads.shard.tolist(), reads.start.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
-    ):
-        memory = memory_at(target, size)
-        done = 0
-        try:
-            while done < size and (count := os.preadv(opened[shard].descriptor, [memory[done:]], start + done)):
-                done += count
-        except OSError:
-            return index
-        if done < size:
-            return index
-    return None
-
-
 def _restless(name: str) -> StorageUnavailable:
     return StorageUnavailable(
-        f"shard {name} is being changed while it is read; it is served again once it is what it was", {"shard": name}
+        f"shard {name} is being changed while it is read; it is served again once its bytes are "
+        "what was listed",
+        {"shard": name},
     )
 
 
 def _unreadable(name: str) -> StorageUnavailable:
     return StorageUnavailable(
-        f"shard {name} is what it was and yet cannot be read: its disk or file system fails; see the system's log",
+        f"shard {name} has not changed and yet cannot be read: its disk or file system fails; see "
+        "the system's log",
         {"shard": name},
     )
-
-
-def list_files(path: Path, pattern: str) -> list[Path]:
-    """The regular files that a path, a folder or a glob stands for, sorted by name.
-
-    Args:
-        path: as written by the operator; symbolic links are followed.
-        pattern: which files count in a folder, such as `*.tar`.
-
-    Raises:
-        ShardMissing: there is none.
-        NotAllowed: it is neither a regular file nor a folder, or the daemon may not look.
-        InvalidRequest: no glob can be written so, or a folder's files are several sets.
-        StorageUnavailable: the file system fails.
-    """
-    try:
-        files = [file for file in _matches(path, pattern) if file.is_file()]
-        exists = bool(files) or path.exists()
-        if path.is_dir():
-            _check_folder(path, files, pattern)
-    except OSError as error:
-        raise file_error(str(path), error) from error
-    except GyreError:
-        raise
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is no glob: {error}") from error
-    if files:
-        return files
-    if exists and not path.is_dir():
-        raise NotAllowed(f"{path} is neither a regular file nor a folder", {"path": path})
-    raise ShardMissing(f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path})
-
-
-def _check_folder(path: Path, files: Sequence[Path], pattern: str) -> None:
-    """Whoever names a folder means all its files; see `splits`."""
-    check_one_set(str(path), [file.name for file in files], pattern)
-    if not files:
-        check_subfolders(str(path), [entry.name for entry in path.iterdir() if entry.is_dir()], pattern)
-
-
-def _matches(path: Path, pattern: str) -> list[Path]:
-    """In the order in which object storages list: by the whole path as text."""
-    if path.is_dir():
-        return sorted({file for each in patterns_of(pattern) for file in path.glob(each)}, key=str)
-    if path.exists() or not any(letter in str(path) for letter in "*?["):
-        return [path]
-    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))), key=str)
-
-
-def stat_shard(path: Path, name: str) -> Shard:
-    """Size and version of a local file.
-
-    Raises:
-        ShardMissing, NotAllowed, StorageUnavailable: it cannot be looked at, or not be read.
-    """
-    try:
-        stamp = Stamp.of(path)
-        if not os.access(path, os.R_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise file_error(name, error) from error
-    return Shard(name, stamp.size_bytes, stamp.version)
-
-
-def check_listed(path: Path, listed: Shard) -> None:
-    """See that a local file is still what was listed.
-
-    Raises:
-        CorruptSample: it is not.
-        ShardMissing, NotAllowed, StorageUnavailable: it cannot be looked at.
-    """
-    if stat_shard(path, listed.name) != listed:
-        raise changed(listed.name)

@@ -1,4 +1,4 @@
-"""Object storage: what carries a request. A `Source` sends one and gives back one answer; it never tries twice.
+"""The clients that carry requests to object storage: plain HTTP, obstore, and any fsspec driver.
 
-In: requests from the engine. Out: bytes and what the server said. obstore, plain HTTP, and any driver of fsspec.
+In: a range of an object. Out: one `Response`. A source sends each request once.
 """

@@ -1,60 +1,65 @@
-"""How many connections to object storage a daemon may have: the operating system bounds them, and clients need some too."""
+"""How many connections to object storage a daemon may have, over all hosts."""
 
 from typing import Protocol
 
 
-class Sharer(Protocol):
-    """A host to which connections are made."""
+class ConnectionPool(Protocol):
+    """The connections to one host."""
 
     def has_room(self) -> None:
-        """There may be more connections than when it was last refused one."""
+        """More connections may be opened than when one was last refused."""
 
     def close_idle(self) -> bool:
-        """Begin to close a connection that nobody uses; says whether there was one."""
+        """Begin to close an idle connection; returns whether there was one."""
 
 
-class Connections:
-    """Counts those of all hosts together. Used from one event loop."""
+class ConnectionBudget:
+    """Counts the connections of all hosts. Used from one event loop.
+
+    The operating system limits descriptors, and the daemon's clients need some too. A host without
+    a connection gets one that another host leaves idle, or it would never be served.
+
+    Attributes:
+        num_left: how many more connections may be opened now.
+    """
 
     def __init__(self, max_open: int) -> None:
-        """None is made yet.
+        """Nothing is open.
 
         Args:
-            max_open: so many at the same time, those that are being made included.
+            max_open: the most connections at once, including those being opened.
         """
-        self._num_left = max_open
-        self._sharers: dict[Sharer, None] = {}  # those that have made one, and may have one that is idle
-        self._short: dict[Sharer, None] = {}  # those that were refused one, the oldest first
+        self.num_left = max_open
+        self._pools: dict[ConnectionPool, None] = {}  # those that may have idle connections
+        self._refused: dict[ConnectionPool, None] = {}  # those that wait for one, oldest first
 
-    @property
-    def num_left(self) -> int:
-        """So many more may be made now."""
-        return self._num_left
+    def is_wanted_by_others(self, pool: ConnectionPool) -> bool:
+        """Whether another host waits, so that a pool closes a connection that becomes idle."""
+        return any(other is not pool for other in self._refused)
 
-    def are_wanted(self, sharer: Sharer) -> bool:
-        """Another host waits for one: if this one has no use for a connection, it closes it."""
-        return any(other is not sharer for other in self._short)
+    def take(self, pool: ConnectionPool) -> bool:
+        """Whether a pool may open one more connection.
 
-    def take(self, sharer: Sharer) -> bool:
-        """Whether it may make one more. Where it may not, an idle one of another host is closed, and it is told when it may."""
-        if self._num_left:
-            self._num_left -= 1
-            self._sharers[sharer] = None
+        If not, another pool's idle one is closed, and `has_room` is called when there is room.
+        """
+        if self.num_left:
+            self.num_left -= 1
+            self._pools[pool] = None
             return True
-        if sharer not in self._short:
-            self._short[sharer] = None
-            next((other for other in self._sharers if other is not sharer and other.close_idle()), None)
+        if pool not in self._refused:
+            self._refused[pool] = None
+            any(other.close_idle() for other in self._pools if other is not pool)
         return False
 
     def give_back(self) -> None:
-        """One that was taken is gone, or was never made."""
-        self._num_left += 1
-        if self._short:
-            sharer = next(iter(self._short))
-            del self._short[sharer]
-            sharer.has_room()
+        """A connection was closed, or was never opened."""
+        self.num_left += 1
+        if self._refused:
+            pool = next(iter(self._refused))
+            del self._refused[pool]
+            pool.has_room()
 
-    def forget(self, sharer: Sharer) -> None:
-        """It makes none any more; what it has taken is still given back one by one."""
-        self._sharers.pop(sharer, None)
-        self._short.pop(sharer, None)
+    def forget(self, pool: ConnectionPool) -> None:
+        """A pool opens no more connections; those it has are still given back one by one."""
+        self._pools.pop(pool, None)
+        self._refused.pop(pool, None)

@@ -19,7 +19,9 @@ class CopyThread:
         """``due_copies`` is the epoll that the links were made with."""
         stop = threading.Event()
         by_number = {link.number: link for link in links}
-        thread = threading.Thread(target=_copy_until, args=(stop, due_copies, by_number), name="gyre hops", daemon=True)
+        thread = threading.Thread(
+            target=_copy_until, args=(stop, due_copies, by_number), name="gyre hops", daemon=True
+        )
         thread.start()
         weakref.finalize(self, _end, thread, stop, due_copies, next(iter(links)))
 
@@ -30,7 +32,9 @@ def _copy_until(stop: threading.Event, due_copies: select.epoll, links: Mapping[
             links[number].make_copies()
 
 
-def _end(thread: threading.Thread, stop: threading.Event, due_copies: select.epoll, link: Link) -> None:
+def _end(
+    thread: threading.Thread, stop: threading.Event, due_copies: select.epoll, link: Link
+) -> None:
     """Wake the thread and wait for its end. The argument keeps the link alive until then.
 
     A forked process has no such thread; there this wakes the parent's thread once, which does no

@@ -55,7 +55,8 @@ class SharedMemory:
 
     def _close(self, number: int, address: int) -> None:
         os.close(self._files.pop(number))
-        if self._numbers_by_address.get(address) == number:  # else another file is mapped there by now
+        # Another file may have been mapped at this address in the meantime.
+        if self._numbers_by_address.get(address) == number:
             del self._numbers_by_address[address]
 
 

@@ -79,7 +79,9 @@ class Link:
         number: the socket's file descriptor.
     """
 
-    def __init__(self, end: socket.socket, memory: SharedMemory, timeout: timedelta, due_copies: select.epoll) -> None:
+    def __init__(
+        self, end: socket.socket, memory: SharedMemory, timeout: timedelta, due_copies: select.epoll
+    ) -> None:
         """Take over a connected socket.
 
         Args:
@@ -98,16 +100,17 @@ class Link:
         self._request_lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
-        # Its holder receives messages, copies and answers, so that messages and streams keep their
-        # order.
+        # The holder of this lock receives messages, copies and answers, so that messages and
+        # streams keep their order.
         self._progress_lock = threading.Lock()
         self._failed: OSError | None = None  # raised in waits for a transfer that is not done
         self._announced: set[int] = set()  # files of this end that the other end has mapped
         self._mapped: dict[int, Tensor] = {}  # files of the other end
-        # By stream, in the order of their start:
-        self._offered: defaultdict[int, deque[Transfer]] = defaultdict(deque)  # by this end
-        self._to_copy: defaultdict[int, deque[Transfer]] = defaultdict(deque)  # by this end
-        self._offers: defaultdict[int, deque[int]] = defaultdict(deque)  # of the other end, not yet used
+        # By stream, in the order of their start: transfers that this end offered, transfers that
+        # this end copies, and file numbers of the other end's offers that are not used yet.
+        self._offered: defaultdict[int, deque[Transfer]] = defaultdict(deque)
+        self._to_copy: defaultdict[int, deque[Transfer]] = defaultdict(deque)
+        self._offers: defaultdict[int, deque[int]] = defaultdict(deque)
         weakref.finalize(self, end.close)
 
     def offer(self, stream: int, tensor: Tensor, *, arrives: bool) -> Transfer:
@@ -143,7 +146,8 @@ class Link:
             raise TimeoutError(f"a copy took more than {self._timeout_s:g} s")
         with self._releasing_progress():
             self._make_progress()
-            self._due_copies.modify(self._end, select.EPOLLONESHOT)  # messages are received here for now
+            # From here on this thread receives the messages itself.
+            self._due_copies.modify(self._end, select.EPOLLONESHOT)
             while not transfer.is_done:
                 self._wait_for_message(deadline_s)
                 self._make_progress()
@@ -161,7 +165,9 @@ class Link:
     def _request_copies(self) -> None:
         """Request `make_copies`: at the next message, or at once where a copy is possible."""
         with self._request_lock:  # so that the last request is the one that knew the most
-            is_due = any(waiting and self._offers[stream] for stream, waiting in tuple(self._to_copy.items()))
+            is_due = any(
+                waiting and self._offers[stream] for stream, waiting in tuple(self._to_copy.items())
+            )
             # A socket can always be written to, so EPOLLOUT reports it at once.
             events = select.EPOLLIN | select.EPOLLOUT if is_due else select.EPOLLIN
             self._due_copies.modify(self._end, events | select.EPOLLONESHOT)
@@ -181,7 +187,7 @@ class Link:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s")
 
     def _announce_files(self) -> None:
-        """Let the other end map all files of now, for later offers too, and unmap others."""
+        """Let the other end map all present files, for later offers too, and unmap all others."""
         files = dict(self._memory.files)
         for number in self._announced - files.keys():
             self._send(_Kind.UNMAP, number=number)
@@ -192,7 +198,9 @@ class Link:
     def _copy(self, stream: int, transfer: Transfer, theirs: Tensor) -> None:
         ours = transfer.tensor
         if theirs.nbytes < ours.nbytes:
-            raise ConnectionError(f"{theirs.nbytes} bytes were offered for {ours.nbytes}; ranks make different calls")
+            raise ConnectionError(
+                f"{theirs.nbytes} bytes were offered for {ours.nbytes}; ranks make different calls"
+            )
         into, source = (ours, theirs) if transfer.arrives else (theirs, ours)
         # The interpreter is free during memmove. An operator of torch would start threads of its
         # own in each thread that calls it.

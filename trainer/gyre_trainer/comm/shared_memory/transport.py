@@ -65,10 +65,10 @@ class SharedMemoryTransport:
         return works
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer, in memory that a link can offer where there is a link."""
-        if numel and self.offsets(device):
-            return self._connections().memory.allocate(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
+        """A flat buffer in memory that a link can offer; an empty one needs no such memory."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device=device)
+        return self._connections().memory.allocate(numel, dtype)
 
     def _links(self) -> Mapping[int, Link]:
         connections = self._connections()
@@ -101,7 +101,11 @@ class _Connections:
     @classmethod
     def made(cls, group: dist.ProcessGroup) -> "_Connections":
         """Connect this rank to its neighbours; collective."""
-        if sys.platform != "linux" or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        if (
+            sys.platform != "linux"
+            or dist.get_world_size(group) == 1
+            or dist.get_backend(group) == "fake"
+        ):
             return cls(SharedMemory(), {}, None)
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
         memory = SharedMemory()
@@ -120,7 +124,9 @@ def _described(links: Mapping[int, Link]) -> str:
         return "through memory that is shared with both neighbours"
     if not links:
         return "through the process group: memory can be shared with no neighbour"
-    one, other = ("the next rank", "the one before") if 1 in links else ("the rank before", "the next one")
+    one, other = (
+        ("the next rank", "the one before") if 1 in links else ("the rank before", "the next one")
+    )
     return f"through memory that is shared with {one}, and through the process group with {other}"
 
 
@@ -188,5 +194,7 @@ def _accept(listener: socket.socket) -> socket.socket:
 
 def _is_same_user(end: socket.socket) -> bool:
     """Whether the other end is of the same user; other users may find the name too."""
-    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, user, _ = _CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return bool(user == os.getuid())

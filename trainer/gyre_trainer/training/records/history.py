@@ -1,9 +1,9 @@
 """What a run consumed and learned, one JSON line per step, appended and never rewritten.
 
-A resumed run appends a line `{"resumed_at": step}`: the steps from there on that stand above it
-belong to weights that were lost. `committed` reads the file by that rule, and so can anybody: of
-each step exactly one record is left, and its `sample_ids` is the digest of the ids that `gyre plan
-DATASET --step STEP` names.
+A resumed run appends a line `{"resumed_at": step}`. Earlier lines for that step and later steps
+then belong to weights that were lost. `committed` reads the file by this rule and leaves exactly
+one record for each step. Its `sample_ids` is the digest of the ids that `gyre plan DATASET --step
+STEP` prints.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ class StepRecord:
         loss: the mean over all ranks' targets, in nats.
         lr: the learning rate of this step.
         num_targets: tokens predicted, over all ranks.
-        elapsed_s: time since the end of the step before, on rank 0.
-        data_wait_s: the part of that spent waiting for a batch; the longest of all ranks.
+        elapsed_s: seconds since the end of the previous step, on rank 0.
+        data_wait_s: the part of that time spent waiting for a batch; the longest of all ranks.
         sample_ids: the digest of the global batch's sample ids, in the order of their positions.
     """
 
@@ -42,7 +42,9 @@ class StepRecord:
 
 def digest(sample_ids: Sequence[int]) -> str:
     """The first 16 hex digits of SHA-256 over the decimal ids, each with a newline."""
-    return hashlib.sha256("".join(f"{sample_id}\n" for sample_id in sample_ids).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        "".join(f"{sample_id}\n" for sample_id in sample_ids).encode()
+    ).hexdigest()[:16]
 
 
 class History:
@@ -53,7 +55,7 @@ class History:
         self._file = path.open("a", encoding="utf-8")
 
     def resume_at(self, step: int) -> None:
-        """Note that the lines above for ``step`` and later steps belong to lost weights."""
+        """Mark the earlier lines for ``step`` and later steps as belonging to lost weights."""
         self._write({"resumed_at": step})
 
     def append(self, records: Iterable[StepRecord]) -> None:

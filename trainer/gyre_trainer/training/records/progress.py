@@ -9,15 +9,17 @@ from typing import TextIO
 
 from gyre_trainer.training.records.history import StepRecord
 
-# Seconds between two lines that are not rewritten. Fewer fill a log that is read later as a whole;
-# many more let a watcher doubt that the run is alive.
+# Seconds between two lines where a line cannot be rewritten. A shorter interval fills the log; a
+# much longer one makes a reader doubt that the run is alive.
 _LINE_INTERVAL_S = 5.0
 
 
 class Progress:
     """Shows records as they come."""
 
-    def __init__(self, num_steps: int, stream: TextIO, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, num_steps: int, stream: TextIO, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._num_steps = num_steps
         self._stream = stream
         self._clock_s = clock_s
@@ -28,7 +30,11 @@ class Progress:
     def show(self, records: Sequence[StepRecord]) -> None:
         """Show one line about the records since the last call; the last step is always shown."""
         is_last = records[-1].step + 1 == self._num_steps
-        if not self._rewrites and not is_last and self._clock_s() - self._shown_at_s < _LINE_INTERVAL_S:
+        if (
+            not self._rewrites
+            and not is_last
+            and self._clock_s() - self._shown_at_s < _LINE_INTERVAL_S
+        ):
             return
         self._shown_at_s = self._clock_s()
         line = describe(records, self._num_steps)
@@ -57,7 +63,8 @@ def describe(records: Sequence[StepRecord], num_steps: int) -> str:
     wait_share = sum(record.data_wait_s for record in records) / elapsed_s
     left_s = elapsed_s / len(records) * (num_steps - last.step - 1)
     return (
-        f"step {last.step + 1:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  lr {last.lr:.2e}  "
+        f"step {last.step + 1:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  lr "
+        f"{last.lr:.2e}  "
         f"{tokens_per_s:,.0f} tokens/s  data wait {wait_share:.1%}  left {_clock(left_s)}"
     )
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.tensorboard import SummaryWriter
 
 from gyre_trainer.errors import ConfigError
@@ -14,14 +12,13 @@ from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.records.history import History, StepRecord, committed, digest, resumes
 from gyre_trainer.training.records.progress import Progress
 from gyre_trainer.training.records.report import Report, draw_loss, final_loss, write_report
-from gyre_trainer.training.records.shuffle import ShuffleMonitor
 from gyre_trainer.training.records.step_stats import GlobalStep
 from gyre_trainer.training.schedule import learning_rate
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a report says of a run besides its history.
+    """Facts about a run that its history does not contain.
 
     Attributes:
         num_samples: samples in an epoch of the dataset.
@@ -39,7 +36,9 @@ class RunFacts:
 class RunRecorder:
     """Writes the files of the run directory, except its checkpoints."""
 
-    def __init__(self, config: TrainConfig, facts: RunFacts, first_step: int, *, may_restart: bool = False) -> None:
+    def __init__(
+        self, config: TrainConfig, facts: RunFacts, first_step: int, *, may_restart: bool = False
+    ) -> None:
         """Begin the files of a run at ``first_step``, or continue them.
 
         Raises:
@@ -52,17 +51,20 @@ class RunRecorder:
         self._out.mkdir(parents=True, exist_ok=True)
         is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
         if first_step == 0 and is_begun and not may_restart:
-            raise ConfigError(f"{self._out} already holds a run; continue it with --resume, or choose another `run.out`")
+            raise ConfigError(
+                f"{self._out} already holds a run; continue it with --resume, "
+                "or choose another `run.out`"
+            )
         self._history = History(self._history_path)
         if first_step or is_begun:
             self._history.resume_at(first_step)
-        self._shuffle_monitor = ShuffleMonitor(facts.num_samples)
         self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=first_step + 1)
         self._progress = Progress(config.run.steps, sys.stderr)
         self._eval_loss: float | None = None
         self._progress.say(
             f"{facts.num_parameters / 1e6:.2f} M parameters on {facts.world_size} ranks, "
-            f"{facts.num_samples:,} samples per epoch, steps {first_step} to {config.run.steps}, in {self._out}"
+            f"{facts.num_samples:,} samples per epoch, steps {first_step} to {config.run.steps}, "
+            f"in {self._out}"
         )
 
     @property
@@ -70,15 +72,19 @@ class RunRecorder:
         return self._out / "history.jsonl"
 
     def add(self, first_step: int, steps: Sequence[GlobalStep]) -> None:
-        """Write down steps from ``first_step`` on."""
+        """Record the steps from ``first_step`` on, and show one line about them."""
         records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
         self._history.append(records)
         for record in records:
             elapsed_s = max(record.elapsed_s, 1e-9)
             self._board.add_scalar("train/loss", record.loss, record.step + 1)
             self._board.add_scalar("train/learning_rate", record.lr, record.step + 1)
-            self._board.add_scalar("speed/tokens_per_s", record.num_targets / elapsed_s, record.step + 1)
-            self._board.add_scalar("speed/data_wait_share", record.data_wait_s / elapsed_s, record.step + 1)
+            self._board.add_scalar(
+                "speed/tokens_per_s", record.num_targets / elapsed_s, record.step + 1
+            )
+            self._board.add_scalar(
+                "speed/data_wait_share", record.data_wait_s / elapsed_s, record.step + 1
+            )
         self._progress.show(records)
 
     def add_evaluation(self, step: int, loss: float) -> None:
@@ -100,18 +106,20 @@ class RunRecorder:
         report = self._report(records, resumed_at, peak_memory_bytes)
         write_report(report, self._out / "report.json")
         title = (
-            f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on {report.world_size} ranks, "
+            f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
+            f"{report.world_size} ranks, "
             f"{report.num_tokens / 1e6:.1f} M tokens"
         )
         draw_loss(records, resumed_at, title, self._out / "loss.png")
-        self._progress.say(f"final loss {report.final_loss:.4f}; see {self._out}/report.json and {self._out}/loss.png")
+        self._progress.say(
+            f"final loss {report.final_loss:.4f}; "
+            f"see {self._out}/report.json and {self._out}/loss.png"
+        )
 
     def _record(self, step: int, seen: GlobalStep) -> StepRecord:
-        epochs = self._epochs(step, len(seen.sample_ids))
-        self._shuffle_monitor.add(seen.sample_ids[~seen.is_padding], epochs[~seen.is_padding])
         return StepRecord(
             step=step,
-            epoch=int(epochs[0]),
+            epoch=self._epoch(step),
             loss=seen.loss,
             lr=learning_rate(step, self._config.run.steps, self._config.optimizer),
             num_targets=seen.num_targets,
@@ -120,21 +128,30 @@ class RunRecorder:
             sample_ids=digest(seen.sample_ids.tolist()),
         )
 
-    def _epochs(self, step: int, batch_size: int) -> npt.NDArray[np.int64]:
-        """The epoch of each of the step's positions.
+    def _epoch(self, step: int) -> int:
+        """The epoch of the step's first position.
 
         Only with the tail `wrap` a batch runs on into the next epoch.
         """
         if self._config.data.tail == "wrap":
-            return (step * batch_size + np.arange(batch_size)) // self._facts.num_samples
-        return np.full(batch_size, step // self._facts.steps_per_epoch)
+            return step * self._config.data.batch_size // self._facts.num_samples
+        return step // self._facts.steps_per_epoch
 
-    def _report(self, records: Sequence[StepRecord], resumed_at: Sequence[int], peak_memory_bytes: Sequence[int]) -> Report:
+    def _report(
+        self,
+        records: Sequence[StepRecord],
+        resumed_at: Sequence[int],
+        peak_memory_bytes: Sequence[int],
+    ) -> Report:
         elapsed_s = sum(record.elapsed_s for record in records)
         num_tokens = sum(record.num_targets for record in records)
         position = len(records) * self._config.data.batch_size
         wraps = self._config.data.tail == "wrap"
-        epochs = position / self._facts.num_samples if wraps else len(records) / self._facts.steps_per_epoch
+        epochs = (
+            position / self._facts.num_samples
+            if wraps
+            else len(records) / self._facts.steps_per_epoch
+        )
         return Report(
             steps=len(records),
             final_loss=final_loss(records),
@@ -147,6 +164,5 @@ class RunRecorder:
             num_parameters=self._facts.num_parameters,
             peak_memory_bytes=tuple(peak_memory_bytes),
             resumed_at=tuple(resumed_at),
-            shuffle=self._shuffle_monitor.check(),
             eval_loss=self._eval_loss,
         )

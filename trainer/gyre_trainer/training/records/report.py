@@ -15,7 +15,6 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from gyre_trainer.training.records.history import StepRecord
-from gyre_trainer.training.records.shuffle import ShuffleCheck
 
 # The final loss is the mean of this many steps. One step's loss depends on its batch; many more
 # would count steps whose weights were worse.
@@ -41,7 +40,6 @@ class Report:
         peak_memory_bytes: the peak of each rank: of CUDA's allocator, or the process's resident
             memory.
         resumed_at: the steps at which the run was resumed.
-        shuffle: what this process, since it started, saw of the order.
         eval_loss: the loss of the newest evaluation; None without one.
     """
 
@@ -56,7 +54,6 @@ class Report:
     num_parameters: int
     peak_memory_bytes: tuple[int, ...]
     resumed_at: tuple[int, ...]
-    shuffle: ShuffleCheck
     eval_loss: float | None
 
 
@@ -71,20 +68,41 @@ def final_loss(records: Sequence[StepRecord]) -> float:
     return sum(record.loss for record in last) / len(last)
 
 
-def draw_loss(records: Sequence[StepRecord], resumed_at: Sequence[int], title: str, path: Path) -> None:
+def draw_loss(
+    records: Sequence[StepRecord], resumed_at: Sequence[int], title: str, path: Path
+) -> None:
     """Draw each step's loss, its smoothed curve, the learning rate, and the resumes, as a PNG."""
     steps = np.array([record.step + 1 for record in records])
     losses = np.array([record.loss for record in records])
     figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 6), dpi=144, sharex=True, height_ratios=[4, 1], layout="constrained", facecolor="white"
+        2,
+        1,
+        figsize=(9, 6),
+        dpi=144,
+        sharex=True,
+        height_ratios=[4, 1],
+        layout="constrained",
+        facecolor="white",
     )
     above.plot(steps, losses, color="#9db8d9", linewidth=0.9, label="each step")
     above.plot(steps, smoothed(losses), color="#1f4e8c", linewidth=2.0, label="smoothed")
     end = final_loss(records)
-    above.axhline(end, color="#1f4e8c", linewidth=0.9, linestyle=":", label=f"{end:.3f}: mean of the last {FINAL_STEPS} steps")
+    above.axhline(
+        end,
+        color="#1f4e8c",
+        linewidth=0.9,
+        linestyle=":",
+        label=f"{end:.3f}: mean of the last {FINAL_STEPS} steps",
+    )
     for index, step in enumerate(resumed_at):
         for axes in (above, below):
-            axes.axvline(step, color="#c0562f", linewidth=1.1, linestyle="--", label=None if index else "resumed")
+            axes.axvline(
+                step,
+                color="#c0562f",
+                linewidth=1.1,
+                linestyle="--",
+                label=None if index else "resumed",
+            )
     above.set_title(title, loc="left", fontsize=12)
     above.set_ylabel("loss, nats per token")
     above.legend(frameon=False)

@@ -17,10 +17,9 @@ class GlobalStep:
     Attributes:
         loss: the mean over all targets, in nats.
         num_targets: targets of all ranks.
-        elapsed_s: on rank 0.
-        data_wait_s: the wait of the rank that waited longest.
+        elapsed_s: seconds since the end of the previous step, on rank 0.
+        data_wait_s: seconds that the slowest rank waited for its batch.
         sample_ids: ids of the global batch, in the order of their positions, padding included.
-        is_padding: whether each sample is padding, which repeats samples so that shapes stay equal.
     """
 
     loss: float
@@ -28,7 +27,6 @@ class GlobalStep:
     elapsed_s: float
     data_wait_s: float
     sample_ids: npt.NDArray[np.int64]
-    is_padding: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,9 @@ class StepStats:
         self._figures: list[list[float]] = []
         self._ids: list[Tensor] = []
 
-    def add(self, loss_sum: Tensor, times: StepTimes, num_targets: int, batch: Mapping[str, Tensor]) -> None:
+    def add(
+        self, loss_sum: Tensor, times: StepTimes, num_targets: int, batch: Mapping[str, Tensor]
+    ) -> None:
         """Add a step of this rank.
 
         Args:
@@ -57,11 +57,9 @@ class StepStats:
             num_targets: the number of targets that the sum is over.
             batch: the loader's batch, on any device, of equal size on every rank.
         """
-        mask = batch.get("mask")
-        padding = torch.zeros_like(batch["sample_id"]) if mask is None else ~mask
         self._losses.append(loss_sum.detach().double())
         self._figures.append([num_targets, times.elapsed_s, times.data_wait_s])
-        self._ids.append(torch.stack([batch["sample_id"].long(), padding.long()]))
+        self._ids.append(batch["sample_id"].long())
 
     def gather(self) -> list[GlobalStep]:
         """All ranks' figures, step by step; collective. Afterwards none are left here."""
@@ -69,7 +67,10 @@ class StepStats:
         figures = _all_gather(torch.tensor(self._figures, dtype=torch.float64))
         ids = _all_gather(torch.stack(self._ids).cpu())
         self._losses, self._figures, self._ids = [], [], []
-        return [_combine(losses[:, step], figures[:, step], ids[:, step]) for step in range(losses.shape[1])]
+        return [
+            _combine(losses[:, step], figures[:, step], ids[:, step])
+            for step in range(losses.shape[1])
+        ]
 
 
 def _all_gather(mine: Tensor) -> Tensor:
@@ -79,15 +80,13 @@ def _all_gather(mine: Tensor) -> Tensor:
     return torch.stack(everyone)
 
 
-def _combine(losses: Tensor, figures: Tensor, ids_and_padding: Tensor) -> GlobalStep:
-    """One step from losses [W], figures [W, 3], and ids with their padding flags [W, 2, B]."""
+def _combine(losses: Tensor, figures: Tensor, ids: Tensor) -> GlobalStep:
+    """One step from losses [W], figures [W, 3] and sample ids [W, B]."""
     counts, elapsed, waits = figures.unbind(1)
-    ids = ids_and_padding.numpy()
     return GlobalStep(
         loss=float(losses.sum() / counts.sum().clamp(min=1)),
         num_targets=int(counts.sum()),
         elapsed_s=float(elapsed[0]),
         data_wait_s=float(waits.max()),
-        sample_ids=ids[:, 0].reshape(-1),
-        is_padding=ids[:, 1].reshape(-1).astype(bool),
+        sample_ids=ids.numpy().reshape(-1),
     )

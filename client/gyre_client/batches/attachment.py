@@ -1,0 +1,228 @@
+"""One session from attaching to its end: the control stream, the payload stream, and a watchdog."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import grpc
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.batches.batch import (
+    BatchGroup,
+    Cursors,
+    Layout,
+    Memory,
+    PayloadBuffer,
+    read_cursors,
+    read_layouts,
+)
+from gyre_client.batches.tokens import Widened
+from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
+from gyre_client.transport.arena import Arenas
+from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
+from gyre_client.transport.frames import chunk_data
+from gyre_client.transport.outbox import Outbox
+
+# A lease outlives three lost or late heartbeats. More heartbeats wake an idle client more often.
+HEARTBEATS_PER_LEASE = 4
+# Credits and releases travel when half of what the daemon granted is waiting, so that the daemon
+# still has the other half to go on with. All of it would stall the daemon; a small part would cost
+# a message per batch.
+MESSAGES_PER_GRANT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session that the daemon opened.
+
+    Attributes:
+        opened: The daemon's answer.
+        arenas: Where the batches lie; None if their payload comes through gRPC.
+        widened: The tensors that are converted when they are taken out of a batch.
+    """
+
+    opened: pb.SessionOpened
+    arenas: Arenas | None
+    widened: Widened
+
+
+class Attachment:
+    """Receives the batches of one session.
+
+    Neither stream can wait with a time-out of its own. So the sending side, which wakes for its
+    heartbeats anyway, ends both streams when the daemon has said nothing for longer than the lease.
+    Then both sides agree that the session is over.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        session: Session,
+        num_credits: int,
+        on_message: Callable[[], None],
+        num_taken: Callable[[], int],
+    ) -> None:
+        """Attaches to the session.
+
+        Args:
+            connection: To the daemon that opened the session.
+            session: The session.
+            num_credits: How many batches the daemon may send at first.
+            on_message: Called for every message of the daemon on the control stream.
+            num_taken: Returns how many batches the consumer has taken since the session began.
+        """
+        opened = session.opened
+        self._connection = connection
+        self._session_id = opened.session_id
+        self._lease_s = opened.lease_s
+        self._arenas = session.arenas
+        self._widened = session.widened
+        self._num_granted = opened.max_queued_batches
+        self._max_kept = opened.max_kept_batches
+        self._on_message = on_message
+        self._silent_for_s: float | None = None  # set when the watchdog ended the streams
+        self._heard_at_s = time.monotonic()
+        self._payload: grpc.CallIterator[bytes] | None = None
+        self._is_closed = False
+        self.outbox = Outbox(opened.session_id, num_credits, self._num_together, num_taken)
+        self._stream = connection.stream(
+            self.outbox.messages(opened.lease_s / HEARTBEATS_PER_LEASE, self._watch)
+        )
+
+    def groups(self) -> Iterator[BatchGroup]:
+        """Yields batch groups as they arrive whole, until the stream of batches ends.
+
+        Raises:
+            GyreError: Why the session ended before that.
+        """
+        if self._arenas is not None:
+            self._arenas.map_first()
+        try:
+            for response in self._stream:
+                self._heard_at_s = time.monotonic()
+                self._on_message()
+                match response.WhichOneof("event"):
+                    case "batches":
+                        if response.batches.max_queued_batches:
+                            self._change_grant(response.batches)
+                        for group in response.batches.groups:
+                            yield from self._receive(group)
+                    case "arenas_left" if arenas := self._arenas:
+                        self.outbox.unmapped(arenas.leave(response.arenas_left.arenas))
+                    case "end_of_stream":
+                        return
+                    case "goodbye":
+                        raise self._goodbye(response.goodbye)
+        except grpc.RpcError as failure:
+            raise self._error(failure) from None
+        raise DaemonUnavailable(
+            f"the daemon at {self._connection.address.text} ended the session without a word"
+        )
+
+    def close(self) -> None:
+        """Ends both streams, and with them the session."""
+        self._is_closed = True
+        self.outbox.close()
+        self._cancel()
+        self._arenas = None
+
+    def must_copy(self, num_unread: int) -> bool:
+        """Whether the consumer holds so many slots that the daemon may soon have none to fill.
+
+        Args:
+            num_unread: How many batches wait in the queue; the consumer does not hold these.
+        """
+        arenas = self._arenas
+        return arenas is not None and arenas.num_lent - num_unread > self._max_kept
+
+    @property
+    def _num_together(self) -> int:
+        return max(1, self._num_granted // MESSAGES_PER_GRANT)
+
+    def _change_grant(self, batches: pb.Batches) -> None:
+        """The daemon's window has grown or shrunk: more batches, or fewer, may be under way."""
+        num_more = batches.max_queued_batches - self._num_granted
+        self._num_granted, self._max_kept = batches.max_queued_batches, batches.max_kept_batches
+        self.outbox.grant(num_more, self._num_together)
+
+    def _receive(self, group: pb.BatchGroup) -> Iterator[BatchGroup]:
+        cursors, layouts = read_cursors(group.cursors), read_layouts(group, self._widened)
+        match group.WhichOneof("payload"):
+            case "arena" if arenas := self._arenas:
+                yield self._lent(group, arenas, cursors, layouts)
+            case "inline":
+                for row, layout in enumerate(layouts):
+                    memory = self._read_payload(layout.num_bytes)
+                    cursor = replace(cursors, own=cursors.own[row : row + 1])
+                    yield BatchGroup(group.first_step + row, cursor, [layout], memory)
+                self.outbox.release(group.first_step, len(layouts))
+            case "arena" if self._is_closed:  # the watchdog closed while gRPC held this message
+                raise self._silence()
+            case _:
+                raise DaemonFault(
+                    f"the payload of step {group.first_step} comes in a way that this client "
+                    "does not know"
+                )
+
+    def _lent(
+        self, group: pb.BatchGroup, arenas: Arenas, cursors: Cursors, layouts: Sequence[Layout]
+    ) -> BatchGroup:
+        """Returns the group over its slot, which is released when its last tensor is gone."""
+        offsets = list(group.arena.offsets_bytes)
+        returned = partial(self.outbox.release, group.first_step, len(layouts))
+        try:
+            begin, end = offsets[0], offsets[-1] + layouts[-1].num_bytes
+            memory = arenas.get(group.arena.arena).lend(begin, end, len(layouts), returned)
+            return BatchGroup(
+                group.first_step, cursors, layouts, memory, [offset - begin for offset in offsets]
+            )
+        except (IndexError, ValueError):
+            raise DaemonFault(f"step {group.first_step} lies outside its arena") from None
+
+    def _read_payload(self, num_bytes: int) -> Memory:
+        buffer = PayloadBuffer(num_bytes)
+        while buffer.num_missing:
+            buffer.append(self._next_chunk())
+        return buffer.memory
+
+    def _next_chunk(self) -> memoryview:
+        if self._payload is None:
+            self._payload = self._connection.read_payload(self._session_id)
+            if self._is_closed:  # another thread closed, and did not see this call
+                self._cancel()
+        frame = next(iter(self._payload), None)
+        self._heard_at_s = time.monotonic()
+        if frame is None:
+            raise DaemonUnavailable(
+                f"the daemon at {self._connection.address.text} ended the payload inside a batch"
+            )
+        return chunk_data(frame)
+
+    def _watch(self) -> None:
+        silent_for_s = time.monotonic() - self._heard_at_s
+        if silent_for_s > self._lease_s:
+            self._silent_for_s = silent_for_s
+            self.close()
+
+    def _cancel(self) -> None:
+        for call in (self._stream, self._payload):
+            if call is not None:
+                call.cancel()  # type: ignore[no-untyped-call]
+
+    def _error(self, failure: grpc.RpcError) -> GyreError:
+        if self._silent_for_s is not None:
+            return self._silence()
+        return error_from(failure, self._connection.address)
+
+    def _silence(self) -> DaemonUnavailable:
+        return DaemonUnavailable(
+            f"the daemon at {self._connection.address.text} was silent for "
+            f"{self._silent_for_s or 0.0:.1f} s, longer than the lease of {self._lease_s:.1f} s"
+        )
+
+    def _goodbye(self, goodbye: pb.Goodbye) -> GyreError:
+        return DaemonUnavailable(
+            f"the daemon at {self._connection.address.text} says goodbye: {goodbye.reason}",
+            {RETRY_AFTER: str(goodbye.retry_after_s)},
+        )

@@ -1,0 +1,267 @@
+"""Batches and batch groups: tensors over memory of their own, or over a slot of an arena."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.batches.tokens import Widened, widen
+from gyre_client.errors import DaemonFault
+
+Memory = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies in a batch's memory."""
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    def view(self, memory: Memory) -> torch.Tensor:
+        """Returns the tensor in a batch's memory on the host; it is writable if the memory is.
+
+        Raises:
+            DaemonFault: The tensor does not fit into the memory.
+        """
+        try:
+            return torch.from_numpy(np.ndarray(self.shape, self.dtype, memory, self.offset_bytes))
+        except (TypeError, ValueError) as error:
+            raise self._misfit(len(memory), f": {error}") from None
+
+    def view_on_device(self, payload: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor in a batch's memory on any device, uint8 [num_bytes]; see `view`."""
+        dtype = torch.from_numpy(np.empty(0, self.dtype)).dtype
+        end_bytes = self.offset_bytes + math.prod(self.shape) * self.dtype.itemsize
+        if end_bytes > len(payload):
+            raise self._misfit(len(payload))
+        return payload[self.offset_bytes : end_bytes].view(dtype).view(self.shape)
+
+    def _misfit(self, num_bytes: int, reason: str = "") -> DaemonFault:
+        return DaemonFault(
+            f"the tensor {self.name!r}, {self.dtype} {list(self.shape)} at {self.offset_bytes}, "
+            f"does not fit its payload of {num_bytes} bytes{reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of a batch's payload.
+
+    Attributes:
+        places: Where each tensor lies.
+        num_bytes: The length of the payload.
+        widened: The tensors that are converted when they are taken out.
+    """
+
+    places: Sequence[TensorPlace]
+    num_bytes: int
+    widened: Widened = field(default_factory=dict)
+
+
+@dataclass(slots=True)  # not frozen: one is made per batch, and that would take three times as long
+class Batch:
+    """One rank's part of one global step.
+
+    Attributes:
+        step: The global step.
+        cursor: Resumes after this batch.
+        memory: uint8 [num_bytes]; nobody else writes to it.
+        layout: The tensors in the memory.
+    """
+
+    step: int
+    cursor: bytes
+    memory: Memory
+    layout: Layout
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name: views that keep the memory alive, or copies if one is converted.
+
+        Raises:
+            DaemonFault: A tensor does not fit into the memory.
+        """
+        layout = self.layout
+        tensors = {place.name: place.view(self.memory) for place in layout.places}
+        return widen(tensors, layout.widened) if layout.widened else tensors
+
+    def copied(self) -> "Batch":
+        """Returns the same batch in memory of its own."""
+        copy = PayloadBuffer(len(self.memory))
+        copy.append(self.memory.data)
+        return Batch(self.step, self.cursor, copy.memory, self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Cursors:
+    """The cursors of successive batches, without repeating what they have in common.
+
+    Attributes:
+        common: The bytes that all cursors share; they follow the first `num_before` bytes of each.
+        num_before: How many of a cursor's own bytes come first.
+        own: The remaining bytes of each cursor.
+    """
+
+    common: bytes
+    num_before: int
+    own: Sequence[bytes]
+
+    def at(self, row: int) -> bytes:
+        """Returns the cursor that resumes after batch `row` of the group."""
+        own = self.own[row]
+        return own[: self.num_before] + self.common + own[self.num_before :]
+
+
+class BatchGroup:
+    """Successive batches in one piece of memory.
+
+    The memory lives as long as a batch that was not taken yet, or a tensor of one that was.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        cursors: Cursors,
+        layouts: Sequence[Layout],
+        memory: Memory,
+        offsets: Sequence[int] = (0,),
+    ) -> None:
+        """Makes a group of which no batch is taken yet.
+
+        Args:
+            first_step: The global step of the first batch.
+            cursors: One cursor per batch.
+            layouts: One layout per batch.
+            memory: uint8 [num_bytes], all payloads.
+            offsets: Where each batch's payload begins in `memory`, in bytes.
+
+        Raises:
+            ValueError: There are not as many offsets as layouts.
+        """
+        if len(offsets) != len(layouts):
+            raise ValueError(f"{len(layouts)} batches at {len(offsets)} places")
+        self.first_step = first_step
+        self._cursors = cursors
+        self._layouts = layouts
+        self._memory: Memory | None = memory
+        self._offsets = offsets
+        self._num_taken = 0
+
+    def __len__(self) -> int:
+        """The number of batches, taken or not."""
+        return len(self._offsets)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether every batch was taken."""
+        return self._num_taken == len(self._offsets)
+
+    @property
+    def last_cursor(self) -> bytes:
+        """The cursor that resumes after the whole group."""
+        return self._cursors.at(len(self) - 1)
+
+    def discard(self) -> None:
+        """Lets go of the memory; the remaining batches cannot be taken any more."""
+        self._memory = None
+
+    def take(self) -> Batch:
+        """Returns the next batch."""
+        row = self._num_taken
+        self._num_taken = row + 1
+        layout, offset = self._layouts[row], self._offsets[row]
+        assert self._memory is not None
+        memory = self._memory[offset : offset + layout.num_bytes]
+        if self.is_taken:
+            self.discard()
+        return Batch(self.first_step + row, self._cursors.at(row), memory, layout)
+
+
+class PayloadBuffer:
+    """New memory for one batch's payload, which is written front to back.
+
+    Attributes:
+        memory: uint8 [num_bytes].
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        # torch aligns memory to 64 bytes, numpy does not
+        self.memory: Memory = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        self._num_filled = 0
+
+    @property
+    def num_missing(self) -> int:
+        """The number of bytes still to come."""
+        return len(self.memory) - self._num_filled
+
+    def append(self, data: memoryview) -> None:
+        """Copies the next chunk; numpy does it without the interpreter's lock.
+
+        Raises:
+            DaemonFault: The chunk is longer than the rest of the payload.
+        """
+        if len(data) > self.num_missing:
+            raise DaemonFault(
+                f"a payload chunk of {len(data)} bytes came where {self.num_missing} end the batch"
+            )
+        end = self._num_filled + len(data)
+        self.memory[self._num_filled : end] = np.frombuffer(data, np.uint8)
+        self._num_filled = end
+
+
+def read_layouts(group: pb.BatchGroup, widened: Widened) -> list[Layout]:
+    """Returns one layout per batch of a group; a group may send one layout for all.
+
+    Raises:
+        DaemonFault: torch does not know a tensor's dtype, a tensor is not aligned, or the number of
+            layouts does not match the batches.
+    """
+    layouts = [
+        Layout([_place(tensor) for tensor in each.tensors], each.num_bytes, widened)
+        for each in group.layouts
+    ]
+    num_batches = len(group.cursors.own)
+    if len(layouts) == 1:
+        return layouts * num_batches
+    if len(layouts) != num_batches:
+        raise DaemonFault(
+            f"the {num_batches} batches from step {group.first_step} on "
+            f"come with {len(layouts)} layouts"
+        )
+    return layouts
+
+
+def read_cursors(cursors: pb.Cursors) -> Cursors:
+    """Returns the cursors of a batch group's message."""
+    return Cursors(cursors.common, cursors.num_before, list(cursors.own))
+
+
+def _place(tensor: pb.Tensor) -> TensorPlace:
+    try:
+        dtype = _dtype(tensor.dtype)
+    except TypeError:
+        raise DaemonFault(
+            f"the tensor {tensor.name!r} has dtype {tensor.dtype!r}, which torch does not know"
+        ) from None
+    if tensor.offset_bytes % dtype.itemsize:
+        raise DaemonFault(
+            f"the tensor {tensor.name!r} lies at byte {tensor.offset_bytes}, "
+            f"which is not aligned for {tensor.dtype}"
+        )
+    return TensorPlace(tensor.name, dtype, tuple(tensor.shape), tensor.offset_bytes)
+
+
+@functools.lru_cache
+def _dtype(name: str) -> np.dtype[np.generic]:
+    """Returns numpy's dtype; raises TypeError if numpy or torch has none of this name."""
+    dtype = np.dtype(name)
+    torch.from_numpy(np.empty(0, dtype))
+    return dtype

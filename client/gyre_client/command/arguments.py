@@ -1,0 +1,86 @@
+"""Arguments that several commands have, and the types of their values."""
+
+import argparse
+import math
+import re
+import tomllib
+from fractions import Fraction
+
+import shtab
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.transport.requests import dataset_ref
+
+_MAX_INTERVAL_S = 3600
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)
+# The same units as in the daemon's configuration.
+_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
+
+
+def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds DATASET, --format and --option."""
+    dataset = parser.add_argument(
+        "dataset", metavar="DATASET", help="a name, or with --format a path or URI"
+    )
+    dataset.complete = shtab.FILE  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--format", help="tokens or webdataset: DATASET is a path or URI, read by a private daemon"
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="KEY=VALUE",
+        help="with --format; repeatable",
+    )
+
+
+def dataset_of(args: argparse.Namespace) -> pb.DatasetRef:
+    """Returns the dataset that the arguments name."""
+    return dataset_ref(args.dataset, args.format, dict(args.option))
+
+
+def _option(text: str) -> tuple[str, object]:
+    """Parses KEY=VALUE; a value that is not valid TOML is a string."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def interval_s(text: str) -> float:
+    """Parses a number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= _MAX_INTERVAL_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds from 0 to {_MAX_INTERVAL_S}"
+        )
+    return seconds
+
+
+def size_bytes(text: str) -> int:
+    """Parses a size such as 1048576, 1MiB or 1MB, to bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match or match[2] not in _UNIT_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size such as 1048576, 1MiB (binary) or 1MB (decimal)"
+        )
+    return int(Fraction(match[1]) * _UNIT_BYTES[match[2]])
+
+
+def steps(text: str) -> tuple[int, int | None]:
+    """Parses S to (S, None), and the half-open range A:B to (A, B)."""
+    first, colon, stop = text.partition(":")
+    try:
+        return int(first), int(stop) if colon else None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor a range A:B") from None

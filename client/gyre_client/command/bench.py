@@ -1,0 +1,141 @@
+"""`gyre bench`: how fast Gyre reads the user's own data, beside torch's DataLoader."""
+
+import argparse
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.command.arguments import dataset_of
+from gyre_client.command.formatting import CommandOutput, show_progress, size, table
+from gyre_client.errors import InvalidRequest, NotInstalled
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.requests import MAX_UINT32, MAX_UINT64, whole
+
+if TYPE_CHECKING:
+    from gyre_client.bench.comparison import Comparison, Contender
+
+MAX_SECONDS = 600.0
+BAR_CHARS = 30
+NOTES = """\
+Plain: __getitems__ returns a list of samples, which are collated. Tuned: it reads the whole batch
+into its tensors at once. In process: the training thread itself reads; with workers, or with Gyre,
+it goes on meanwhile. THREAD CPU is the processor time that this thread spends on 1000 samples. This
+measures loading alone: a trainer that is slower than its loader gains nothing from a faster one."""
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only this command has."""
+    parser.add_argument("--batch-size", type=int, default=256, help="samples per batch")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="how long each loader reads in each of two rounds",
+    )
+
+
+def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns what was measured.
+
+    Raises:
+        InvalidRequest: This user cannot read the dataset's files as the daemon reads them, or they
+            have fewer samples than a batch.
+        NotInstalled: torch or numpy is missing.
+    """
+    try:
+        # numpy and torch take a while to import, and only this command needs them
+        comparison = importlib.import_module("gyre_client.bench.comparison")
+        importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        raise NotInstalled.needs("gyre bench", error.name, "client") from error
+    options = dict(args.option)
+    batch_size = whole("batch-size", args.batch_size, 1, MAX_UINT32)
+    if not 0 < args.seconds <= MAX_SECONDS:
+        raise InvalidRequest(
+            f"--seconds must be more than 0 and at most {MAX_SECONDS:.0f}, but is {args.seconds}"
+        )
+    description = connection.describe(dataset_of(args))
+    if batch_size > description.num_samples:
+        raise InvalidRequest(
+            f"--batch-size is {batch_size}, but the dataset has only "
+            f"{description.num_samples} samples"
+        )
+    is_local_path = args.format is not None and "://" not in args.dataset
+    task = {
+        "dataset": str(Path(args.dataset).absolute()) if is_local_path else args.dataset,
+        "batch_size": batch_size,
+        "seconds": args.seconds,
+        "seed": whole("seed", args.seed, 0, MAX_UINT64),
+        "address": connection.address.text,
+        "format": args.format,
+        "options": options or None,
+    }
+    found = comparison.compare(description, task, show_progress)
+    value = {
+        "num_samples": description.num_samples,
+        "num_bytes": description.num_bytes,
+        "batch_size": batch_size,
+        "seconds": args.seconds,
+        "files_were_cached": found.files_were_cached,
+        "header_scan_s": found.header_scan_s,
+        "loaders": [
+            dataclasses.asdict(contender) | results for contender, results in found.medians.items()
+        ],
+    }
+    num_checked = comparison.NUM_CHECKED_BATCHES
+    return CommandOutput(value, _text(description, args, found, num_checked))
+
+
+def _text(
+    description: pb.DatasetDescription,
+    args: argparse.Namespace,
+    found: "Comparison",
+    num_checked: int,
+) -> str:
+    cache = (
+        "read once before"
+        if found.files_were_cached
+        else "larger than the page cache, so the disk is measured too"
+    )
+    head = (
+        f"{description.uri}: {description.num_samples:,} samples, {size(description.num_bytes)}, "
+        f"{description.format}; batches of {args.batch_size}, full shuffle.\n"
+        f"Files {cache}. Each loader ran alone, twice {args.seconds:g} s; medians. "
+        f"{num_checked} batches were compared first: same bytes."
+    )
+    if found.header_scan_s:
+        head += (
+            "\nThe DataLoader first had to read the headers of all shards, "
+            f"{found.header_scan_s:.1f} s, not counted below."
+        )
+    fastest = max(results["samples_per_s"] for results in found.medians.values())
+    rows = [
+        (
+            contender.label,
+            f"{results['samples_per_s']:,.0f}",
+            f"{size(results['bytes_per_s'])}/s",
+            f"{results['first_batch_s']:.3f} s",
+            f"{results['cpu_s_per_1000'] * 1e3:.2f} ms",
+            "█" * max(1, round(BAR_CHARS * results["samples_per_s"] / fastest)),
+        )
+        for contender, results in found.medians.items()
+    ]
+    columns = table(("LOADER", "SAMPLES/S", "DATA", "FIRST BATCH", "THREAD CPU", ""), rows)
+    return f"{head}\n\n{columns}\n\n{_summary(found.medians)}\n\n{NOTES}"
+
+
+def _summary(medians: "Mapping[Contender, Mapping[str, float]]") -> str:
+    rates = {contender: results["samples_per_s"] for contender, results in medians.items()}
+    gyre = next(rate for contender, rate in rates.items() if contender.loader == "gyre")
+    parts = []
+    for form in ("plain", "tuned"):
+        best = max((each for each in rates if each.loader == form), key=lambda each: rates[each])
+        where = f"with {best.num_workers} workers" if best.num_workers else "in process"
+        parts.append(
+            f"{gyre / rates[best]:.2f} times those of the {form} DataLoader at its best ({where})"
+        )
+    return f"Gyre's samples/s are {parts[0]},\nand {parts[1]}."

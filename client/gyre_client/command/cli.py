@@ -1,0 +1,129 @@
+"""`gyre`: looks at a daemon and its datasets from the command line.
+
+Each command is a function that asks the daemon and returns its output: text for people or, with
+--json, one JSON document. Exit status: 0, or 1 when something failed, or 2 for a request that
+cannot be valid.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import shtab
+
+from gyre_client import __version__
+from gyre_client.command.arguments import add_dataset_arguments, interval_s
+from gyre_client.command.bench import add_bench_arguments, bench
+from gyre_client.command.cat import cat
+from gyre_client.command.datasets import datasets, describe
+from gyre_client.command.formatting import CommandOutput, to_json
+from gyre_client.command.indexing import add_index_arguments, index
+from gyre_client.command.planning import add_plan_arguments, plan
+from gyre_client.command.status import status
+from gyre_client.command.top import top
+from gyre_client.command.why import add_why_arguments, why
+from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
+from gyre_client.targets.target import Target, find_target, given_address, target_of_dataset
+from gyre_client.transport.connection import Connection
+
+Command = Callable[[Connection, argparse.Namespace], CommandOutput | None]
+
+_BAD_INPUT = (InvalidRequest, ConfigError, UnknownDataset, NotInstalled)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; an error is one line on standard error."""
+    args = _parser().parse_args(arguments)
+    try:
+        output = _run(args)
+        if output is not None:
+            print(to_json(output.value) if args.json else output.text, flush=True)
+    except GyreError as error:
+        print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, _BAD_INPUT) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _run(args: argparse.Namespace) -> CommandOutput | None:
+    """Returns None for a command that has printed its output itself."""
+    target = _target(args)
+    try:
+        with Connection(target.address) as connection:
+            run: Command = args.run
+            return run(connection, args)
+    except UnknownDataset as error:
+        raise _with_hint(error, args) from error
+    finally:
+        target.release()
+
+
+def _with_hint(error: UnknownDataset, args: argparse.Namespace) -> UnknownDataset:
+    """Adds that a path needs a format, if the unknown name looks like a path or URI."""
+    if "dataset" not in args or args.format:
+        return error
+    if not ("://" in args.dataset or Path(args.dataset).exists()):
+        return error
+    return UnknownDataset(
+        f"{error}. To read the data at this path, say what it is: "
+        "--format tokens or --format webdataset"
+    )
+
+
+def _target(args: argparse.Namespace) -> Target:
+    if "dataset" in args:
+        return target_of_dataset(args.address, args.dataset, args.format)
+    address = given_address(args.address)
+    if address is None:
+        raise InvalidRequest(
+            "which daemon? Give --address unix:/path.sock or tcp:host:port, or set GYRE_ADDRESS"
+        )
+    return find_target(address)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--address", help="unix:/path.sock or tcp:host:port; GYRE_ADDRESS if absent"
+    )
+    common.add_argument("--json", action="store_true", help="print one JSON document")
+    dataset = argparse.ArgumentParser(add_help=False, parents=[common])
+    add_dataset_arguments(dataset)
+    shuffle = argparse.ArgumentParser(add_help=False, parents=[dataset])
+    shuffle.add_argument("--seed", type=int, default=0, help="of the shuffle")
+
+    parser = argparse.ArgumentParser(
+        prog="gyre", description="Look at a Gyre daemon and its datasets."
+    )
+    parser.add_argument("--version", action="version", version=f"gyre {__version__}")
+    shtab.add_argument_to(parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(run: Command, parent: argparse.ArgumentParser, about: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(run.__name__, parents=[parent], help=about)
+        command.set_defaults(run=run)
+        return command
+
+    add(datasets, common, "what a daemon serves by name")
+    add(describe, dataset, "what a dataset is")
+    add_index_arguments(
+        add(index, dataset, "build what is missing of a dataset's index, say what changed")
+    )
+    add(status, common, "what a daemon is doing")
+    live = add(top, common, "what its sessions do, live: how fast, and what holds them up")
+    live.add_argument(
+        "--interval", type=interval_s, default=1.0, metavar="S", help="seconds between two looks"
+    )
+    live.add_argument("--once", action="store_true", help="one look, and end")
+    add_plan_arguments(add(plan, shuffle, "which samples make a step, or what each order costs"))
+    add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
+    samples = add(cat, shuffle, "print the first samples of the shuffle")
+    samples.add_argument("--num", type=int, default=3, help="how many")
+    add_bench_arguments(add(bench, shuffle, "compare with the DataLoader on the same data"))
+    return parser

@@ -1,0 +1,214 @@
+"""The output of commands: tables and sizes for people, JSON for programs."""
+
+import json
+import shutil
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from google.protobuf.message import Message
+
+_ELLIPSIS = "\u2026"
+_GAP = 2  # columns of a terminal between two columns of a table
+_WIDTH = 80  # of a page that is no terminal
+_MIN_WIDTH = 20  # of a value, however narrow the terminal is
+
+
+class CommandOutput(NamedTuple):
+    """The output of a command.
+
+    Attributes:
+        value: JSON-ready values for programs.
+        text: Text for people.
+    """
+
+    value: Any
+    text: str
+
+
+def show_progress(line: str) -> None:
+    """Shows `line` as the last line of the terminal, if standard error is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Returns a protocol message as JSON-ready values.
+
+    Every field is there by its name: integers as integers, absent messages and options as None.
+    """
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else _plain_value(getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, str | bool | int | float):
+        return value
+    return [_plain_value(item) for item in value]
+
+
+def to_json(value: Any) -> str:
+    """Returns one JSON document, on one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def page_width() -> int:
+    """Returns the columns of the terminal or page; COLUMNS in the environment overrides it."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns the rows under their header; columns of numbers are aligned to the right."""
+    cells = _cells(header, rows)
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(width, column)) for column in columns]
+    is_number = [_is_number_column(column[1:]) for column in columns]
+    return "\n".join(_row(row, widths, is_number) for row in cells)
+
+
+def fitted(
+    header: Sequence[str], rows: Iterable[Sequence[str]], ranks: Sequence[int], num_columns: int
+) -> list[str]:
+    """Returns the lines of a table that is no wider than a terminal.
+
+    Args:
+        header: The names of the table's columns.
+        rows: Their cells.
+        ranks: One rank per column. If there is no room, the columns with the greatest ranks are
+            left out; lines that still do not fit are cut.
+        num_columns: The width of the terminal.
+    """
+    cells = _cells(header, rows)
+    kept = list(range(len(header)))
+    while len(kept) > 1 and _table_width(cells, kept) > num_columns:
+        kept.remove(max(kept, key=lambda column: ranks[column]))
+    return _cut_table(cells, kept, num_columns)
+
+
+def stacked(
+    header: Sequence[str], rows: Iterable[Sequence[object]], num_keys: int, num_columns: int
+) -> str:
+    """Returns a table no wider than a page; columns without room go to further tables below it.
+
+    Args:
+        header: The names of the table's columns.
+        rows: Their cells.
+        num_keys: How many columns come first in each of the tables.
+        num_columns: The width of the page.
+    """
+    cells = _cells(header, rows)
+    keys, others = list(range(num_keys)), list(range(num_keys, len(header)))
+    if _table_width(cells, [*keys, *others]) > num_columns:
+        cells = [
+            [cut(cell, num_columns // 4) for cell in row[:num_keys]] + row[num_keys:]
+            for row in cells
+        ]
+    groups = [list(keys)]
+    for column in others:
+        if len(groups[-1]) > num_keys and _table_width(cells, [*groups[-1], column]) > num_columns:
+            groups.append(list(keys))
+        groups[-1].append(column)
+    return "\n\n".join("\n".join(_cut_table(cells, group, num_columns)) for group in groups)
+
+
+def _cells(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[list[str]]:
+    return [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
+
+
+def _cut_table(
+    cells: Sequence[Sequence[str]], columns: Sequence[int], num_columns: int
+) -> list[str]:
+    header, *rows = [[row[column] for column in columns] for row in cells]
+    return [cut(line, num_columns) for line in table(header, rows).split("\n")]
+
+
+def cut(line: str, num_columns: int) -> str:
+    """Returns the line, or as much of it as fits into `num_columns` with an ellipsis."""
+    if width(line) <= num_columns:
+        return line
+    while line and width(line) >= num_columns:
+        line = line[:-1]
+    return line + _ELLIPSIS if num_columns > 0 else ""
+
+
+def printable(text: str) -> str:
+    """Replaces control characters, which a terminal would obey: clients choose names of jobs."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
+def width(text: str) -> int:
+    """Returns how many columns of a terminal the text takes."""
+    return sum(_columns_of(character) for character in text)
+
+
+def _columns_of(character: str) -> int:
+    if character.isascii():
+        return 1
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _table_width(cells: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
+    widths = [max(width(row[column]) for row in cells) for column in columns]
+    return sum(widths) + _GAP * (len(columns) - 1)
+
+
+def _row(row: Sequence[str], widths: Sequence[int], is_number: Sequence[bool]) -> str:
+    padded = []
+    for cell, wanted, right in zip(row, widths, is_number, strict=True):
+        padding = " " * (wanted - width(cell))
+        padded.append(padding + cell if right else cell + padding)
+    return (" " * _GAP).join(padded).rstrip()
+
+
+def facts(pairs: Iterable[tuple[str, object]], num_columns: int | None = None) -> str:
+    """Returns one line per name and value, with the values aligned.
+
+    With `num_columns`, longer values are wrapped.
+    """
+    named = [(name, str(value)) for name, value in pairs]
+    name_width = max(len(name) for name, _ in named)
+    if num_columns is None:
+        return "\n".join(f"{name.ljust(name_width)}  {value}" for name, value in named)
+    room = max(num_columns - name_width - _GAP, _MIN_WIDTH)
+    lines = []
+    for name, value in named:
+        first, *rest = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
+        lines.append(f"{name.ljust(name_width)}  {first}")
+        lines += [f"{' ' * name_width}  {part}" for part in rest]
+    return "\n".join(lines)
+
+
+def size(num_bytes: float) -> str:
+    """Returns a size in binary units: 1536 is "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} PiB"
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in words: 3700 is "1 h 1 min"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    if minutes < 60:
+        return f"{minutes} min {int(seconds) % 60} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _is_number_column(cells: Sequence[str]) -> bool:
+    """Whether a column is of numbers; a dash stands for a value that is not known yet."""
+    return any(cell[:1].isdigit() for cell in cells) and all(
+        cell[:1].isdigit() or cell == "-" for cell in cells
+    )

@@ -1,0 +1,125 @@
+"""`gyre index`: builds a dataset's index, and says which shards changed and which cursors fit."""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.command.arguments import dataset_of
+from gyre_client.command.formatting import CommandOutput, facts, printable, show_progress, table
+from gyre_client.transport.connection import Connection
+
+_MAX_LISTED = 20  # shards in the text for people; JSON has all of them
+_CHANGES = {
+    pb.SHARD_CHANGE_INDEXED: "indexed",
+    pb.SHARD_CHANGE_KEPT: "kept",
+    pb.SHARD_CHANGE_RESTORED: "restored",
+    pb.SHARD_CHANGE_CHANGED: "changed",
+}
+_MEANINGS = {
+    "indexed": "indexed for the first time",
+    "restored": "touched or put back, with the bytes that it had",
+    "removed": "is no longer there",
+    "changed": "has other bytes, or may have: no checksums of the earlier ones were taken",
+}
+
+
+def add_index_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only this command has."""
+    parser.add_argument(
+        "--checksums",
+        action="store_true",
+        help="read all local shards now, so that one that is touched later can be told",
+    )
+
+
+def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Builds the missing parts of a dataset's index, and shows the progress."""
+    progress = connection.index(dataset_of(args), with_checksums=args.checksums)
+    indexed = Indexed.of(progress, show_progress)
+    return CommandOutput(indexed.to_plain(), indexed.to_text())
+
+
+@dataclass(slots=True)
+class Indexed:
+    """An index and the shards it was made of.
+
+    Attributes:
+        last: The last message about it, which has the totals.
+        num_reused: How many shards were not scanned again.
+        changes: What happened to each shard, by its name: a key of `_MEANINGS`, or "kept".
+    """
+
+    last: pb.IndexProgress = field(default_factory=pb.IndexProgress)
+    num_reused: int = 0
+    changes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, progress: Iterable[pb.IndexProgress], show: Callable[[str], None]) -> "Indexed":
+        """Returns the finished index; until then, calls `show` with a line per shard."""
+        indexed = cls()
+        for indexed.last in progress:
+            indexed.num_reused += indexed.last.reused
+            indexed.changes[indexed.last.shard] = _CHANGES.get(indexed.last.change, "indexed")
+            show(_line(indexed.last))
+        show("")
+        indexed.changes |= dict.fromkeys(indexed.last.removed, "removed")
+        return indexed
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns JSON-ready values; `fingerprint_before` is None if no earlier one is known."""
+        return {
+            "num_shards": self.last.num_shards,
+            "num_reused": self.num_reused,
+            "num_samples": self.last.num_samples,
+            "shards": self.changes,
+            "fingerprint": self.last.fingerprint,
+            "fingerprint_before": self.last.fingerprint_before or None,
+        }
+
+    def to_text(self) -> str:
+        """Returns the text for people."""
+        counts = Counter(self.changes.values())
+        told = ", ".join(
+            f"{counts[change]:,} {change}"
+            for change in (*_CHANGES.values(), "removed")
+            if counts[change]
+        )
+        pairs = [
+            ("samples", f"{self.last.num_samples:,}"),
+            ("shards", f"{self.last.num_shards:,}: {told}"),
+            ("fingerprint", self.last.fingerprint),
+            ("cursors", self._cursors(counts["changed"])),
+        ]
+        rows = [
+            (name, _MEANINGS[change])
+            for name, change in sorted(self.changes.items())
+            if change != "kept"
+        ]
+        if not rows:
+            return facts(pairs)
+        more = f"\n... and {len(rows) - _MAX_LISTED:,} more" if len(rows) > _MAX_LISTED else ""
+        return f"{facts(pairs)}\n\n{table(('SHARD', 'WHAT IT IS'), rows[:_MAX_LISTED])}{more}"
+
+    def _cursors(self, num_changed: int) -> str:
+        before = self.last.fingerprint_before
+        if not before:
+            return "none is known that would have to fit"
+        if before != self.last.fingerprint:
+            return f"those of {before}, as it was before, no longer fit"
+        if num_changed:
+            return (
+                "all fit as before: a fingerprint covers only some of the bytes, "
+                "and what changed is not among them"
+            )
+        return "all fit as before"
+
+
+def _line(progress: pb.IndexProgress) -> str:
+    samples = f", {progress.num_samples:,} samples" if progress.num_samples else ""
+    return (
+        f"{progress.shards_done}/{progress.num_shards} shards{samples}, {printable(progress.shard)}"
+    )

@@ -1,0 +1,130 @@
+"""`gyre plan`: the samples of steps, or what each order costs, before any run."""
+
+import argparse
+from typing import Any
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.command.arguments import dataset_of, size_bytes, steps
+from gyre_client.command.formatting import CommandOutput, plain, size, table
+from gyre_client.errors import InvalidRequest
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.requests import MAX_UINT64, ORDERS, TAILS, order, whole
+
+MAX_STEPS = 1000  # in a range: each step is a call
+_QUALITY = ("DISPLACEMENT", "SPREAD", "MIXING")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that only this command has."""
+    add = parser.add_argument
+    add("--batch-size", type=int, required=True, help="the global batch size, over all ranks")
+    add("--tail", choices=tuple(TAILS), default="wrap")
+    add("--order", choices=tuple(ORDERS), default="full")
+    about = "about how long a block is, such as 1MiB"
+    add("--io-block", type=size_bytes, default=0, metavar="SIZE", help=about)
+    about = "how many blocks are mixed with each other"
+    add("--window", type=int, default=0, metavar="BLOCKS", help=about)
+
+    add = parser.add_argument_group("the samples of steps").add_argument
+    add("--step", type=steps, metavar="S|A:B", help="one step, or those from A to before B")
+    add("--rank", type=int, default=0)
+    add("--world-size", type=int, default=1)
+
+    add = parser.add_argument_group("what each order costs").add_argument
+    about = "estimate requests, bytes, memory, shuffle quality and money"
+    add("--cost", action="store_true", help=about)
+    add("--epochs", type=int, default=1)
+    about = "of the node; as large as the data if absent"
+    add("--cache", type=size_bytes, default=0, metavar="SIZE", help=about)
+    about = "of 1000 requests; no money is reckoned if absent"
+    add("--request-price", type=float, metavar="MONEY", help=about)
+    add("--egress-price", type=float, metavar="MONEY", help="of 10^9 bytes read")
+
+
+def plan(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns the samples of steps (--step) or the costs of orders (--cost)."""
+    if args.cost == (args.step is not None):
+        raise InvalidRequest("what is to be planned? Give --step S, --step A:B or --cost")
+    return _costs(connection, args) if args.cost else _steps(connection, args)
+
+
+def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns one plan for one step, or a list of plans for a range."""
+    first, stop = args.step
+    whole("step", first, 0, MAX_UINT64)
+    if stop is not None and not 0 < stop - first <= MAX_STEPS:
+        raise InvalidRequest(f"--step {first}:{stop} is no range of 1 to {MAX_STEPS} steps")
+    request = pb.PlanStepRequest(
+        dataset=dataset_of(args),
+        order=_order(args, args.world_size, args.order),
+        rank=whole("rank", args.rank, 0, args.world_size - 1),
+        world_size=args.world_size,
+    )
+    values: list[dict[str, Any]] = []
+    texts = []
+    for request.step in range(first, first + 1 if stop is None else stop):
+        step = connection.plan_step(request)
+        texts.append(
+            f"step {request.step} begins at position {step.first_position}, in epoch "
+            f"{step.epoch}; rank {args.rank} of {args.world_size} reads the samples\n"
+            f"{' '.join(_marked(step))}"
+        )
+        values.append(plain(step) if stop is None else {"step": request.step, **plain(step)})
+    return CommandOutput(values[0] if stop is None else values, "\n".join(texts))
+
+
+def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns what each order costs, and which one to take."""
+    response = connection.plan_cost(
+        pb.PlanCostRequest(
+            dataset=dataset_of(args),
+            order=_order(args, 1, "block"),
+            num_epochs=whole("epochs", args.epochs, 1, MAX_UINT64),
+            cache_bytes=whole("cache", args.cache, 0, MAX_UINT64),
+            price_per_1000_requests=args.request_price,
+            price_per_gb=args.egress_price,
+        )
+    )
+    header = ("ORDER", "REQUESTS", "BYTES", "AMPLIFICATION", "MEMORY", *_QUALITY, "MONEY")
+    rows = [
+        (
+            _name(each),
+            f"{each.num_requests:,}",
+            size(each.num_bytes),
+            f"{each.amplification:.2f}",
+            size(each.memory_bytes),
+            f"{each.quality.displacement:.2f}",
+            f"{each.quality.spread:.2f}",
+            f"{each.quality.mixing:.2f}",
+            f"{each.money:,.2f}" if each.HasField("money") else "-",
+        )
+        for each in response.estimates
+    ]
+    epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs} epochs"
+    head = (
+        f"{response.num_samples:,} samples, {epochs}: "
+        f"{size(response.num_bytes_served)} served (estimated)"
+    )
+    text = f"{head}\n\n{table(header, rows)}\n\n{response.recommendation}"
+    return CommandOutput(plain(response), text)
+
+
+def _order(args: argparse.Namespace, world_size: int, mode: str) -> pb.OrderSpec:
+    blocks = (args.io_block, args.window)
+    return order(args.batch_size, world_size, args.seed, args.tail, mode, *blocks)
+
+
+def _name(estimate: pb.CostEstimate) -> str:
+    if not estimate.window_blocks:
+        return estimate.order
+    return f"{estimate.order} ({size(estimate.io_block_bytes)}, {estimate.window_blocks})"
+
+
+def _marked(step: pb.PlanStepResponse) -> list[str]:
+    """Returns the sample ids; those that only fill the batch up are in brackets."""
+    is_counted = step.mask or [True] * len(step.sample_ids)
+    return [
+        str(sample) if counted else f"({sample})"
+        for sample, counted in zip(step.sample_ids, is_counted, strict=True)
+    ]

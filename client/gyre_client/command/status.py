@@ -1,0 +1,194 @@
+"""`gyre status`: what a daemon is doing; `gyre top` shows as much of it as there is room for."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.command.colour import painted
+from gyre_client.command.formatting import (
+    CommandOutput,
+    cut,
+    duration,
+    facts,
+    fitted,
+    page_width,
+    plain,
+    size,
+    stacked,
+)
+from gyre_client.command.rates import SessionRates, session_rates
+from gyre_client.transport.connection import Connection
+
+_UNKNOWN = "-"
+_BAR_CELLS = 8
+_NUM_KEYS = 2  # the columns JOB and RANK
+
+
+def status(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns what the daemon is doing."""
+    found = connection.status()
+    return CommandOutput(to_plain(found), painted(full_text(found, page_width()), sys.stdout))
+
+
+def to_plain(status: pb.DaemonStatus) -> dict[str, Any]:
+    """Returns JSON-ready values; each session has its `rates`, None while they are not known."""
+    value = plain(status)
+    for session, plain_session in zip(status.sessions, value["sessions"], strict=True):
+        rates = session_rates(session)
+        plain_session["rates"] = rates.to_plain() if rates else None
+    return value
+
+
+class _Row(NamedTuple):
+    session: pb.SessionState
+    rates: SessionRates | None
+
+
+class _Column(NamedTuple):
+    """A column of the table of sessions.
+
+    If there is no room, the columns with the greatest ranks are left out.
+    """
+
+    name: str
+    rank: int
+    read: Callable[[_Row], str]
+
+
+def _rate(read: Callable[[SessionRates], str]) -> Callable[[_Row], str]:
+    return lambda row: _UNKNOWN if row.rates is None else read(row.rates)
+
+
+_COLUMNS = (
+    _Column("JOB", 0, lambda row: row.session.reader.job),
+    _Column("RANK", 4, lambda row: f"{row.session.reader.rank}/{row.session.reader.world_size}"),
+    _Column("DATASET", 8, lambda row: row.session.dataset),
+    _Column("BATCHES/S", 1, _rate(lambda rates: f"{rates.batches_per_s:,.1f}")),
+    _Column("BYTES/S", 6, _rate(lambda rates: size(rates.bytes_per_s))),
+    _Column("WINDOW", 2, _rate(lambda rates: _bar(rates.occupancy))),
+    _Column("MEANING", 3, _rate(lambda rates: rates.meaning)),
+    _Column("STARVED", 5, _rate(lambda rates: f"{rates.starved:.0%}")),
+    _Column("STEP", 7, lambda row: str(row.session.next_step)),
+    _Column("MEMORY", 9, lambda row: size(row.session.memory_bytes)),
+    _Column("BY", 10, lambda row: _transport(row.session)),
+)
+_MORE_COLUMNS = (
+    _Column("READY", 0, lambda row: str(row.session.num_ready)),
+    _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
+    _Column("HELD", 0, lambda row: str(row.session.num_held)),
+    _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
+    _Column("STORAGE WAIT", 0, lambda row: duration(row.session.wait_storage_s)),
+    _Column("PROCESSOR WAIT", 0, lambda row: duration(row.session.wait_processor_s)),
+    _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
+)
+
+
+def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
+    """Returns the whole status, in lines no longer than `num_columns`."""
+    parts = [facts(_daemon_facts(status), num_columns)]
+    if status.sessions:
+        columns = (*_COLUMNS, *_MORE_COLUMNS)
+        names = [column.name for column in columns]
+        parts.append(stacked(names, _cells(status, columns), _NUM_KEYS, num_columns))
+    if status.storage:
+        header = ("STORAGE", "KIND", "OUTCOME", "REQUESTS", "BYTES", "FIRST BYTE")
+        rows = [_storage_row(each) for each in status.storage]
+        parts.append(stacked(header, rows, 3, num_columns))
+    if status.endpoints:
+        endpoint_header = ("ENDPOINT", "LIMIT", "IN FLIGHT", "WAITING", "RETRIES LEFT")
+        states = [
+            (each.name, each.limit, each.num_in_flight, each.num_waiting, each.num_retries_left)
+            for each in status.endpoints
+        ]
+        parts.append(stacked(endpoint_header, states, 1, num_columns))
+    return "\n\n".join(parts)
+
+
+def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = [
+        ("version", status.version),
+        ("pid", status.pid),
+        ("state", _state(status)),
+        ("up", duration(status.uptime_s)),
+        ("memory", _memory(status)),
+    ]
+    if status.memory_abandoned_bytes:
+        abandoned = size(status.memory_abandoned_bytes)
+        pairs.append(("abandoned", f"{abandoned}, kept by clients whose sessions are over"))
+    sent = f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"
+    pairs.append(("sent", sent))
+    if status.HasField("cache"):
+        cache = status.cache
+        num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)
+        sizes = f"{size(cache.memory_bytes)} in memory, {size(cache.disk_bytes)} on disk"
+        reads = (
+            f"{cache.num_hits / num_reads:.0%} hits, {cache.num_joined:,} joined, "
+            f"{cache.num_misses:,} missed, {cache.num_past:,} past it; "
+            f"{cache.num_evicted:,} blocks evicted, {cache.num_corrupt:,} corrupt"
+        )
+        pairs += [("cache", sizes), ("cache reads", reads)]
+    return pairs
+
+
+def _storage_row(count: pb.StorageCount) -> tuple[str, ...]:
+    first_byte = _UNKNOWN
+    if count.first_byte_s:
+        first_byte = f"{count.first_byte_s / count.num_requests * 1000:,.1f} ms"
+    num_requests, num_bytes = f"{count.num_requests:,}", size(count.num_bytes)
+    return count.scheme, count.kind, count.outcome, num_requests, num_bytes, first_byte
+
+
+def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | None) -> list[str]:
+    """Returns the lines of one look at the sessions.
+
+    Args:
+        status: What the daemon is doing.
+        num_columns: The most columns of a line.
+        num_lines: The most lines; None for any number.
+    """
+    batches_per_s = sum(session.lately.batches_per_s for session in status.sessions)
+    bytes_per_s = sum(session.lately.bytes_per_s for session in status.sessions)
+    daemon = f"gyred {status.version}, process {status.pid}, {_state(status)}"
+    rates = f"{batches_per_s:,.1f} batches/s, {size(bytes_per_s)}/s"
+    lines = [
+        cut(f"{daemon}, up {duration(status.uptime_s)}", num_columns),
+        cut(f"{len(status.sessions)} sessions, {rates}; {_memory(status)}", num_columns),
+    ]
+    if status.sessions:
+        names, ranks = [each.name for each in _COLUMNS], [each.rank for each in _COLUMNS]
+        lines += ["", *fitted(names, _cells(status, _COLUMNS), ranks, num_columns)]
+    if num_lines is None or len(lines) <= num_lines:
+        return lines
+    kept = lines[: max(num_lines - 1, 0)]
+    return [*kept, cut(f"and {len(lines) - len(kept)} more", num_columns)][:num_lines]
+
+
+def _state(status: pb.DaemonStatus) -> str:
+    return "draining" if status.draining else "serving"
+
+
+def _memory(status: pb.DaemonStatus) -> str:
+    return f"{size(status.memory_reserved_bytes)} of {size(status.memory_budget_bytes)} reserved"
+
+
+def _cells(status: pb.DaemonStatus, columns: Sequence[_Column]) -> list[list[str]]:
+    """Returns one row per session, ordered by job and rank."""
+    sessions = sorted(
+        status.sessions, key=lambda session: (session.reader.job, session.reader.rank)
+    )
+    rows = [_Row(session, session_rates(session)) for session in sessions]
+    return [[column.read(row) for column in columns] for row in rows]
+
+
+def _bar(occupancy: float | None) -> str:
+    if occupancy is None:
+        return _UNKNOWN
+    num_full = round(occupancy * _BAR_CELLS)
+    return f"{'#' * num_full}{'.' * (_BAR_CELLS - num_full)} {occupancy:4.0%}"
+
+
+def _transport(session: pb.SessionState) -> str:
+    return pb.Transport.Name(session.transport).removeprefix("TRANSPORT_").lower()

@@ -1,0 +1,167 @@
+"""Makes `Accelerator.prepare` leave a Loader's batches to the ranks that read them.
+
+accelerate takes every IterableDataset for one that gives all ranks the same samples: its main
+process reads alone and hands parts out. A Loader already reads its own rank's part, and accelerate
+offers no way to say so. So where accelerate is imported, its method `prepare_data_loader` is
+wrapped once: a DataLoader over a Loader becomes a `PreparedLoader`; all others stay accelerate's.
+Nothing here imports accelerate.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from gyre_client.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from gyre_client.loader.loader import Loader
+
+
+class PreparedLoader:
+    """A Loader as accelerate's loops want it: on the accelerator's device, with a known end.
+
+    It reads no batch ahead, so the Loader's state is that of the last batch yielded.
+    `Accelerator.save_state` keeps that state and `load_state` restores it.
+
+    Attributes:
+        dataset: The Loader.
+        batch_size: The DataLoader's batch size. None: it yields batches. Otherwise the samples of a
+            batch go through `collate_fn` together.
+        end_of_dataloader: Whether the last batch of the iteration has been yielded.
+        remainder: -1: no sample was added to fill a batch up.
+    """
+
+    use_stateful_dataloader = True  # so that accelerate saves the state
+    batch_sampler = sampler = None
+    remainder = -1
+
+    def __init__(self, accelerator: Any, data_loader: Any, device: torch.device | None) -> None:
+        """Takes the place of a DataLoader over a Loader.
+
+        Raises:
+            InvalidRequest: The DataLoader's batch size is neither None nor the Loader's.
+        """
+        self.dataset: Loader = data_loader.dataset
+        self.batch_size: int | None = data_loader.batch_size
+        self.collate_fn: Callable[[Any], Any] = data_loader.collate_fn
+        self.end_of_dataloader = False
+        self._state = accelerator.gradient_state
+        self._non_blocking = accelerator.non_blocking
+        self._device = device
+        local_size = self.dataset.local_batch_size
+        if self.batch_size not in (None, local_size):
+            raise InvalidRequest(
+                f"the Loader makes the batches, of {local_size} samples on each rank, but a batch "
+                f"size of {self.batch_size} is asked for: use DataLoader(loader, batch_size=None), "
+                f"or per_device_train_batch_size={local_size} in a Trainer"
+            )
+
+    @property
+    def drop_last(self) -> NoReturn:
+        """Refuses `skip_first_batches`, which asks for this attribute to read and drop batches.
+
+        Raises:
+            InvalidRequest: Always; a Loader is resumed by its state.
+        """
+        raise InvalidRequest(
+            "a Loader is resumed by its state, not by `skip_first_batches`: call `load_state_dict` "
+            "or `Accelerator.load_state`, or give a Trainer the callback "
+            "gyre_client.huggingface.LoaderState"
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self.end_of_dataloader = False
+        self._state._add_dataloader(self)
+        try:
+            batches = iter(self.dataset)
+            for batch in batches:
+                self.end_of_dataloader = batches.is_at_end
+                yield self._placed(
+                    self.collate_fn(batch if self.batch_size is None else samples_of(batch))
+                )
+        finally:
+            self._state._remove_dataloader(self)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sends a Loader of which nothing was read to this epoch; any other goes on by itself."""
+        if epoch > 0 and self.dataset.step == 0:
+            self.dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the Loader's state."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores the Loader's state."""
+        self.dataset.load_state_dict(state_dict)
+
+    def _placed(self, batch: Any) -> Any:
+        if self._device is None:
+            return batch
+        return sys.modules["accelerate.utils"].send_to_device(
+            batch, self._device, non_blocking=self._non_blocking
+        )
+
+
+def samples_of(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Returns the samples of a batch as dicts of views; a ragged field's are its own elements."""
+    ragged = {name.removesuffix(".offsets") for name in batch if name.endswith(".offsets")}
+    columns: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in batch.items():
+        if name in ragged:
+            columns[name] = list(tensor.tensor_split(batch[f"{name}.offsets"][1:-1]))
+        elif name.removesuffix(".offsets") not in ragged:
+            columns[name] = list(tensor.unbind())
+    return [
+        dict(zip(columns, sample, strict=True)) for sample in zip(*columns.values(), strict=True)
+    ]
+
+
+def wrap_accelerate(kind: type) -> None:
+    """Makes accelerate, if it is imported, prepare DataLoaders over a `kind` as PreparedLoaders."""
+    accelerator_class = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if accelerator_class is None or hasattr(accelerator_class.prepare_data_loader, "knows_gyre"):
+        return
+    prepare = accelerator_class.prepare_data_loader
+
+    @functools.wraps(prepare)
+    def prepare_data_loader(
+        self: Any,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        if not isinstance(data_loader.dataset, kind):
+            return prepare(self, data_loader, device_placement, slice_fn_for_dispatch)
+        is_placed = self.device_placement if device_placement is None else device_placement
+        prepared = PreparedLoader(self, data_loader, self.device if is_placed else None)
+        self._dataloaders.append(prepared)
+        return prepared
+
+    prepare_data_loader.knows_gyre = True  # type: ignore[attr-defined]
+    accelerator_class.prepare_data_loader = prepare_data_loader
+
+
+def check_reader(loader: object) -> None:
+    """Checks that no DataLoader of accelerate's own reads the loader.
+
+    Raises:
+        InvalidRequest: One does; it would share the batches out among the ranks once more, or read
+            ahead of the loader's state.
+    """
+    state = sys.modules.get("accelerate.state")
+    active = state.GradientState().active_dataloader if state is not None else None
+    dataset = getattr(active, "dataset", None)
+    is_read = any(each is loader for each in (dataset, getattr(dataset, "dataset", None)))
+    if is_read and not isinstance(active, PreparedLoader):
+        raise InvalidRequest(
+            "accelerate would share out the batches of this Loader, of which each rank reads its "
+            "own part already: import accelerate before you make the Loader, and read what "
+            "`Accelerator.prepare` then makes of it"
+        )

@@ -1,0 +1,39 @@
+"""Keywords of torch's DataLoader that a Loader does not have, and what to use instead."""
+
+from collections.abc import Iterable
+
+_READS_AHEAD = "leave it out: the daemon reads and decodes in parallel, ahead of the trainer"
+_PINNED = "use `device`, which copies batches to a GPU through pinned memory"
+
+_INSTEAD = {
+    "batch_sampler": "give `batch_size`, which counts the samples over all ranks, and `order`",
+    "collate_fn": (
+        "batches arrive collated: change them in the loop, or see `gyre_client.texts` and `objects`"
+    ),
+    "drop_last": "use tail='drop' for drop_last=True; otherwise tail='wrap' or 'pad'",
+    "generator": "use `seed`: the order depends on it alone",
+    "in_order": "leave it out: batches always come in the order of their steps",
+    "multiprocessing_context": _READS_AHEAD,
+    "num_workers": _READS_AHEAD,
+    "persistent_workers": _READS_AHEAD,
+    "pin_memory": _PINNED,
+    "pin_memory_device": _PINNED,
+    "prefetch_factor": "use `prefetch_batches`, or leave it out: the daemon chooses",
+    "sampler": "use `order` and `seed`; each rank reads its own part of each batch",
+    "shuffle": (
+        "each epoch is shuffled in an order of its own; use order='sequential' for shuffle=False"
+    ),
+    "timeout": "use `reattach_timeout_s`, how long the daemon may be away",
+    "worker_init_fn": _READS_AHEAD,
+}
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Refuses keywords that a Loader does not have.
+
+    Raises:
+        TypeError: There is one; for a keyword of the DataLoader the message says what to use.
+    """
+    for name in names:
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise TypeError(f"Loader() got an unexpected keyword argument {name!r}{instead}")

@@ -1,0 +1,94 @@
+"""Iterators over a loader's batches, from where the loader stands to the end of an epoch.
+
+Underneath is one stream without an end: the end of an iteration is a StopIteration between two
+steps, while the daemon already reads the next epoch. All iterators of a loader take from that one
+stream, so only the youngest of them may go on.
+"""
+
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from gyre_client.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from gyre_client.loader.loader import Loader
+
+_UNKNOWN = -1
+
+
+class ActiveIteration:
+    """The iteration that may read a loader; the loader and its youngest iterator share it.
+
+    It is an object of its own so that no loader refers to an iterator, which refers to the loader:
+    a loader that is dropped is then closed at once, without a garbage collection.
+
+    Attributes:
+        stop_step: The step behind the last one of the iteration; -1 if it is not known yet.
+    """
+
+    __slots__ = ("stop_step",)
+
+    def __init__(self) -> None:
+        self.stop_step = _UNKNOWN
+
+    def forget_end(self) -> None:
+        """Makes the iterator find its end again before its next batch."""
+        self.stop_step = _UNKNOWN
+
+
+class EpochIterator:
+    """An iterator over the batches of one or several epochs. Once it has ended, it stays ended."""
+
+    def __init__(self, loader: "Loader", num_epochs: int | None, *, restart: bool) -> None:
+        """Ends the right of the iterator before to read the loader.
+
+        Args:
+            loader: The loader to read.
+            num_epochs: The iteration ends at the next multiple of `num_epochs`, counted from epoch
+                0; None for an iteration without an end.
+            restart: The iteration begins at the first batch, wherever the loader stands.
+        """
+        self._loader = loader
+        self._num_epochs = num_epochs
+        self._restart = restart
+        self._has_ended = False
+        loader._active.forget_end()  # the older iterator looks, and finds that it is not active
+        self._active = loader._active = ActiveIteration()
+
+    def __iter__(self) -> Self:
+        return self
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the last batch that it yielded is the last one of the iteration."""
+        return self._loader._step >= self._active.stop_step != _UNKNOWN
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        loader = self._loader
+        if loader._step >= self._active.stop_step:
+            self._find_end()
+        return next(loader)
+
+    def _find_end(self) -> None:
+        """Asks the loader where the iteration ends.
+
+        Raises:
+            StopIteration: The iteration has ended.
+            InvalidRequest: A younger iterator reads the loader.
+        """
+        if self._has_ended:
+            raise StopIteration
+        if self._loader._active is not self._active:
+            raise InvalidRequest(
+                "another iteration of this Loader has begun since, and only the youngest one may "
+                "go on: all of them would take from one stream. Make a second Loader for a second "
+                "reader"
+            )
+        if self._active.stop_step != _UNKNOWN:
+            self._has_ended = True
+            raise StopIteration
+        if self._restart:
+            self._restart = False
+            self._loader.reset()
+        self._active.stop_step = self._loader._stop_step(self._num_epochs)

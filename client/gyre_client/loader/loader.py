@@ -1,0 +1,429 @@
+"""The `Loader`: an iterable of dicts of tensors, with a state that says where it is.
+
+It reads batches from a stream (`batches.stream`) that it opens when they are first needed. All
+iterators of a loader take from that one stream; `epoch_iterator` only says where each of them ends.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from gyre_protos.v1 import loader_pb2 as pb
+from torch.utils.data import IterableDataset
+
+from gyre_client.batches.device import CudaTransfer, DeviceStream, parse_device
+from gyre_client.batches.stream import BatchStream
+from gyre_client.batches.tokens import widened
+from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
+from gyre_client.loader import accelerated
+from gyre_client.loader.dataloader_keywords import refuse_unknown
+from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
+from gyre_client.loader.epochs import epochs_of
+from gyre_client.loader.one_thread import OneThread
+from gyre_client.loader.ranks import rank_and_world_size
+from gyre_client.targets.target import Target, target_of_dataset
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.outage import Outage
+from gyre_client.transport.requests import (
+    JOINS,
+    MAX_UINT32,
+    choice,
+    dataset_ref,
+    reader,
+    whole,
+)
+from gyre_client.transport.requests import order as order_spec
+
+NEVER = 1 << 64  # the stop step of an iteration without an end
+
+
+class Loader(IterableDataset[dict[str, torch.Tensor]]):
+    """Reads one rank's part of a globally shuffled dataset from a Gyre daemon.
+
+        with Loader("corpus", batch_size=256, seed=1) as loader:
+            for epoch in range(num_epochs):
+                for batch in loader:
+                    loss = model(batch["tokens"])
+                    ...
+                torch.save({"model": ..., "loader": loader.state_dict()}, path)
+
+    **`batch_size` is the global batch size**, over all ranks: with `batch_size=256` on 8 ranks, the
+    batches of each rank have 32 samples. So the same arguments give the same global batches on any
+    number of ranks.
+
+    **Batches.** A batch is a dict of tensors by field name. Its first dim counts this rank's
+    samples, B = batch_size / world_size:
+
+    * A field of numbers or arrays of one shape is one tensor, [B, *shape], with the dtype that the
+      dataset has; unsigned token ids become `token_dtype`.
+    * A field whose samples differ in length is two tensors: `NAME`, all samples one after the
+      other, and `NAME.offsets`, int64 [B + 1]. Sample i is `NAME[offsets[i]:offsets[i + 1]]`.
+      `gyre_client.texts` and `gyre_client.objects` turn such bytes into strings and JSON values.
+    * `sample_id`, int64 [B], has the numbers of the samples in their dataset.
+    * `mask`, bool [B], exists with `tail="pad"`: false for samples that only fill the batch up.
+
+    The tensors belong to the caller: they are writable, and valid as long as they are held, also
+    after `close` and after the daemon has ended. With `device`, they are in that device's memory.
+
+    **Iteration.** `iter()` continues where the loader is: inside an epoch with the rest of it, at
+    the end of an epoch with the next one. The daemon reads ahead across that end. `stream()`
+    returns an iterator without an end. All iterators of a loader take from one stream, so only the
+    newest of them may be read. `next(loader)` is the next batch of that stream, whatever its epoch.
+
+    **State.** `state_dict()` is the place after the last batch yielded; batches that were only
+    prefetched count as unread. If the daemon goes away, the loader waits for it for up to
+    `reattach_timeout_s` and then continues at that place: no batch is lost or repeated.
+
+    **Processes and threads.** Use a loader directly, or as
+    `DataLoader(loader, batch_size=None, num_workers=0)`. It belongs to the process that made it,
+    and one thread may use it at a time. Close it, or use it as a context manager, to end its
+    session at once; a loader without references is closed by the interpreter.
+    """
+
+    def __init__(
+        self,
+        dataset: str | os.PathLike[str],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        address: str | None = None,
+        tail: str = "wrap",
+        order: str = "full",
+        io_block_bytes: int = 0,
+        window_blocks: int = 0,
+        join: str = "alone",
+        epochs: int | None = 1,
+        restart: bool = False,
+        job: str | None = None,
+        prefetch_batches: int = 0,
+        reattach_timeout_s: float = 60.0,
+        device: str | torch.device | None = None,
+        token_dtype: str = "int64",
+        # The daemon's configuration uses this word.
+        format: str | None = None,  # noqa: A002
+        options: Mapping[str, object] | None = None,
+        **unknown: object,
+    ) -> None:
+        """Finds the daemon and the dataset; waits up to `reattach_timeout_s` for the daemon.
+
+        Args:
+            dataset: The name that the daemon's operator gave the dataset. With `format`, a path or
+                a URI.
+            batch_size: G, the samples per step over all ranks; a multiple of `world_size`.
+            seed: The seed of the shuffle, in [0, 2^64).
+            rank: This process's rank, in [0, world_size). If rank and world size are None, they are
+                torch.distributed's, or 0 and 1 where it is not used.
+            world_size: The number of ranks that share each batch.
+            address: `unix:/path.sock` or `tcp:host:port`. If None, a dataset's name is looked up at
+                the environment's GYRE_ADDRESS; for a path (with `format`) a private daemon is
+                started, which ends with this process.
+            tail: What happens to samples that do not fill an epoch's last batch. `wrap`: batches
+                run on into the next epoch. `drop`: the samples are left out. `pad`: the batch is
+                filled up with other samples, for which the tensor `mask` is false.
+            order: `full`, a global shuffle. `block`, for cold object storage: blocks of adjacent
+                samples come in a random order, each with one request, and are mixed with the blocks
+                in a window around them. `sequential`, by sample id.
+            io_block_bytes: With `block`, the approximate size of a block; 0 chooses it so that the
+                window fits into 512 MiB.
+            window_blocks: With `block`, how many blocks are mixed with each other; 0 for four times
+                `batch_size`.
+            join: `alone` begins at the first sample of the order. `rotate` begins where a running
+                job with the same order of the same data reads now, so that the data is read once
+                for both; every epoch then begins and ends there. With several ranks, load rank 0's
+                state on all other ranks.
+            epochs: How many epochs one iteration passes over; None for an iteration without an end.
+            restart: Every iteration begins at the first batch, and nothing is read beyond its end.
+                Use it for validation, with order="sequential" and tail="pad".
+            job: The name of the job. If two loaders have the same job and rank, the newer one ends
+                the session of the older one. If None, the name is random.
+            prefetch_batches: How many batches the daemon keeps in flight or ready, and how many
+                more may wait in this process. 0 is the daemon's default: by the size of a batch.
+            reattach_timeout_s: How long the daemon may be away, in seconds.
+            device: A CUDA device; each batch is transferred to it while the one before is in use.
+                None, or the CPU, leaves batches in host memory.
+            token_dtype: The dtype that unsigned token ids become: `int64`; `int32` if they fit; or
+                `stored`, as they are in the files. Signed ids always stay as they are stored.
+            format: Makes `dataset` an ad-hoc definition: "tokens" or "webdataset". A daemon must
+                allow ad-hoc datasets; a private one does.
+            options: The other keys of the ad-hoc definition, such as {"sequence_length": 1024}.
+            unknown: Not accepted. For a keyword of torch's DataLoader, the error says what to use
+                instead.
+
+        Raises:
+            TypeError: A Loader does not have this argument.
+            InvalidRequest: An argument is out of its range, or arguments contradict each other.
+            DaemonUnavailable: The daemon stays away for longer than `reattach_timeout_s`.
+            GyreError: The daemon refuses the dataset; see `gyre_client.errors` for the classes.
+        """
+        refuse_unknown(unknown)
+        accelerated.wrap_accelerate(Loader)
+        rank, world_size = rank_and_world_size(rank, world_size)
+        self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
+        self._restart = restart
+        self._device = parse_device(device)
+        self._request = pb.OpenSessionRequest(
+            dataset=dataset_ref(dataset, format, options),
+            order=order_spec(
+                batch_size, world_size, seed, tail, order, io_block_bytes, window_blocks
+            ),
+            reader=reader(job, rank, world_size),
+            # 0: the daemon reads ahead beyond the end of an iteration
+            num_epochs=(self._num_epochs or 0) if restart else 0,
+            prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
+            join=choice("join", join, JOINS),
+        )
+        self._reattach_timeout_s = reattach_timeout_s
+        self._one_thread = OneThread("this Loader")
+        self._token_dtype = token_dtype
+        self._cursor = b""  # resumes after the last batch yielded; empty before the first session
+        self._step = 0  # the next step
+        self._loaded_step = -1  # the step at which a state was loaded just now
+        self._active = ActiveIteration()
+        self._resources = _Resources(target_of_dataset(address, dataset, format))
+        self._finalizer = weakref.finalize(self, self._resources.release)
+        try:
+            self._description = self._describe()
+            # A dtype that cannot hold the ids is refused here and not with the first batch.
+            widened(self._description.fields, token_dtype)
+        except BaseException:
+            self.close()
+            raise
+        self._epochs = epochs_of(self.num_samples, self._global_batch_size, tail)
+
+    def __iter__(self) -> EpochIterator:
+        accelerated.check_reader(self)
+        if not self._restart:
+            with self._one_thread:
+                self._stream()  # the daemon begins to read
+        return EpochIterator(self, self._num_epochs, restart=self._restart)
+
+    def stream(self) -> EpochIterator:
+        """Returns an iterator without an end, from where the loader stands, whatever `epochs` is.
+
+        Raises:
+            InvalidRequest: The loader was made with `restart`; it reads nothing beyond the end of
+                an iteration.
+        """
+        if self._restart:
+            raise InvalidRequest(
+                "a Loader with restart=True ends with its epochs: "
+                "make a second one for an endless stream"
+            )
+        with self._one_thread:
+            self._stream()
+        return EpochIterator(self, None, restart=False)
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        with self._one_thread:
+            resources = self._resources
+            # A stream that is open in this process needs no further check.
+            stream = resources.stream if resources.pid == os.getpid() else None
+            batch = (stream or self._stream()).take()
+            if batch is None:
+                raise StopIteration
+            self._cursor = batch.cursor
+            self._step = batch.step + 1
+            return batch.tensors
+
+    def __len__(self) -> int:
+        """The most steps that one iteration can have; with `wrap`, some epochs have one less.
+
+        Raises:
+            TypeError: The iteration has no end, because `epochs` is None.
+        """
+        if self._num_epochs is None:
+            raise TypeError("a Loader with epochs=None has no length: its iteration never ends")
+        return self._epochs.max_steps(self._num_epochs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ForkedProcess(f"a Loader cannot be sent to another process. {_ADVICE}")
+
+    @property
+    def num_samples(self) -> int:
+        """N, the number of samples in the dataset."""
+        return self._description.num_samples
+
+    @property
+    def local_batch_size(self) -> int:
+        """B, the number of samples in each of this rank's batches."""
+        return self._global_batch_size // self._request.reader.world_size
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the dataset's contents.
+
+        Datasets with equal fingerprints give the same batches for the same arguments.
+        """
+        return self._description.fingerprint
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The most steps that an epoch has; with `wrap`, some epochs have one less."""
+        return self._epochs.max_steps(1)
+
+    @property
+    def step(self) -> int:
+        """The global step of the next batch, counted from 0."""
+        self._locate()
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next step begins, counted from 0."""
+        return self._epochs.epoch_of(self.step)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the first batch of this epoch the next one; epochs count from 0.
+
+        If a state inside this epoch was loaded just now, the loader stays there. A loader with
+        `restart` begins each iteration at the first epoch, whatever is set here.
+
+        Raises:
+            InvalidRequest: `epoch` is not in [0, 2^32).
+        """
+        epoch = whole("epoch", epoch, 0, MAX_UINT32)
+        is_resumed = self.step == self._loaded_step and self.epoch == epoch
+        if not (is_resumed or self._restart):
+            self._go_to(self._epochs.first_step(epoch))
+
+    def reset(self) -> None:
+        """Makes the first batch of the first epoch the next one."""
+        if self._cursor:
+            self._go_to(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state that resumes after the last batch yielded.
+
+        It is the same on every rank, and also fits another number of ranks with the same
+        `batch_size`. Keep it in the training checkpoint.
+
+        Returns:
+            {"cursor": bytes}, about 250 bytes that only the daemon reads.
+        """
+        self._locate()
+        return {"cursor": self._cursor}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes the batch after that state the next one.
+
+        Raises:
+            CursorRejected: The state belongs to another dataset, order or version, or it is not the
+                state of a Loader. The loader then stays where it was.
+        """
+        cursor = state_dict.get("cursor")
+        if not isinstance(cursor, bytes) or not cursor:
+            raise CursorRejected(
+                f"this is no state of a Loader: it has {sorted(state_dict)}, "
+                "and `cursor` must be bytes"
+            )
+        self._check_process()
+        with self._one_thread:
+            self._resources.close_stream()
+            previous, self._cursor = self._cursor, cursor
+            try:
+                self._stream()
+            except BaseException:
+                self._cursor = previous
+                raise
+            self._loaded_step = self._step
+            self._active.forget_end()
+
+    def close(self) -> None:
+        """Ends the session, its threads and its connections. Batches already yielded stay valid."""
+        self._finalizer()
+
+    @property
+    def _global_batch_size(self) -> int:
+        return self._request.order.global_batch_size
+
+    def _stream(self, step: int | None = None) -> BatchStream | DeviceStream:
+        """Returns the stream; opens it at the cursor, or at `step`, if it is not open."""
+        self._check_process()
+        if self._resources.stream is None:
+            self._request.cursor = self._cursor
+            self._request.ClearField("step")
+            if step is not None:
+                self._request.step = step
+            stream = self._open()
+            self._resources.stream = stream
+            self._cursor = stream.opened.cursor
+            self._step = stream.opened.first_step
+        return self._resources.stream
+
+    def _open(self) -> BatchStream | DeviceStream:
+        # Made first: a device that fails opens no session.
+        transfer = None if self._device is None else CudaTransfer(self._device)
+        stream = BatchStream(
+            self._resources.target, self._request, self._reattach_timeout_s, self._token_dtype
+        )
+        return stream if transfer is None else DeviceStream(stream, transfer)
+
+    def _locate(self) -> None:
+        """Opens the stream if nothing was read yet: the daemon says where a job begins."""
+        if not self._cursor:
+            self._stream()
+
+    def _go_to(self, step: int) -> None:
+        self._locate()
+        if step != self._step:
+            self._resources.close_stream()
+            self._stream(step)
+        self._loaded_step = -1
+        self._active.forget_end()
+
+    def _stop_step(self, num_epochs: int | None) -> int:
+        """Returns the step after the last one of the iteration that the next batch belongs to."""
+        self._locate()
+        return NEVER if num_epochs is None else self._epochs.stop_step(self._step, num_epochs)
+
+    def _describe(self) -> pb.DatasetDescription:
+        with Connection(self._resources.target.address) as connection:
+            return Outage(self._reattach_timeout_s).retry(
+                lambda timeout_s: connection.describe(self._request.dataset, timeout_s),
+                threading.Event().wait,
+            )
+
+    def _check_process(self) -> None:
+        if self._resources.pid != os.getpid():
+            raise ForkedProcess(
+                f"this Loader was made by process {self._resources.pid}, "
+                f"but process {os.getpid()} reads it. {_ADVICE}"
+            )
+        if not self._finalizer.alive:
+            raise InvalidRequest("this Loader is closed")
+
+
+_ADVICE = (
+    "In a DataLoader use num_workers=0: the daemon fetches and decodes in parallel already. "
+    "Elsewhere, make the Loader in the process that reads from it"
+)
+
+
+class _Resources:
+    """What a Loader must release, in an object of its own, so that its finalizer can do it."""
+
+    def __init__(self, target: Target) -> None:
+        self.pid = os.getpid()
+        self.target = target
+        self.stream: BatchStream | DeviceStream | None = None
+
+    def close_stream(self) -> None:
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
+
+    def release(self) -> None:
+        if self.pid == os.getpid():  # a forked child's copy owns nothing
+            self.close_stream()
+            self.target.release()

@@ -1,0 +1,54 @@
+"""Converts fields of ragged bytes to strings and to JSON objects."""
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from gyre_client.errors import InvalidRequest
+
+
+def texts(batch: Mapping[str, Tensor], name: str) -> list[str]:
+    """Returns a field's samples as text.
+
+        for batch in loader:
+            captions = texts(batch, "txt")  # as many strings as the batch has samples
+
+    Args:
+        batch: A batch from a `Loader`, in host memory.
+        name: A field of ragged bytes in UTF-8: the batch has the tensors `name`, uint8
+            [total bytes], and `name.offsets`, int64 [samples + 1].
+
+    Raises:
+        InvalidRequest: The batch has no such field, or it is not ragged bytes.
+        UnicodeDecodeError: A sample is not UTF-8.
+    """
+    return [sample.decode() for sample in _samples(batch, name)]
+
+
+def objects(batch: Mapping[str, Tensor], name: str) -> list[Any]:
+    """Returns a field's samples, which are JSON, as Python objects.
+
+        labels = [each["label"] for each in objects(batch, "json")]
+
+    Args:
+        batch: A batch from a `Loader`, in host memory.
+        name: A field of ragged bytes, each sample one JSON document; see `texts`.
+
+    Raises:
+        InvalidRequest: The batch has no such field, or it is not ragged bytes.
+        json.JSONDecodeError: A sample is not JSON.
+    """
+    return [json.loads(sample) for sample in _samples(batch, name)]
+
+
+def _samples(batch: Mapping[str, Tensor], name: str) -> list[bytes]:
+    offsets_name = f"{name}.offsets"
+    if offsets_name not in batch or batch[name].element_size() != 1:
+        raise InvalidRequest(
+            f"{name!r} is not a field of ragged bytes; the batch has {', '.join(batch)}"
+        )
+    data = batch[name].numpy().tobytes()
+    return [data[start:end] for start, end in pairwise(batch[offsets_name].tolist())]

@@ -1,0 +1,79 @@
+"""A daemon to talk to: one at an address that was given, or this process's private one."""
+
+import os
+from dataclasses import dataclass
+
+from gyre_client.errors import InvalidRequest
+from gyre_client.targets import private_daemon
+from gyre_client.targets.private_daemon import PrivateDaemon
+from gyre_client.transport.address import ENVIRONMENT_VARIABLE, Address, parse_address
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A daemon, and what this process can do to keep it running.
+
+    Attributes:
+        address: Where the daemon listens; it stays the same when the daemon is restarted.
+        private: The private daemon, or None for a daemon that somebody else runs.
+    """
+
+    address: Address
+    private: PrivateDaemon | None = None
+
+    def ensure(self) -> None:
+        """Starts the private daemon again if it died; does nothing for any other daemon.
+
+        Raises:
+            DaemonUnavailable: The private daemon does not start.
+        """
+        if self.private is not None:
+            self.private.ensure()
+
+    def release(self) -> None:
+        """Ends this use of the daemon; a private daemon stops with its last user."""
+        if self.private is not None:
+            private_daemon.release()
+
+
+def given_address(address: str | None) -> str | None:
+    """Returns `address`, or the address in the environment, or None if there is neither."""
+    return address or os.environ.get(ENVIRONMENT_VARIABLE) or None
+
+
+def find_target(address: str | None) -> Target:
+    """Returns the daemon at `address`; for None, this process's private daemon.
+
+    Raises:
+        InvalidRequest: The address has no known form.
+        DaemonUnavailable: The private daemon cannot be started.
+    """
+    if address is not None:
+        return Target(parse_address(address))
+    daemon = private_daemon.acquire()
+    return Target(daemon.address, daemon)
+
+
+def target_of_dataset(
+    address: str | None, dataset: str | os.PathLike[str], data_format: str | None
+) -> Target:
+    """Returns the daemon that can serve `dataset`.
+
+    With a format, `dataset` is a path or URI: the daemon at `address` serves it or, without an
+    address, a private daemon, whatever the environment says. Without a format, `dataset` is a name
+    that the daemon at `address` or in the environment knows.
+
+    Raises:
+        InvalidRequest: `dataset` is a name and there is no address; or the address is malformed.
+        DaemonUnavailable: The private daemon cannot be started.
+    """
+    if data_format is not None:
+        return find_target(address or None)
+    address = given_address(address)
+    if address is None:
+        raise InvalidRequest(
+            "no address was given, and a private daemon knows no dataset by the name "
+            f"{os.fspath(dataset)!r}: give the address of a daemon (or set "
+            f"{ENVIRONMENT_VARIABLE}), or the format of the data at this path or URI"
+        )
+    return find_target(address)

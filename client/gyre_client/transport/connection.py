@@ -1,0 +1,241 @@
+"""One channel to one daemon: calls with deadlines, whose failures are errors of the client.
+
+The daemon explains a failure in a `google.rpc.ErrorInfo` (domain "gyre") in the call's trailing
+metadata: `reason` is the class of the error, `metadata` its facts. A failure without one (a dead
+socket, a proxy, a deadline) gets its class from the call's status.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1.loader_pb2_grpc import LoaderStub
+
+from gyre_client.errors import (
+    BY_REASON,
+    CorruptSample,
+    CursorRejected,
+    DaemonFault,
+    DaemonUnavailable,
+    GyreError,
+    InvalidRequest,
+    LeaseExpired,
+    NotAllowed,
+    Overloaded,
+    UnknownDataset,
+)
+from gyre_client.transport.address import Address
+from gyre_client.transport.frames import MAX_FRAME_BYTES
+from gyre_client.transport.side_channel import TOKEN_KEY
+
+# Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
+# takes minutes where there are many shards; `gyre index` shows the progress. A session that is not
+# closed in time ends with its lease.
+CALL_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = 600.0
+INDEX_TIMEOUT_S = 24 * 3600.0
+CLOSE_TIMEOUT_S = 2.0
+# How long one attempt to connect may take. A daemon whose processor is busy accepts late; where
+# nobody listens, the attempt fails at once.
+CONNECT_TIMEOUT_MS = 10_000
+MAX_CONTROL_BYTES = 64 << 10  # the daemon's limit for a request
+RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants no further attempt
+
+_DOMAIN = "gyre"
+_DETAILS_KEY = "grpc-status-details-bin"
+# gRPC's message for a request or an answer that is too long
+_TOO_LONG = re.compile(
+    r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)"
+)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # share no connection back-off with other channels
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    # despite its name, this is the time that one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+_BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: UnknownDataset,
+    grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
+    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
+    grpc.StatusCode.FAILED_PRECONDITION: CursorRejected,
+    grpc.StatusCode.DATA_LOSS: CorruptSample,
+    grpc.StatusCode.ABORTED: LeaseExpired,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: DaemonUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DaemonUnavailable,
+    grpc.StatusCode.CANCELLED: DaemonUnavailable,
+}
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+
+
+def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
+    """Returns the error for the daemon's reason or, if it gave none, for the call's status."""
+    details = failure.details() or ""
+    by_status = _BY_STATUS.get(failure.code(), DaemonFault)
+    info, facts = _explanation(failure)
+    if info.domain == _DOMAIN:
+        return BY_REASON.get(info.reason, by_status)(details, facts)
+    if by_status is Overloaded and (sizes := _TOO_LONG.search(details)):
+        return _too_long(int(sizes[1]), int(sizes[2]))
+    if by_status is DaemonUnavailable:
+        return DaemonUnavailable(f"no daemon answers at {address.text}: {details}")
+    return by_status(f"the daemon at {address.text} answered {failure.code().name}: {details}")
+
+
+def _too_long(num_bytes: int, max_bytes: int) -> InvalidRequest:
+    """Returns an error that is not retried: the request would be too long again."""
+    return InvalidRequest(
+        f"the request has {num_bytes} bytes, and a message to or from a daemon may have "
+        f"{max_bytes}: shorten the dataset's path or brace list, its options, the job's name or "
+        "the state that is loaded",
+        {"num_bytes": str(num_bytes), "max_bytes": str(max_bytes)},
+    )
+
+
+def _explanation(failure: grpc.RpcError) -> tuple[ErrorInfo, dict[str, str]]:
+    """Returns the failure's ErrorInfo, which is empty if it has none, and its facts."""
+    info, retry = ErrorInfo(), RetryInfo()
+    for detail in _status(failure).details:
+        detail.Unpack(info)
+        detail.Unpack(retry)
+    facts = dict(info.metadata)
+    if retry.HasField("retry_delay"):
+        facts[RETRY_AFTER] = str(retry.retry_delay.ToTimedelta().total_seconds())
+    return info, facts
+
+
+def _status(failure: grpc.RpcError) -> Status:
+    metadata = cast("Iterable[tuple[str, str | bytes]]", failure.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return Status.FromString(value)
+            except DecodeError:
+                return Status()
+    return Status()
+
+
+class Connection:
+    """The calls that a daemon answers. Safe to use from any thread.
+
+    Every method raises a GyreError and never a grpc.RpcError, except for the iterators that
+    `stream` and `read_payload` return.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._stub = LoaderStub(self._channel)
+        self._read_payload = self._channel.unary_stream(
+            "/gyre_protos.v1.Loader/ReadPayload",
+            request_serializer=pb.ReadPayloadRequest.SerializeToString,
+            response_deserializer=None,  # the frames as they are: see frames.chunk_data
+        )
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the channel and all calls that are under way on it."""
+        self._channel.close()
+
+    def list_datasets(self) -> pb.ListDatasetsResponse:
+        """Returns the datasets that the daemon serves by name."""
+        return self._call(self._stub.ListDatasets, pb.ListDatasetsRequest(), CALL_TIMEOUT_S)
+
+    def describe(
+        self, dataset: pb.DatasetRef, timeout_s: float = OPEN_TIMEOUT_S
+    ) -> pb.DatasetDescription:
+        """Returns the dataset's description; the daemon opens the dataset for it."""
+        return self._call(
+            self._stub.DescribeDataset, pb.DescribeDatasetRequest(dataset=dataset), timeout_s
+        )
+
+    def index(
+        self, dataset: pb.DatasetRef, *, with_checksums: bool = False
+    ) -> Iterator[pb.IndexProgress]:
+        """Builds the missing parts of the dataset's index and checksums; yields once per shard."""
+        request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
+        _check_length(request)
+        try:
+            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            raise error_from(failure, self.address) from None
+
+    def plan_step(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
+        """Returns the sample ids of one step."""
+        return self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
+
+    def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:
+        """Returns what it costs to read a dataset in each order."""
+        return self._call(self._stub.PlanCost, request, OPEN_TIMEOUT_S)
+
+    def open_session(
+        self,
+        request: pb.OpenSessionRequest,
+        timeout_s: float = OPEN_TIMEOUT_S,
+        side_token: str = "",
+    ) -> pb.SessionOpened:
+        """Opens a session; the daemon begins to prefetch.
+
+        Args:
+            request: Which batches, for which reader, from which cursor.
+            timeout_s: The deadline.
+            side_token: The token of a side channel; the daemon then passes its arenas there.
+        """
+        metadata = ((TOKEN_KEY, side_token),) if side_token else ()
+        return self._call(partial(self._stub.OpenSession, metadata=metadata), request, timeout_s)
+
+    def close_session(self, session_id: str) -> None:
+        """Ends a session, if the daemon still answers and knows it."""
+        self._call(
+            self._stub.CloseSession, pb.CloseSessionRequest(session_id=session_id), CLOSE_TIMEOUT_S
+        )
+
+    def status(self, timeout_s: float = CALL_TIMEOUT_S) -> pb.DaemonStatus:
+        """Returns what the daemon is doing."""
+        return self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout_s)
+
+    def explain(self, request: pb.ExplainStepRequest) -> pb.ExplainStepResponse:
+        """Returns why batches of a step took as long as they did."""
+        return self._call(self._stub.ExplainStep, request, CALL_TIMEOUT_S)
+
+    def stream(
+        self, requests: Iterator[pb.StreamRequest]
+    ) -> "grpc.CallIterator[pb.StreamResponse]":
+        """Starts the control stream of a session; see `error_from` for its grpc.RpcErrors."""
+        return self._stub.Stream(requests)
+
+    def read_payload(self, session_id: str) -> "grpc.CallIterator[bytes]":
+        """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
+        return self._read_payload(pb.ReadPayloadRequest(session_id=session_id))
+
+    def _call(
+        self, method: Callable[..., _Response], request: Message, timeout_s: float
+    ) -> _Response:
+        _check_length(request)
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as failure:
+            raise error_from(failure, self.address) from None
+
+
+def _check_length(request: Message) -> None:
+    if request.ByteSize() > MAX_CONTROL_BYTES:
+        raise _too_long(request.ByteSize(), MAX_CONTROL_BYTES)

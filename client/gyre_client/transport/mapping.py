@@ -1,0 +1,125 @@
+"""A private mapping of one of the daemon's memory files, which can be unmapped range by range.
+
+Python's own `mmap` cannot do that: it keeps a duplicate of the descriptor, and it keeps the whole
+file mapped as long as a single view of it exists.
+"""
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_FAILED = ctypes.c_void_p(-1).value
+
+# PyDLL keeps the interpreter's lock during a call; `move_out` depends on it.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_mmap, _mremap, _munmap, _memmove, _madvise = (
+    _libc.mmap,
+    _libc.mremap,
+    _libc.munmap,
+    _libc.memmove,
+    _libc.madvise,
+)
+_mmap.restype = _mremap.restype = _memmove.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class PrivateMapping:
+    """The mapping of one file. Ranges are half-open, in bytes of the file, and of whole pages.
+
+    Attributes:
+        address: The address of the first byte.
+        num_bytes: The length of the file, a multiple of the page size.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Maps the file; the caller may close the descriptor afterwards.
+
+        Raises:
+            OSError: The file cannot be mapped privately.
+        """
+        self.num_bytes = os.fstat(descriptor).st_size
+        self.address = _map(self.num_bytes, mmap.MAP_PRIVATE, descriptor)
+
+    def view(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
+        """Returns the bytes [begin, end) as a writable array, uint8 [end - begin].
+
+        The array does not keep the mapping alive, and the range need not be of whole pages.
+
+        Raises:
+            ValueError: The range lies outside the file.
+        """
+        if not 0 <= begin <= end <= self.num_bytes:
+            raise ValueError(f"bytes [{begin}, {end}) of a file of {self.num_bytes}")
+        return np.asarray(_Memory(self.address + begin, end - begin))
+
+    def drop_private(self, begin: int, end: int) -> None:
+        """Drops this process's copies of the pages in a range: it shows the file again."""
+        _madvise(self.address + begin, end - begin, mmap.MADV_DONTNEED)
+
+    def move_out(self, begin: int, end: int) -> bool:
+        """Replaces a range by memory of this process, with the same bytes at the same address.
+
+        The kernel swaps the pages in one step, so threads that read the range are not disturbed.
+        The interpreter's lock is held, so no Python code writes to the range meanwhile. What a
+        thread outside the interpreter writes at that moment may be lost.
+
+        Returns:
+            Whether there was memory for the copy; if not, nothing has changed.
+        """
+        address, num_bytes = self.address + begin, end - begin
+        try:
+            copy = _map(num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        except OSError:
+            return False
+        _memmove(copy, address, num_bytes)
+        if _mremap(copy, num_bytes, num_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == address:
+            return True
+        _munmap(copy, num_bytes)
+        return False
+
+    def unmap(self, begin: int, end: int) -> None:
+        """Unmaps a range; nobody may use an array over it any more."""
+        if end > begin:
+            _munmap(self.address + begin, end - begin)
+
+
+class _Memory:
+    """Memory at an address, in the form that `numpy.asarray` takes without a copy."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (num_bytes,),
+            "data": (address, False),
+        }
+
+
+def _map(num_bytes: int, flags: int, descriptor: int) -> int:
+    address: int | None = _mmap(
+        None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+    )
+    if address is None or address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return address

@@ -1,0 +1,74 @@
+"""The side channel: a Unix socket on which a daemon of this machine passes its arenas' descriptors.
+
+The connection lasts as long as this process may read the arenas. So the daemon learns from its end
+that the process was killed, and that it can use the memory again.
+"""
+
+import os
+import socket
+
+from gyre_client.errors import DaemonUnavailable
+from gyre_client.transport.address import Address
+
+TOKEN_KEY = "gyre-side-token"
+TOKEN_BYTES = 32
+TIMEOUT_S = 10.0  # the daemon answers within a millisecond; a stuck one must not hang the client
+
+
+class NotShared(DaemonUnavailable):
+    """The daemon's memory cannot be mapped in this process, now or later."""
+
+
+class SideChannel:
+    """A connection to the daemon's side channel, until `close`.
+
+    Attributes:
+        token: Tells the daemon which connection an OpenSession belongs to.
+    """
+
+    def __init__(self, connection: socket.socket, token: str) -> None:
+        self._connection = connection
+        self.token = token
+
+    def close(self) -> None:
+        """Tells the daemon that this process no longer reads any arena it received here."""
+        self._connection.close()
+
+    @classmethod
+    def connect(cls, address: Address) -> "SideChannel | None":
+        """Returns a connection; None if the daemon is on another machine or shares no memory."""
+        if address.side_path is None:
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(address.side_path)
+            token = connection.recv(TOKEN_BYTES + 1).decode()
+        except (OSError, UnicodeDecodeError):
+            token = ""
+        if len(token) == TOKEN_BYTES:
+            return cls(connection, token)
+        connection.close()
+        return None
+
+    def receive(self, session_id: str, number: int) -> int:
+        """Returns the descriptor of a session's next arena; the caller owns it.
+
+        Raises:
+            NotShared: The message arrived without its descriptor.
+            DaemonUnavailable: The daemon hung up, or sent another arena.
+        """
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._connection, 256, 1)
+        except OSError as error:
+            raise DaemonUnavailable(f"the daemon's side channel failed: {error}") from error
+        is_expected = message == f"{session_id} {number}".encode()
+        if is_expected and descriptors:
+            return descriptors[0]
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if is_expected:
+            raise NotShared("the descriptor of the daemon's memory does not reach this process")
+        raise DaemonUnavailable(
+            "the daemon shared an arena that did not arrive on the side channel"
+        )

@@ -1,0 +1,239 @@
+"""All copy workers of a daemon: threads borrow them, and those that die are replaced."""
+
+import itertools
+import logging
+import math
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from gyre_daemon.copy_workers.ranges import Ranges
+from gyre_daemon.copy_workers.worker import (
+    CopyWorker,
+    File,
+    ForkServer,
+    spawn_fork_server,
+    start_fork_server,
+)
+from gyre_daemon.runtime.events import log_event
+
+# Dead workers are replaced at most once in this time. A process forks in some 5 ms; files that kill
+# every worker that reads them must not keep a core busy with that.
+_MIN_REFILL_S = 1.0
+# How long `close` waits for a fork server that is being started; it ends by itself afterwards.
+_MAX_JOIN_S = 10.0
+
+_keys = itertools.count(1)
+
+
+def new_key() -> int:
+    """A key for an arena or a file that nothing else in this process has."""
+    return next(_keys)
+
+
+class CopyWorkers:
+    """A pool of copy workers, for all threads of a daemon.
+
+    A worker that dies or hangs is killed and replaced, and the request that it had is not done.
+    Workers end with the daemon, even if that is killed.
+    """
+
+    def __init__(self, num: int) -> None:
+        """Fork the workers; this process has no threads yet and no descriptors that matter.
+
+        Args:
+            num: of workers; 0 for none.
+        """
+        self._num = num
+        self._all: list[CopyWorker] = []
+        self._idle: list[CopyWorker] = []
+        self._changed = threading.Condition()  # guards the two lists
+        # guards the fork server; may be held while `_changed` is taken, never the other way round
+        self._keeping = threading.Lock()
+        self._fork_server: ForkServer | None = None
+        self._refilled_s = -math.inf
+        self._replacing: threading.Thread | None = None
+        if num:
+            try:
+                self._fork_server = start_fork_server()
+            except OSError as error:
+                log_event("no copy workers", {"reason": str(error)}, logging.WARNING)
+        self._refill()
+
+    def __enter__(self) -> "CopyWorkers":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers that are not known to have died."""
+        return [worker.pid for worker in tuple(self._all)]
+
+    def map(self, arena: int, descriptor: int) -> None:
+        """Have all workers map an arena that is not sealed yet; waits until each is idle."""
+        with self._keeping:
+            self._refill()
+            self._tell_all(lambda worker: worker.map(arena, descriptor))
+
+    def unmap(self, arena: int) -> None:
+        """Have all workers unmap an arena; waits until each is idle."""
+        with self._keeping:
+            self._tell_all(lambda worker: worker.unmap(arena))
+
+    def forget(self, file: int) -> None:
+        """Have each worker unmap a file that nobody reads any more, before it next copies.
+
+        In any thread, without waiting.
+        """
+        for worker in tuple(self._all):
+            worker.unneeded.append(file)
+
+    def copy(self, arena: int, files: Iterable[File], ranges: Ranges) -> int | None:
+        """Copy ranges of files into an arena; waits for an idle worker.
+
+        Args:
+            arena: its key.
+            files: those that the ranges lie in; the caller keeps them open.
+            ranges: within the arena.
+
+        Returns:
+            How often the copy waited for a disk; None where it was not done, or not all of it: no
+            worker has the arena, a file is shorter than a range, or the worker died or hung.
+        """
+        if len(self._all) < self._num:
+            with self._keeping:
+                self._refill()
+        worker = self._acquire(lambda worker: arena in worker.arenas)
+        if worker is None:
+            return None
+        try:
+            reply = worker.copy(arena, files, ranges)
+        except OSError as error:
+            self._discard(worker, error)
+            return None
+        self._release(worker)
+        return reply.value if reply.is_done else None
+
+    def close(self) -> None:
+        """End all workers; copies that are under way are not done."""
+        with self._keeping:
+            fork_server, self._fork_server, self._num = self._fork_server, None, 0
+            replacing = self._replacing
+            with self._changed:
+                for worker in self._all:
+                    worker.hang_up()
+                for worker in self._idle:
+                    worker.close()
+                self._all, self._idle = [], []
+                self._changed.notify_all()
+        if fork_server:
+            fork_server.close()
+        if replacing:
+            replacing.join(_MAX_JOIN_S)
+
+    def _refill(self) -> None:
+        """Fork what is missing, unless that was done a moment ago."""
+        now = time.monotonic()
+        num_missing = self._num - len(self._all)
+        if not self._fork_server or not num_missing or now - self._refilled_s < _MIN_REFILL_S:
+            return
+        self._refilled_s = now
+        try:
+            for _ in range(num_missing):
+                worker = self._fork_server.fork()
+                if worker is None:
+                    return
+                with self._changed:
+                    self._all.append(worker)
+                    self._idle.append(worker)
+        except OSError as error:
+            self._lose_fork_server(error)
+
+    def _lose_fork_server(self, error: OSError) -> None:
+        """Go on with the workers that are left, and start another fork server meanwhile.
+
+        The new one forks workers that have the arenas made from then on. Where a batch group lies
+        in an older arena and no worker is left that has it, the kernel copies.
+        """
+        if self._fork_server:
+            facts = {"pid": self._fork_server.pid, "reason": str(error)}
+            log_event("fork server of copy workers died", facts, logging.WARNING)
+            self._fork_server.kill()
+            self._fork_server = None
+            self._replacing = threading.Thread(
+                target=self._replace_fork_server, name="gyre-fork-server", daemon=True
+            )
+            self._replacing.start()
+
+    def _replace_fork_server(self) -> None:
+        """Start a fork server; one that does not start is not tried again."""
+        try:
+            fork_server = spawn_fork_server()
+        except OSError as error:
+            facts = {
+                "reason": str(error),
+                "instead": "the kernel copies for those that die, which takes more processor time",
+            }
+            log_event("copy workers are not replaced any more", facts, logging.ERROR)
+            return
+        with self._keeping:
+            if self._num:
+                self._fork_server, self._refilled_s = fork_server, -math.inf
+                log_event("fork server of copy workers replaced", {"pid": fork_server.pid})
+                self._refill()
+                return
+        fork_server.close()  # the pool was closed meanwhile
+
+    def _tell_all(self, tell: Callable[[CopyWorker], None]) -> None:
+        try:
+            if self._fork_server:
+                tell(self._fork_server)
+        except OSError as error:
+            self._lose_fork_server(error)
+        for worker in tuple(self._all):
+            if self._acquire(partial(operator.is_, worker)):
+                try:
+                    tell(worker)
+                except OSError as error:
+                    self._discard(worker, error)
+                else:
+                    self._release(worker)
+
+    def _acquire(self, suits: Callable[[CopyWorker], bool]) -> CopyWorker | None:
+        """Wait for a worker that suits; of several, take the one that was used last.
+
+        Returns:
+            None where no worker suits.
+        """
+        with self._changed:
+            while any(map(suits, self._all)):
+                for worker in filter(suits, reversed(self._idle)):
+                    self._idle.remove(worker)
+                    return worker
+                self._changed.wait()
+        return None
+
+    def _release(self, worker: CopyWorker) -> None:
+        with self._changed:
+            if worker in self._all:
+                self._idle.append(worker)
+            else:
+                worker.close()  # the pool was closed meanwhile
+            self._changed.notify_all()
+
+    def _discard(self, worker: CopyWorker, error: OSError) -> None:
+        """Kill a worker that died or hangs, so that it never writes to an arena again."""
+        worker.kill()
+        with self._changed:
+            if worker in self._all:
+                self._all.remove(worker)
+                facts = {"pid": worker.pid, "reason": error.strerror or str(error)}
+                log_event("copy worker died", facts, logging.WARNING)
+            self._changed.notify_all()
+
+
+NO_COPY_WORKERS = CopyWorkers(0)

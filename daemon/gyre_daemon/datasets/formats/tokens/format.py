@@ -1,0 +1,224 @@
+"""A sample is a window of `sequence_length` ids; a window starts every `stride` ids of a shard.
+
+A shard is flat little-endian ids, or has one of the headers in `headers`. Its first bytes tell
+which, and a shard that is recognised as something else is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays, CodecName, Extents, FieldSpec, Probe
+from gyre_daemon.datasets.formats.tokens.headers import (
+    DTYPES,
+    HEADER_BYTES_HINT,
+    TEXT,
+    WIDER_THAN_2,
+    WIDER_THAN_4,
+    TokenHeader,
+    not_ids,
+)
+from gyre_daemon.datasets.formats.tokens.probe import PROBE_VERSION, probe_headers, to_headers
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_equal_samples
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.storage.shard import Shard
+
+_MAX_TOKENS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOptions:
+    """The keys of a `tokens` dataset.
+
+    Attributes:
+        sequence_length: ids in a sample.
+        dtype: numpy's name of the type of an id, little-endian; empty if the shards have headers.
+        stride: ids from the start of one sample to the start of the next; 0 for the sequence
+            length, so that samples do not overlap.
+        header_bytes: bytes before the first id of each shard. If it is given, the shards' contents
+            are not checked.
+        vocabulary: every id must be below this number; 0 for no check.
+    """
+
+    sequence_length: int
+    dtype: str = ""
+    stride: int = 0
+    header_bytes: int | None = None
+    vocabulary: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that no file can satisfy."""
+        if self.dtype and self.dtype not in DTYPES:
+            raise ConfigError(
+                f"dtype of a tokens dataset is `{self.dtype}`; it must be one of "
+                f"{', '.join(DTYPES)}"
+            )
+        if not 1 <= self.sequence_length <= _MAX_TOKENS or not 0 <= self.stride <= _MAX_TOKENS:
+            raise ConfigError(
+                "sequence_length of a tokens dataset must be 1 to 2**40, and stride 0 to 2**40"
+            )
+        if not 0 <= (self.header_bytes or 0) <= _MAX_TOKENS or not 0 <= self.vocabulary <= 1 << 63:
+            raise ConfigError(
+                "header_bytes of a tokens dataset must be 0 to 2**40, and vocabulary 0 to 2**63"
+            )
+
+
+class TokensFormat:
+    """A `Format` that probes the head of each shard, unless the options say where ids begin."""
+
+    pattern = "*.bin"
+    unpacks_gzip = False
+
+    def __init__(self, options: TokensOptions) -> None:
+        self._options = options
+
+    @property
+    def inspection(self) -> Probe | None:
+        """See `Format.inspection`."""
+        return Probe(PROBE_VERSION, probe_headers) if self._options.header_bytes is None else None
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> "TokensIndex":
+        """See `Format.assemble`."""
+        if inspected:
+            return TokensIndex(self._options, shards, to_headers(inspected[0]))
+        start = self._options.header_bytes or 0
+        headers = [TokenHeader("", "", start, max(start, shard.size_bytes), 0) for shard in shards]
+        return TokensIndex(self._options, shards, headers)
+
+
+class TokensIndex:
+    """A `SampleIndex` of the windows of all shards; no window spans two shards.
+
+    It takes a few bytes per shard: where a window lies is arithmetic.
+    """
+
+    def __init__(
+        self, options: TokensOptions, shards: Sequence[Shard], headers: Sequence[TokenHeader]
+    ) -> None:
+        dtype = np.dtype(_common_dtype(options, shards, headers)).newbyteorder("<")
+        self._sample_bytes = options.sequence_length * dtype.itemsize
+        self._stride_bytes = (options.stride or options.sequence_length) * dtype.itemsize
+        for shard, header in zip(shards, headers, strict=True):
+            _check_shard(shard, header, dtype)
+        self._start = np.array([header.start for header in headers], np.int64)
+        sizes = np.array([header.stop for header in headers], np.int64) - self._start
+        counts = np.maximum((sizes - self._sample_bytes) // self._stride_bytes + 1, 0)
+        self._first = np.concatenate(([0], np.cumsum(counts)))
+        self.num_samples = int(self._first[-1])
+        self.fields = (_field(options, dtype),)
+        self._blocks = BlockTables(
+            lambda block_bytes: blocks_of_equal_samples(counts, self._stride_bytes, block_bytes)
+        )
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        if len(self._first) > 2:
+            shard = np.searchsorted(self._first, sample_ids, side="right") - 1
+            start = (sample_ids - self._first[shard]) * self._stride_bytes + self._start[shard]
+        else:  # a single shard needs no search, which would be most of the time here
+            shard = np.broadcast_to(np.int64(0), len(sample_ids))
+            start = sample_ids * self._stride_bytes + self._start[0]
+        size = np.broadcast_to(np.int64(self._sample_bytes), (len(sample_ids), 1))
+        return Extents(shard, start[:, None], size)
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`; no field is ragged."""
+        return 0
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`; the table takes a few bytes per shard."""
+        return self._blocks.of(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        sizes = f"{self.fields[0].dtype.str} {self._sample_bytes} {self._stride_bytes}"
+        starts = b" " + self._start.astype("<i8").tobytes() if self._start.any() else b""
+        return f"tokens {sizes}".encode() + starts
+
+
+def _field(options: TokensOptions, dtype: np.dtype[np.generic]) -> FieldSpec:
+    """The one field; ids are checked only if their type has values outside the vocabulary."""
+    largest = int(np.iinfo(dtype.name).max)
+    if options.vocabulary > largest + 1:
+        raise ConfigError(
+            f"the ids of a vocabulary of {options.vocabulary} do not fit into the {dtype.name} of "
+            "this tokens dataset; correct `dtype` or `vocabulary`"
+        )
+    is_checked = options.vocabulary > 0 and (dtype.kind == "i" or options.vocabulary <= largest)
+    codec: CodecName = "ids" if is_checked else "bytes"
+    return FieldSpec(
+        "tokens",
+        dtype,
+        (options.sequence_length,),
+        ragged=False,
+        codec=codec,
+        token_ids=True,
+        vocabulary=options.vocabulary if is_checked else 0,
+    )
+
+
+def _common_dtype(
+    options: TokensOptions, shards: Sequence[Shard], headers: Sequence[TokenHeader]
+) -> str:
+    """The type of all ids, from the headers or the options, which must agree.
+
+    Raises:
+        ConfigError: neither says the type, or the options contradict a header.
+        CorruptSample: a shard has another header than the first one.
+    """
+    pairs = list(zip(shards, headers, strict=True))
+    pairs = [pair for pair in pairs if pair[0].size_bytes] or pairs[:1]
+    first, declared = pairs[0]
+    for shard, header in pairs:
+        if (header.kind, header.dtype) != (declared.kind, declared.dtype):
+            reason = (
+                f"it has {_describe(header)}, and shard {first.name} has {_describe(declared)}; "
+                "serve them as two datasets"
+            )
+            raise CorruptSample(
+                f"shard {shard.name} does not fit: {reason}",
+                {"shard": shard.name, "reason": reason},
+            )
+    if not (declared.dtype or options.dtype):
+        raise ConfigError(
+            f"`dtype` is missing: shard {first.name} of this tokens dataset has no header that "
+            f"says how its ids are stored; set it to one of {', '.join(DTYPES)}"
+        )
+    if declared.dtype and options.dtype and declared.dtype != options.dtype:
+        raise ConfigError(
+            f"`dtype` is {options.dtype}, but shard {first.name} has {_describe(declared)}; remove "
+            "`dtype`, or correct it"
+        )
+    return declared.dtype or options.dtype
+
+
+def _describe(header: TokenHeader) -> str:
+    return f"a {header.kind} header of {header.dtype} ids" if header.kind else "no header"
+
+
+def _check_shard(shard: Shard, header: TokenHeader, dtype: np.dtype[np.generic]) -> None:
+    """Refuse a shard whose bytes are not ids of this type, as far as its head tells."""
+    if header.hints & TEXT and dtype.itemsize > 1:
+        raise not_ids(
+            shard,
+            "it looks like text; tokenise it first, or serve its bytes as uint8; "
+            f"{HEADER_BYTES_HINT}",
+        )
+    if header.hints & {2: WIDER_THAN_2, 4: WIDER_THAN_4}.get(dtype.itemsize, 0):
+        wider = "int32, uint32 or int64" if dtype.itemsize == 2 else "int64 or uint64"
+        raise not_ids(
+            shard,
+            f"every second {dtype.name} at its beginning is next to 0, as where ids are {wider}; "
+            f"correct `dtype`, or set `header_bytes` to 0 if they really are {dtype.name}",
+        )
+    num_bytes = header.stop - header.start
+    if num_bytes % dtype.itemsize:
+        where = f" behind its {header.start} header bytes" if header.start else ""
+        raise CorruptSample(
+            f"shard {shard.name} has {num_bytes} bytes{where}, no multiple of the "
+            f"{dtype.itemsize} bytes of a {dtype.name} token; correct the dataset's dtype or "
+            "restore the shard",
+            {"shard": shard.name},
+        )

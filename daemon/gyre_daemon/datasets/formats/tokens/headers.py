@@ -1,0 +1,228 @@
+"""The headers of files of token ids, and what the head of a file without one suggests.
+
+npy        numpy's own, of one dim
+llm.c      256 int32, also of modded-nanogpt: magic number, version, number of ids
+Megatron   no header: the `.idx` file beside the `.bin` has the dtype and where each sequence lies
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.npy import NPY_MAGIC, parse_npy_header
+from gyre_daemon.datasets.formats.tokens.foreign import foreign_type, is_text
+from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.shard import Shard
+
+HEAD_BYTES = 4096
+DTYPES = ("uint8", "uint16", "int16", "int32", "int64", "uint32", "uint64")
+HEADER_BYTES_HINT = (
+    "if these really are ids, say where they begin with `header_bytes` (0 for the first byte) and "
+    "what their `dtype` is"
+)
+
+# Bits of `TokenHeader.hints`: what the head of a file without a header looks like.
+TEXT, WIDER_THAN_2, WIDER_THAN_4 = 1, 2, 4
+# Ids look wider than the dtype if every second number is as small as the upper half of an id. With
+# fewer pairs, or with larger upper halves, ids of the right dtype would be refused by chance;
+# smaller upper halves would miss vocabularies of up to 2**20 ids.
+_MIN_PAIRS = 256
+_MAX_UPPER_HALF = 15
+
+_LLM_C_BYTES = 1024
+_LLM_C_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+_LLM_C_MAGICS = {magic for magic, _ in _LLM_C_DTYPES}
+
+IDX_MAGIC = b"MMIDIDX\0\0"
+_IDX_HEAD = struct.Struct("<9sQBQQ")
+IDX_HEAD_BYTES = _IDX_HEAD.size
+_IDX_DTYPES = {
+    1: "uint8",
+    2: "int8",
+    3: "int16",
+    4: "int32",
+    5: "int64",
+    6: "float64",
+    7: "float32",
+    8: "uint16",
+}
+
+
+class TokenHeader(NamedTuple):
+    """What a shard says about its ids.
+
+    Attributes:
+        kind: `npy`, `llm.c` or `Megatron`; empty if it has no header.
+        dtype: numpy's name; empty if nothing says it.
+        start: first byte of the ids.
+        stop: the byte after the last id.
+        hints: bits of `TEXT`, `WIDER_THAN_2` and `WIDER_THAN_4`.
+    """
+
+    kind: str
+    dtype: str
+    start: int
+    stop: int
+    hints: int
+
+
+def read_head(shard: Shard, head: bytes) -> TokenHeader:
+    """What the first `HEAD_BYTES` of a shard say.
+
+    Raises:
+        CorruptSample: it is no file of token ids, or its header contradicts its size.
+    """
+    if head.startswith(NPY_MAGIC):
+        return _read_npy(shard, head)
+    magic, version, num_tokens = struct.unpack_from("<iii", head.ljust(12, b"\0"))
+    if magic in _LLM_C_MAGICS and 0 < version < 256:
+        return _read_llm_c(shard, magic, version, num_tokens)
+    foreign = foreign_type(head, shard.name)
+    if foreign:
+        reason = f"it looks like {foreign.description}; {foreign.advice}; {HEADER_BYTES_HINT}"
+        raise not_ids(shard, reason)
+    hints = (
+        (_looks_wider(head, "<u2") and WIDER_THAN_2)
+        | (_looks_wider(head, "<u4") and WIDER_THAN_4)
+        | (is_text(head) and TEXT)
+    )
+    return TokenHeader("", "", 0, shard.size_bytes, hints)
+
+
+def not_ids(shard: Shard, reason: str) -> CorruptSample:
+    """The error for a shard that cannot be served as token ids."""
+    return CorruptSample(
+        f"shard {shard.name} holds no token ids: {reason}", {"shard": shard.name, "reason": reason}
+    )
+
+
+def _contradicts(shard: Shard, reason: str) -> CorruptSample:
+    return CorruptSample(
+        f"shard {shard.name} is not whole: {reason}; restore it",
+        {"shard": shard.name, "reason": reason},
+    )
+
+
+def _read_npy(shard: Shard, head: bytes) -> TokenHeader:
+    try:
+        header = parse_npy_header(head)
+    except ValueError as error:
+        raise not_ids(shard, f"it is an npy file, and {error}") from error
+    name, shape = header.dtype.name, header.shape
+    if len(shape) != 1 or name not in DTYPES:
+        raise not_ids(
+            shard,
+            f"its npy array is of {name} and has shape {list(shape)}; store integers of one "
+            "dimension",
+        )
+    if header.dtype != header.dtype.newbyteorder("<"):
+        raise not_ids(shard, "its npy array is big-endian; store it little-endian")
+    stop = header.num_bytes + shape[0] * header.dtype.itemsize
+    if stop != shard.size_bytes:
+        raise _contradicts(shard, f"it has {shard.size_bytes} bytes, and {stop} by its npy header")
+    return TokenHeader("npy", name, header.num_bytes, stop, 0)
+
+
+def _read_llm_c(shard: Shard, magic: int, version: int, num_tokens: int) -> TokenHeader:
+    """Magic number and version are eight bytes that hardly begin any other file of ids."""
+    dtype = _LLM_C_DTYPES.get((magic, version))
+    if dtype is None:
+        raise not_ids(
+            shard,
+            f"its header is llm.c's {magic} in version {version}, which is not known; "
+            f"{HEADER_BYTES_HINT}",
+        )
+    stop = _LLM_C_BYTES + num_tokens * np.dtype(dtype).itemsize
+    if stop != shard.size_bytes:
+        raise _contradicts(
+            shard,
+            f"it has {shard.size_bytes} bytes, and {stop} by its llm.c header of {num_tokens} "
+            f"{dtype} ids",
+        )
+    return TokenHeader("llm.c", dtype, _LLM_C_BYTES, stop, 0)
+
+
+def _looks_wider(head: bytes, dtype: str) -> bool:
+    """Whether every second number looks like the upper half of an id, and the others do not."""
+    values = np.frombuffer(head, dtype, len(head) // np.dtype(dtype).itemsize)
+    lower, upper = values[: len(values) // 2 * 2 : 2], values[1::2]
+    if len(upper) < _MIN_PAIRS or (largest := int(upper.max())) > _MAX_UPPER_HALF:
+        return False
+    return bool(np.count_nonzero(lower > largest) * 8 >= len(lower))
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronIndex:
+    """The head of an `.idx` file.
+
+    Attributes:
+        dtype: numpy's name of the type of an id.
+        num_sequences: in the `.bin` file.
+    """
+
+    dtype: str
+    num_sequences: int
+
+    @property
+    def last_entries(self) -> tuple[range, range]:
+        """The byte ranges of the last sequence's length (int32) and first byte (int64).
+
+        Both are empty if there is no sequence.
+        """
+        if not self.num_sequences:
+            return range(0), range(0)
+        length = IDX_HEAD_BYTES + 4 * (self.num_sequences - 1)
+        begin = IDX_HEAD_BYTES + 4 * self.num_sequences + 8 * (self.num_sequences - 1)
+        return range(length, length + 4), range(begin, begin + 8)
+
+
+def read_megatron_head(shard: Shard, head: bytes, file_bytes: int) -> MegatronIndex:
+    """What the first `IDX_HEAD_BYTES` of the index beside a shard say.
+
+    Raises:
+        CorruptSample: the file is no such index, has another version or dtype, or is shorter than
+            it says.
+    """
+    if len(head) < IDX_HEAD_BYTES or not head.startswith(IDX_MAGIC):
+        raise not_ids(
+            shard, "the .idx file beside it is no index of Megatron's, unlike the first shard's"
+        )
+    _, version, code, num_sequences, num_documents = _IDX_HEAD.unpack_from(head)
+    dtype = _IDX_DTYPES.get(code, f"code {code}")
+    if version != 1 or dtype not in DTYPES:
+        raise not_ids(
+            shard,
+            f"its Megatron index has version {version} and dtype {dtype}; version 1 and integers "
+            "are served",
+        )
+    num_bytes = IDX_HEAD_BYTES + 12 * num_sequences + 8 * num_documents
+    if file_bytes not in (num_bytes, num_bytes + num_sequences):  # a byte of each sequence's mode
+        raise _contradicts(
+            shard, f"its Megatron index has {file_bytes} bytes, and {num_bytes} by its own count"
+        )
+    return MegatronIndex(dtype, num_sequences)
+
+
+def megatron_header(
+    shard: Shard, index: MegatronIndex, last_length: bytes, last_begin: bytes
+) -> TokenHeader:
+    """The whole shard as one stream of ids.
+
+    Args:
+        shard: the `.bin` file.
+        index: the head of its index.
+        last_length: the bytes of the first of `index.last_entries`.
+        last_begin: the bytes of the second.
+
+    Raises:
+        CorruptSample: the sequences do not end where the shard does.
+    """
+    length, begin = int.from_bytes(last_length, "little"), int.from_bytes(last_begin, "little")
+    stop = begin + length * np.dtype(index.dtype).itemsize
+    if stop != shard.size_bytes:
+        raise _contradicts(
+            shard, f"it has {shard.size_bytes} bytes, and {stop} by the Megatron index beside it"
+        )
+    return TokenHeader("Megatron", index.dtype, 0, stop, 0)

@@ -1,0 +1,106 @@
+"""Reads the first bytes of the shards of a `tokens` dataset in a few rounds of small reads.
+
+Each shard is asked for its head once. If none has a header, the first one is asked for a Megatron
+index beside it. Only if that exists are the other indexes read.
+"""
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays, ProbeRequest, ProbeResponse, ProbeSteps
+from gyre_daemon.datasets.formats.tokens.headers import (
+    HEAD_BYTES,
+    IDX_HEAD_BYTES,
+    IDX_MAGIC,
+    TokenHeader,
+    megatron_header,
+    read_head,
+    read_megatron_head,
+)
+from gyre_daemon.storage.shard import Shard
+
+PROBE_VERSION = "tokens-headers/1"
+_SUFFIX, _INDEX_SUFFIX = ".bin", ".idx"
+# Shards whose heads are requested together and held in memory: 4 MiB. More would gain nothing,
+# since the storage has far fewer requests in flight.
+_MAX_SHARDS_PER_REQUEST = 1024
+
+
+def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
+    """What the heads of the shards say, or the Megatron indexes beside them.
+
+    Raises:
+        CorruptSample: a shard is no file of token ids, or contradicts its header.
+    """
+    headers: list[TokenHeader] = []
+    for some in _runs(shards):
+        request = ProbeRequest(some, [0] * len(some), [HEAD_BYTES] * len(some))
+        heads = _required((yield request)).pieces
+        headers += [read_head(shards[shard], head) for shard, head in zip(some, heads, strict=True)]
+    if not any(header.kind for header in headers) and shards[0].name.endswith(_SUFFIX):
+        first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], _INDEX_SUFFIX, is_optional=True)
+        if first and first.pieces[0].startswith(IDX_MAGIC):
+            headers = []
+            for some in _runs(shards):
+                headers += yield from _probe_megatron(shards, some)
+    return _to_arrays(headers)
+
+
+def to_headers(arrays: Arrays) -> list[TokenHeader]:
+    """The headers that `probe_headers` returned, one for each shard."""
+    kinds, dtypes = arrays["kind"].tolist(), arrays["dtype"].tolist()
+    return [
+        TokenHeader(*each) for each in zip(kinds, dtypes, *arrays["numbers"].tolist(), strict=True)
+    ]
+
+
+def _to_arrays(headers: Sequence[TokenHeader]) -> Arrays:
+    kinds, dtypes, *numbers = zip(*headers, strict=True)
+    return {
+        "kind": np.array(kinds, np.str_),
+        "dtype": np.array(dtypes, np.str_),
+        "numbers": np.array(numbers, np.int64),
+    }
+
+
+def _probe_megatron(
+    shards: Sequence[Shard], some: range
+) -> Generator[ProbeRequest, ProbeResponse | None, list[TokenHeader]]:
+    """Read the heads of the indexes first, then the entries of their last sequences."""
+    heads = _required(
+        (yield ProbeRequest(some, [0] * len(some), [IDX_HEAD_BYTES] * len(some), _INDEX_SUFFIX))
+    )
+    indexes = [
+        read_megatron_head(shards[shard], head, file_bytes)
+        for shard, head, file_bytes in zip(some, heads.pieces, heads.file_bytes, strict=True)
+    ]
+    twice = [shard for shard in some for _ in range(2)]
+    ranges = [each for index in indexes for each in index.last_entries]
+    entries = _required(
+        (
+            yield ProbeRequest(
+                twice,
+                [each.start for each in ranges],
+                [each.stop for each in ranges],
+                _INDEX_SUFFIX,
+            )
+        )
+    ).pieces
+    return [
+        megatron_header(shards[shard], index, length, begin)
+        for shard, index, length, begin in zip(
+            some, indexes, entries[::2], entries[1::2], strict=True
+        )
+    ]
+
+
+def _runs(shards: Sequence[Shard]) -> list[range]:
+    step = _MAX_SHARDS_PER_REQUEST
+    return [range(begin, min(begin + step, len(shards))) for begin in range(0, len(shards), step)]
+
+
+def _required(response: ProbeResponse | None) -> ProbeResponse:
+    """A response to a request that is not optional."""
+    assert response is not None
+    return response

@@ -1,0 +1,116 @@
+"""From stored bytes to tensors: one codec for each way to store a field.
+
+Bytes that are stored as the tensor lies in memory are read straight to their destination in the
+batch. A codec says how many of a sample's stored bytes come before them and are read into scratch
+memory instead (an npy header, the digits of a number), and checks or converts the bytes once all of
+them are there.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.formats.npy import parse_npy_header
+from gyre_daemon.datasets.formats.values import (
+    MAX_INTEGER_CHARS,
+    check_json,
+    check_text,
+    parse_integer,
+)
+from gyre_daemon.order.permutation import Int64Array
+
+# An npy header takes 128 bytes. A sample whose stored bytes exceed its tensor by more than this is
+# refused before scratch memory is allocated for it.
+_MAX_NPY_HEADER_BYTES = 1 << 16
+
+Finish = Callable[[FieldSpec, memoryview, memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How one kind of field is stored.
+
+    `misfits` and `scratch_bytes` take two arrays, int64 [n]: the stored bytes of each sample, and
+    the length of its destination.
+
+    Attributes:
+        misfits: bool [n], which samples cannot be such a field, by their sizes alone.
+        scratch_bytes: int64 [n], how many bytes of each sample go to scratch memory; the rest go to
+            its destination. None where none go to scratch memory.
+        finish: takes a sample's scratch memory and its destination, and checks the bytes or
+            converts them into the destination. Raises ValueError if they are no such field. None
+            where there is nothing to do.
+    """
+
+    misfits: Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]
+    scratch_bytes: Callable[[Int64Array, Int64Array], Int64Array] | None
+    finish: Finish | None
+
+
+def first_unknown_id(spec: FieldSpec, destination: memoryview) -> int | None:
+    """The number of the first id outside the field's vocabulary; None if all are inside.
+
+    Args:
+        spec: a field of the codec `ids`.
+        destination: the bytes of several samples, back to back.
+    """
+    # read as unsigned numbers, negative ids lie beyond every vocabulary
+    ids = np.frombuffer(destination, f"<u{spec.dtype.itemsize}")
+    if not len(ids) or ids.max() < spec.vocabulary:
+        return None
+    return int(np.argmax(ids >= spec.vocabulary))
+
+
+def _as_stored(finish: Finish | None = None) -> Codec:
+    """Bytes that are served as they are stored, and checked if there is a `finish`."""
+    return Codec(
+        misfits=lambda stored, reserved: np.asarray(stored != reserved),
+        scratch_bytes=None,
+        finish=finish,
+    )
+
+
+def _finish_integer(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
+    np.frombuffer(destination, np.int64)[0] = parse_integer(bytes(scratch))
+
+
+def _finish_npy(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
+    """Check the header; a ragged field takes an array of any shape of the right size."""
+    header = parse_npy_header(scratch)
+    if spec.ragged:
+        fits = math.prod(header.shape) * spec.dtype.itemsize == destination.nbytes
+    else:
+        fits = header.shape == spec.shape
+    has_dtype = header.dtype.newbyteorder("<") == spec.dtype
+    if not fits or not has_dtype or header.num_bytes != scratch.nbytes:
+        raise ValueError(
+            f"it has shape {list(header.shape)} and type {header.dtype}, the dataset "
+            f"{list(spec.shape)} and {spec.dtype}"
+        )
+    if header.dtype != spec.dtype:
+        np.frombuffer(destination, spec.dtype).byteswap(inplace=True)
+
+
+CODECS: Mapping[str, Codec] = {
+    "bytes": _as_stored(),
+    "ids": _as_stored(),  # `first_unknown_id` checks many samples at once
+    "text": _as_stored(lambda spec, scratch, destination: check_text(destination)),
+    "json": _as_stored(lambda spec, scratch, destination: check_json(destination)),
+    "integer": Codec(
+        misfits=lambda stored, reserved: np.asarray((stored < 1) | (stored > MAX_INTEGER_CHARS)),
+        scratch_bytes=lambda stored, reserved: stored,
+        finish=_finish_integer,
+    ),
+    # the header goes to scratch memory, the array straight to its destination
+    "npy": Codec(
+        misfits=lambda stored, reserved: np.asarray(
+            (stored <= reserved) | (stored > reserved + _MAX_NPY_HEADER_BYTES)
+        ),
+        scratch_bytes=lambda stored, reserved: stored - reserved,
+        finish=_finish_npy,
+    ),
+}

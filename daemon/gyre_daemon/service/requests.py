@@ -1,0 +1,139 @@
+"""From a client's requests, which are checked here, to the daemon's own values."""
+
+import tomllib
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_daemon.config import DatasetConfig, parse_dataset
+from gyre_daemon.datasets.cost import CostQuery, StoragePrices
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
+from gyre_daemon.order.planner import Order, OrderMode, Tail
+from gyre_daemon.sessions.request import Reader
+from gyre_daemon.storage.cache.cached import shared_block_bytes
+
+_TAILS: dict[int, Tail] = {
+    pb.TAIL_UNSPECIFIED: "wrap",
+    pb.TAIL_WRAP: "wrap",
+    pb.TAIL_DROP: "drop",
+    pb.TAIL_PAD: "pad",
+}
+_MODES: dict[int, OrderMode] = {
+    pb.ORDER_MODE_UNSPECIFIED: "full",
+    pb.ORDER_MODE_FULL: "full",
+    pb.ORDER_MODE_BLOCK: "block",
+    pb.ORDER_MODE_SEQUENTIAL: "sequential",
+}
+# A block is one range request and a window of blocks is in memory at once: larger limits let one
+# client take the daemon's memory. The length of a job's name bounds what status and metrics carry.
+_MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 512, 1 << 30
+_MAX_WINDOW_BLOCKS = 1 << 16
+_MAX_JOB_CHARS = 200
+
+
+def to_order(message: pb.OrderSpec) -> Order:
+    """The order that a client asks for.
+
+    Where the request leaves block and window open they follow from G alone, so that all daemons
+    choose the same.
+
+    Raises:
+        InvalidRequest: an unknown mode or tail, or a number out of range.
+    """
+    if message.mode not in _MODES:
+        raise InvalidRequest(
+            f"this daemon does not know order mode {message.mode}; "
+            "it knows full, block and sequential"
+        )
+    if message.tail not in _TAILS:
+        raise InvalidRequest(
+            f"this daemon does not know tail {message.tail}; it knows wrap, drop and pad"
+        )
+    mode, blocks = _MODES[message.mode], (0, 0)
+    if mode == "block":
+        blocks = _to_blocks(message)
+    elif message.io_block_bytes or message.window_blocks:
+        raise InvalidRequest(
+            f"the order `{mode}` has neither blocks nor a window of them; ask for the order `block`"
+        )
+    return Order(mode, _TAILS[message.tail], message.seed, message.global_batch_size, *blocks)
+
+
+def _to_blocks(message: pb.OrderSpec) -> tuple[int, int]:
+    """The bytes of a block and the blocks of a window."""
+    window_blocks = message.window_blocks or default_window_blocks(message.global_batch_size)
+    io_block_bytes = message.io_block_bytes or default_io_block_bytes(window_blocks)
+    if not _MIN_IO_BLOCK_BYTES <= io_block_bytes <= _MAX_IO_BLOCK_BYTES:
+        raise InvalidRequest(
+            f"io_block is {io_block_bytes} bytes; "
+            f"it must be {_MIN_IO_BLOCK_BYTES} to {_MAX_IO_BLOCK_BYTES}, as a block is one request"
+        )
+    if window_blocks > _MAX_WINDOW_BLOCKS:
+        raise InvalidRequest(
+            f"a window of {window_blocks} blocks is too wide; "
+            f"at most {_MAX_WINDOW_BLOCKS} can be mixed"
+        )
+    return io_block_bytes, window_blocks
+
+
+def to_reader(message: pb.Reader) -> Reader:
+    """The job and rank that read.
+
+    Raises:
+        InvalidRequest: the job has no name, or one that is too long.
+    """
+    if not 1 <= len(message.job) <= _MAX_JOB_CHARS:
+        raise InvalidRequest(
+            f"a job's name must have 1 to {_MAX_JOB_CHARS} characters, but has {len(message.job)}"
+        )
+    return Reader(message.job, message.rank, message.world_size or 1, message.generation)
+
+
+def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
+    """A dataset that the client defines.
+
+    Raises:
+        InvalidRequest: an option is not a TOML value.
+        ConfigError: as `parse_dataset`.
+    """
+    table = {"uri": message.uri, "format": message.format}
+    for key, text in message.options.items():
+        try:
+            table[key] = tomllib.loads(f"value = {text}")["value"]
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"option `{key[:100]}` of the dataset is not a TOML value: {text[:100]!r}"
+            ) from error
+    return parse_dataset("ad hoc", table)
+
+
+def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery:
+    """What is to be estimated.
+
+    Raises:
+        InvalidRequest: as `to_order`; or a price is negative or not finite.
+    """
+    spec = pb.OrderSpec()
+    spec.CopyFrom(message.order)
+    spec.mode = pb.ORDER_MODE_BLOCK
+    prices = StoragePrices(
+        _to_price(message, "price_per_1000_requests"), _to_price(message, "price_per_gb")
+    )
+    return CostQuery(
+        to_order(spec),
+        message.num_epochs or 1,
+        message.cache_bytes,
+        shared_block_bytes(dataset.storage.shards),
+        prices,
+        is_local=dataset.storage.local_path(0) is not None and prices == StoragePrices(),
+    )
+
+
+def _to_price(message: pb.PlanCostRequest, key: str) -> float | None:
+    if not message.HasField(key):  # type: ignore[arg-type]
+        return None
+    price: float = getattr(message, key)
+    if not 0 <= price < float("inf"):
+        raise InvalidRequest(f"a price must be a number of at least 0, but is {price}")
+    return price

@@ -1,0 +1,372 @@
+"""Shared streams at work: the event loop, the memory and the reads around `StreamState`.
+
+`StreamState` decides, and this module does it. `SharedStreams` has all streams of one spec, with
+the decisions; each `SharedStream` is a task that plans, reads and stores the batch groups of one
+`streams.Stream`.
+
+All sessions of a stream get the same bytes, and a slot is not used again before all of them have
+released it. A step that fails is an error for each consumer that comes to it, and not before. See
+[Note: Sharing a stream] in `stream_state` and [Note: The life of a slot] in `memory.arenas`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+from gyre_daemon.errors import GyreError, first_error
+from gyre_daemon.fetching.fetch import BatchGroup, Fetch
+from gyre_daemon.fetching.prefetch import GroupResult, Prefetcher, Spec, SpecKey
+from gyre_daemon.fetching.timing import BatchTiming, BatchTimings
+from gyre_daemon.memory.arena import Arena, Slot
+from gyre_daemon.memory.arena_registry import ArenaRegistry
+from gyre_daemon.memory.arenas import Arenas
+from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.share import Share
+from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.monitoring.occupancy import StorageShare
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.sessions import stream_state as state
+from gyre_daemon.sessions.stream_state import StreamState
+from gyre_daemon.sessions.streams import Consumer, Group, Stream
+from gyre_daemon.storage.delays import Delays
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonResources:
+    """What all sessions of a daemon have in common.
+
+    Attributes:
+        budget: the memory that all sessions may reserve together.
+        registry: every arena of the daemon.
+        workers: the threads that copy, decode and allocate, shared fairly among jobs.
+        metrics: the counters of the daemon.
+        arena_limit_bytes: the most memory that one session may reserve (`session_memory`).
+        lease_s: a session ends when its client is silent for longer.
+        clock: returns the time in seconds.
+        streams: the shared streams of each spec that somebody reads, by the spec's key.
+        timings: how long the last batches took, for `gyre why`.
+    """
+
+    budget: Budget
+    registry: ArenaRegistry
+    workers: FairExecutor
+    metrics: Metrics
+    arena_limit_bytes: int
+    lease_s: float
+    clock: Callable[[], float] = time.monotonic
+    streams: "dict[SpecKey, SharedStreams]" = field(default_factory=dict)
+    timings: BatchTimings = field(default_factory=BatchTimings)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """The bytes that become free as soon as clients release the batches there."""
+        return sum(
+            running.arenas.leaving_bytes
+            for streams in self.streams.values()
+            for running in streams.running.values()
+        )
+
+    def streams_of(self, spec: Spec) -> "SharedStreams":
+        """The shared streams of a spec, which are made if nobody reads it yet."""
+        return self.streams.setdefault(spec.key, SharedStreams(spec, self))
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The session behind a consumer.
+
+    Attributes:
+        flow: its job, which pays for the reads of the streams that it owns.
+        wake: called when the consumer's next step is ready.
+        end: called with the reason when the consumer's stream cannot continue.
+    """
+
+    flow: Flow
+    wake: Callable[[], None]
+    end: Callable[[GyreError], None]
+
+
+class SharedStreams:
+    """All shared streams of one spec: tells a `StreamState` what happens, and does what it says.
+
+    Attributes:
+        spec: what makes the batches equal.
+        state: decides which consumers share a stream and what each stream fetches.
+        running: the task of each open stream.
+        members: the sessions behind the consumers.
+        resources: what all streams of the daemon have in common.
+    """
+
+    def __init__(self, spec: Spec, resources: DaemonResources) -> None:
+        self.spec = spec
+        self.state = StreamState()
+        self.running: dict[Stream, SharedStream] = {}
+        self.members: dict[Consumer, Member] = {}
+        self.resources = resources
+
+    def join(self, consumer: Consumer, member: Member) -> None:
+        """Let a session begin to read, together with others or by itself."""
+        self.members[consumer] = member
+        self.state.join(consumer)
+        self.execute()
+
+    def take(self, consumer: Consumer, max_batches: int) -> BatchGroup | Exception:
+        """Take the batches of a consumer's next steps, at least one, or why the first one failed.
+
+        Call it only if the consumer `is_ready`. Batches that are taken together stay in memory
+        until they are released together.
+        """
+        running, step = self.running[consumer.stream], consumer.next_step
+        result = running.result(step)
+        num_good = len(result.good(range(step, step + max_batches)))
+        _, steps = self.state.take(consumer, num_good or 1)
+        running.was_read.set()
+        self.execute()
+        return result.group.part(steps) if num_good else result.errors[step]
+
+    def has_failed(self, consumer: Consumer) -> bool:
+        """Whether a consumer's next step failed; call it only if the consumer `is_ready`."""
+        step = consumer.next_step
+        return step in self.running[consumer.stream].result(step).errors
+
+    def release(self, consumer: Consumer, first_step: int) -> None:
+        """See `StreamState.release`."""
+        self.state.release(consumer, first_step)
+        self.execute()
+
+    def set_starved(self, consumer: Consumer, *, is_starved: bool) -> None:
+        """See `StreamState.set_starved`."""
+        self.state.set_starved(consumer, is_starved)
+        self.execute()
+
+    def resize(self, consumer: Consumer, share: Share) -> None:
+        """See `StreamState.resize`."""
+        self.state.resize(consumer, share)
+        self.execute()
+
+    def leave(self, consumer: Consumer) -> None:
+        """Let a session leave; the batches that it holds stay in memory until it releases them."""
+        self.state.leave(consumer)
+        self.execute()
+        del self.members[consumer]
+        if not self.members:
+            del self.resources.streams[self.spec.key]
+
+    def arenas_of(self, consumer: Consumer) -> Arenas:
+        """The arenas of the stream that a consumer reads now."""
+        return self.running[consumer.stream].arenas
+
+    def first_arena_bytes(self, consumer: Consumer) -> int:
+        """The size of the first arena that the consumer owns, which cannot leave; 0 for none."""
+        owned = self.state.owned_by(consumer)
+        return max((self.running[stream].arenas.first_bytes for stream in owned), default=0)
+
+    def held_in(self, consumer: Consumer, arena: Arena) -> list[int]:
+        """The first steps of the batches that a consumer holds in an arena."""
+        return [
+            step
+            for step, (_, group) in consumer.held.items()
+            if group.stream in self.running
+            and self.running[group.stream].slots[group].arena is arena
+        ]
+
+    def execute(self) -> None:
+        """Carry out the instructions of the state."""
+        instructions = self.state.instructions
+        while instructions:
+            match instructions.popleft():
+                case state.Fetch(stream):
+                    self.running[stream].look_again()
+                case state.Free(group):
+                    self.running[group.stream].free(group)
+                case state.Wake(consumer):
+                    self.members[consumer].wake()
+                case state.Open(stream):
+                    self.running[stream] = SharedStream(stream, self)
+                case state.Close(stream):
+                    self.running.pop(stream).close()
+                case state.Reshape(stream):
+                    self.running[stream].reshape()
+                case state.Rewind(stream):
+                    self.running[stream].rewind()
+                case state.Detached(consumer):
+                    name, job = self.spec.dataset.name, self.members[consumer].flow.name
+                    log_event("reader falls behind", {"dataset": name, "job": job})
+
+
+class SharedStream:
+    """The task of one stream: plans its steps, reads them, and knows where each batch group lies.
+
+    Attributes:
+        stream: its part of the `StreamState`.
+        arenas: the owner's memory, in which its batches lie.
+        slots: the slot of each batch group, from `StreamState.begin` to `Free`.
+        storage_share: the fraction of the time of reading that was spent waiting for storage.
+        was_read: set when the first batch was taken.
+        has_started: set when its first arena is there, or when it was closed.
+    """
+
+    def __init__(self, stream: Stream, streams: SharedStreams) -> None:
+        spec, resources = streams.spec, streams.resources
+        is_local = spec.dataset.storage.is_node_local
+        self.stream = stream
+        self.slots: dict[Group, Slot] = {}
+        self.storage_share = StorageShare(until_known=0.0 if is_local else 1.0)
+        self.was_read, self.has_started = asyncio.Event(), asyncio.Event()
+        self._streams = streams
+        self._spec = spec
+        self._resources = resources
+        self._results: dict[Group, GroupResult] = {}
+        self._changed = asyncio.Event()
+        self.arenas = Arenas(
+            stream.share,
+            resources.budget,
+            resources.registry,
+            resources.workers,
+            shares_with_copy_workers=is_local,
+        )
+        self._prefetcher = Prefetcher(
+            spec, stream.share, stream.next_to_begin, self._flow, resources.workers
+        )
+        self._running = asyncio.create_task(self._run(), name="shared_stream")
+        self._running.add_done_callback(self._run_done)
+
+    @property
+    def _flow(self) -> Flow:
+        """The job of the owner: it pays for the reads as it does for the memory."""
+        return self._streams.members[self.stream.owner].flow
+
+    def result(self, step: int) -> GroupResult:
+        """What was read for a step that is ready."""
+        return self._results[self.stream.groups[step]]
+
+    def look_again(self) -> None:
+        """Look again whether there are steps to fetch or a consumer waits."""
+        self._changed.set()
+
+    def free(self, group: Group) -> None:
+        """Put the slot of a batch group back, because nobody needs the group."""
+        del self._results[group]
+        self.arenas.put_back(self.slots.pop(group))
+
+    def reshape(self) -> None:
+        """Shrink to the memory that the stream has now; batches that were taken stay in place."""
+        self.arenas.reshape(self.stream.share)
+        self._prefetcher.share = self.stream.share
+        self._vacate()
+
+    def rewind(self) -> None:
+        """Plan again from `next_to_begin`, a step that was begun before."""
+        self._prefetcher.rewind(self.stream.next_to_begin)
+
+    def close(self) -> None:
+        """Stop fetching and give the memory back. The stream is not used after this."""
+        self._running.cancel()
+        self._results.clear()
+        self.slots.clear()
+        self.arenas.close()
+        self.has_started.set()
+
+    def _vacate(self) -> None:
+        if self.arenas.is_giving_back:
+            leaving = [group for group, slot in self.slots.items() if self.arenas.is_leaving(slot)]
+            self._streams.state.vacate(self.stream, leaving)
+
+    async def _run(self) -> None:
+        await self.arenas.allocate(self._flow)
+        self.has_started.set()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._complete())
+            while True:
+                self._changed.clear()
+                while filling := self._begin():
+                    tasks.create_task(filling)
+                    await asyncio.sleep(0)  # planning is computation: let the loop breathe
+                await self._wait()
+
+    async def _complete(self) -> None:
+        """Make more arenas when they are needed, but not before the first batch was taken.
+
+        Making them would slow that batch down, because both need the processor.
+        """
+        await self.was_read.wait()
+        await self.arenas.complete(self._flow, self.look_again)
+
+    def _begin(self) -> Coroutine[None, None, None] | None:
+        """Take a slot for the next batch group and return the coroutine that reads the group.
+
+        None if there is nothing to fetch now, or no slot is free.
+        """
+        states = self._streams.state
+        num_steps = states.next_fetch(self.stream)
+        self._streams.execute()
+        if not num_steps:
+            return None
+        fetch = self._prefetcher.next_fetch(num_steps, self.stream.end_step)
+        slot = self.arenas.take(fetch.layout.num_bytes)
+        if slot is None:
+            if self.arenas.is_complete:
+                states.no_memory(self.stream)
+            return None
+        self._prefetcher.begun()
+        group = states.begin(self.stream, len(fetch.plan))
+        self.slots[group] = slot
+        return self._fill(group, fetch, slot)
+
+    async def _fill(self, group: Group, fetch: Fetch, slot: Slot) -> None:
+        clock, delays = self._resources.clock, Delays()
+        began = clock()
+        if not slot.arena.acquire():
+            return
+        try:
+            result = await self._prefetcher.fill(fetch, slot, self._flow, delays)
+        finally:
+            slot.arena.release()
+        if self.stream.is_closed:
+            return
+        total_s, spec = clock() - began, self._spec
+        self.storage_share.add(delays.storage_s, total_s)
+        timing = BatchTiming(
+            spec.dataset.name,
+            self._flow.name,
+            spec.rank,
+            spec.world_size,
+            fetch.plan.first_step,
+            fetch.plan.stop_step,
+            begun_at=began,
+            total_s=total_s,
+            is_awaited=any(segment.consumer.is_starved for segment in self.stream.segments),
+            delays=delays,
+            error=next(map(str, result.errors.values()), ""),
+        )
+        self._resources.timings.add(timing)
+        self._results[group] = result
+        self._streams.state.seal(group)
+        self._vacate()
+        self._streams.execute()
+
+    async def _wait(self) -> None:
+        """Wait until something changes, or until the slowest consumer is to be detached."""
+        left_s = self._streams.state.tick(self.stream, self._resources.clock())
+        self._streams.execute()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._changed.wait()
+
+    def _run_done(self, task: asyncio.Task[None]) -> None:
+        """End the sessions of a stream that cannot continue, so that they do not wait for ever."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        error = first_error(error) if isinstance(error, ExceptionGroup) else error
+        reason = error
+        if not isinstance(reason, GyreError):
+            reason = GyreError(f"the daemon failed to prefetch: {error!r}; see its log")
+            facts = {"dataset": self._spec.dataset.name, "error": repr(error)}
+            log_event("prefetch failed", facts, logging.ERROR)
+        for segment in list(self.stream.segments):
+            self._streams.members[segment.consumer].end(reason)

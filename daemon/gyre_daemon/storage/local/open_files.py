@@ -1,0 +1,209 @@
+"""The local shards that are open and mapped.
+
+The operating system limits both, so only the most recently used ones stay open.
+"""
+
+import mmap
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
+from gyre_daemon.errors import GyreError
+from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.shard import Shard, changed
+from gyre_daemon.storage.stamps import Stamp
+
+# Every dataset may have this many shards open, even if there are too many datasets for the
+# descriptors: with one, a read of two shards would open and close files all the time.
+_MIN_OPEN = 2
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A shard that is open and mapped, for as long as anything refers to it.
+
+    Attributes:
+        key: its name among the files of copy workers.
+        listed: what it was when the dataset was opened.
+        path: where it lay then.
+        descriptor: of the file; owned by this object.
+        mapping: of the whole file.
+        address: of its first byte.
+        trusted: while the file has this stamp it is what was listed; None if its bytes must be
+            compared first.
+        copy_workers: told when the file is closed.
+        is_sound: no read of it has failed yet.
+    """
+
+    key: int
+    listed: Shard
+    path: Path
+    descriptor: int
+    mapping: mmap.mmap
+    address: int
+    trusted: Stamp | None
+    copy_workers: CopyWorkers
+    is_sound: bool = True
+
+    def __del__(self) -> None:
+        """Close the file; the mapping goes with its last reference."""
+        os.close(self.descriptor)
+        self.copy_workers.forget(self.key)
+
+    @property
+    def stamp(self) -> Stamp:
+        """The file's stamp now.
+
+        Raises:
+            NotAllowed, StorageUnavailable: it cannot be looked at.
+        """
+        try:
+            return Stamp.of(self.descriptor)
+        except OSError as error:
+            raise file_error(self.listed.name, error) from error
+
+    @property
+    def is_at_its_path(self) -> bool:
+        """Whether the file still lies at its path.
+
+        A deleted or replaced file can still be read here, but the next process could not read it.
+        Its owner should learn that from an error now.
+
+        Raises:
+            ShardMissing: there is nothing at its path.
+            NotAllowed, StorageUnavailable: the path cannot be looked at.
+        """
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), self.path.stat())
+        except OSError as error:
+            raise file_error(self.listed.name, error) from error
+
+
+class OpenFiles:
+    """Divides the open files of a daemon among its datasets."""
+
+    def __init__(self) -> None:
+        self._datasets: weakref.WeakSet[OpenShards] = weakref.WeakSet()
+        self._max_open = _MIN_OPEN
+
+    @property
+    def share(self) -> int:
+        """How many shards each dataset may have open."""
+        return max(_MIN_OPEN, self._max_open // max(1, len(self._datasets)))
+
+    def add(self, dataset: "OpenShards") -> None:
+        """Add a dataset; the others close what exceeds their smaller share."""
+        self._max_open = descriptor_shares().shards
+        self._datasets.add(dataset)
+        for other in list(self._datasets):
+            other.trim()
+
+
+class OpenShards:
+    """Opens the shards of one dataset when they are needed. Safe for several threads."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        shards: Sequence[Shard],
+        copy_workers: CopyWorkers = NO_COPY_WORKERS,
+        open_files: OpenFiles | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            paths: of the shards.
+            shards: as listed.
+            copy_workers: told when a file is closed.
+            open_files: shared with other datasets; None for a dataset by itself.
+        """
+        self._paths = paths
+        self._copy_workers = copy_workers
+        self._shards = shards
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._lock = threading.Lock()
+        self._open_files = open_files or OpenFiles()
+        self._open_files.add(self)
+
+    @property
+    def max_open(self) -> int:
+        """How many shards may be open; the least recently used are closed first."""
+        return self._open_files.share
+
+    def trim(self) -> None:
+        """Close what exceeds `max_open`."""
+        with self._lock:
+            while len(self._open) > self.max_open:
+                self._open.popitem(last=False)
+
+    def get(self, shard: int) -> OpenShard:
+        """An open shard; the caller keeps it while it reads.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be opened.
+            CorruptSample: it is not what was listed.
+        """
+        with self._lock:
+            found = self._open.get(shard)
+            if found:
+                self._open.move_to_end(shard)
+                return found
+        opened = _open(self._paths[shard], self._shards[shard], self._copy_workers)
+        with self._lock:
+            opened = self._open.setdefault(shard, opened)  # another thread may have been faster
+        self.trim()
+        return opened
+
+    def get_moved(self, shard: int) -> OpenShard:
+        """The file that lies at the shard's path now, which may differ from what `get` returned.
+
+        Raises:
+            ShardMissing: there is none.
+            CorruptSample: its size or its modification time is not what was listed.
+            NotAllowed, StorageUnavailable: it cannot be opened.
+        """
+        opened = self.get(shard)
+        if not opened.is_at_its_path:
+            with self._lock:
+                if self._open.get(shard) is opened:
+                    del self._open[shard]
+            opened = self.get(shard)
+        _check(opened.listed, opened.stamp)
+        return opened
+
+
+def _open(path: Path, listed: Shard, copy_workers: CopyWorkers) -> OpenShard:
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise file_error(listed.name, error) from error
+    try:
+        stamp = Stamp.of(descriptor)
+        _check(listed, stamp)
+        mapping = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        # Otherwise a missing page may bring MiB around it: `readahead` says what is wanted.
+        mapping.madvise(mmap.MADV_RANDOM)
+    except OSError as error:
+        os.close(descriptor)
+        raise file_error(listed.name, error) from error
+    except GyreError:
+        os.close(descriptor)
+        raise
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    trusted = stamp if stamp.version == listed.version else None
+    return OpenShard(new_key(), listed, path, descriptor, mapping, address, trusted, copy_workers)
+
+
+def _check(listed: Shard, stamp: Stamp) -> None:
+    """Refuse a file that cannot be what was listed."""
+    if stamp.size_bytes != listed.size_bytes or not stamp.is_restored(listed.version):
+        raise changed(listed.name)

@@ -1,0 +1,195 @@
+"""The response to a range request, and what to do about it. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.storage.location import redact
+from gyre_daemon.storage.shard import Shard, changed, truncated
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_EXPIRED = ("ExpiredToken", "TokenRefreshRequired")  # S3 reports these with status 400
+# A short body without an object size may be a bad connection or a truncated object. With fewer
+# attempts a bad connection fails a batch; with more, a truncated object is reported later.
+_MAX_SHORT_ATTEMPTS = 3
+_MAX_DETAIL_CHARS = 300
+
+
+@dataclass(slots=True)
+class Response:
+    """The response to one request.
+
+    Attributes:
+        status: the HTTP status, with 206 for a successful read over any other protocol, and 0 where
+            the connection or the driver failed.
+        data: the body, possibly incomplete.
+        etag: of the object as it is now; empty if the storage did not send one.
+        object_bytes: the size of the whole object; -1 if the storage did not send it.
+        detail: the text of a failure.
+        unreachable: no connection could be made, or the server stayed silent.
+    """
+
+    status: int
+    data: bytes = b""
+    etag: str = ""
+    object_bytes: int = -1
+    detail: str = ""
+    unreachable: bool = False
+
+
+class ByteRange(NamedTuple):
+    """The bytes `[start, stop)` of a shard."""
+
+    shard: Shard
+    start: int
+    stop: int
+
+
+class Verdict(Enum):
+    """What to do about a response."""
+
+    OK = auto()  # deliver the data
+    RETRY = auto()  # the next attempt may succeed
+    THROTTLED = auto()  # retry, and send fewer requests at once
+    REFRESH = auto()  # credentials may have expired, or the object moved: refresh, then retry
+    FAILED = auto()  # no retry can help
+
+
+def classify(wanted: ByteRange, response: Response, num_attempts: int) -> Verdict:
+    """Decide what to do about a response.
+
+    Args:
+        wanted: the requested range.
+        response: what was received.
+        num_attempts: requests sent for the range so far, including this one.
+    """
+    status = response.status
+    if status in (200, 206):
+        if _is_changed(wanted, response) or _ignores_range(wanted, response):
+            return Verdict.FAILED
+        if len(response.data) == wanted.stop - wanted.start:
+            return Verdict.OK
+        # If the object still has its listed size, the missing bytes were lost in transit.
+        has_size = response.object_bytes >= 0
+        return Verdict.RETRY if has_size or num_attempts < _MAX_SHORT_ATTEMPTS else Verdict.FAILED
+    is_expired = status == 400 and any(word in response.detail for word in _EXPIRED)
+    if status in (401, 403) or 300 <= status < 400 or is_expired:
+        return Verdict.REFRESH
+    if status in (429, 503) or response.unreachable:
+        return Verdict.THROTTLED
+    return Verdict.RETRY if status in (0, 408) or status >= 500 else Verdict.FAILED
+
+
+def final_error(wanted: ByteRange, response: Response) -> GyreError:
+    """The error for a response after which the range is not requested again."""
+    name, status = wanted.shard.name, response.status
+    if (error := access_error(name, status, {"shard": name})) is not None:
+        return error
+    if status in (412, 416) or (status in (200, 206) and _is_changed(wanted, response)):
+        return changed(name)
+    if status in (200, 206) and not _ignores_range(wanted, response):
+        return truncated(name, wanted.start, wanted.stop, len(response.data))
+    reason = describe(response)
+    if _ignores_range(wanted, response):
+        reason = "it sends whole objects where a range is requested"
+    return StorageUnavailable(f"the storage failed for {name}: {reason}", {"shard": name})
+
+
+def access_error(name: str, status: int, facts: Mapping[str, object]) -> GyreError | None:
+    """The error for a status that says that a shard or location is missing or forbidden."""
+    if status in (404, 410):
+        return ShardMissing(
+            f"{name} does not exist; restore it or correct the dataset's URI", facts
+        )
+    if status in (401, 403):
+        return NotAllowed(
+            f"the storage refused access to {name}; check the daemon's credentials", facts
+        )
+    return None
+
+
+def deadline_error(
+    endpoint: str, wanted: ByteRange, deadline_s: float, num_attempts: int, last: Response | None
+) -> StorageUnavailable:
+    """The error for a range that did not arrive within its deadline.
+
+    Args:
+        endpoint: the endpoint's name.
+        wanted: the requested range.
+        deadline_s: the deadline.
+        num_attempts: requests sent for the range.
+        last: the last failed response, if there was one.
+    """
+    name = wanted.shard.name
+    return StorageUnavailable(
+        f"the storage at {endpoint} did not answer for {name} within {deadline_s:g} s "
+        f"({num_attempts} requests were sent; {_last_failure(last)})",
+        {"shard": name, "endpoint": endpoint, "num_attempts": num_attempts},
+    )
+
+
+def stalled_error(endpoint: str, deadline_s: float, last: Response | None) -> StorageUnavailable:
+    """The error for a read that could not start because earlier requests got no answer.
+
+    Args:
+        endpoint: the endpoint's name.
+        deadline_s: for how long nothing was answered.
+        last: the last failed response, if there was one.
+    """
+    return StorageUnavailable(
+        f"the storage at {endpoint} answered nothing for {deadline_s:g} s ({_last_failure(last)})",
+        {"endpoint": endpoint},
+    )
+
+
+def describe(response: Response) -> str:
+    """A failed response in one line, without secrets."""
+    if response.status in (200, 206):
+        return f"it sent only {len(response.data)} bytes of the requested range"
+    detail = redact(response.detail).partition("\n")[0][:_MAX_DETAIL_CHARS]
+    if not response.status or "status" in detail:
+        return detail
+    return f"HTTP status {response.status} {detail}".rstrip()
+
+
+def response_from_error(error: BaseException) -> Response:
+    """A driver's exception as a response.
+
+    Built-in exceptions and HTTP statuses keep their meaning; any other exception counts as a failed
+    connection.
+    """
+    if isinstance(error, FileNotFoundError):
+        status = 404
+    elif isinstance(error, PermissionError):
+        status = 403
+    else:
+        found = _STATUS.search(str(error))
+        status = getattr(error, "status", int(found[1]) if found else 0)
+    detail = f"{type(error).__name__}: {error}"
+    return Response(status if isinstance(status, int) else 0, detail=detail)
+
+
+def _last_failure(last: Response | None) -> str:
+    return f"the last failure: {describe(last)}" if last else "none of them failed"
+
+
+def _is_changed(wanted: ByteRange, response: Response) -> bool:
+    """Whether the object's etag or size differs from the listing."""
+    listed, size = wanted.shard.version, response.object_bytes
+    if size not in (-1, wanted.shard.size_bytes):
+        return True
+    is_etag = listed.endswith('"') and response.etag
+    return bool(is_etag) and _bare(response.etag) != _bare(listed)
+
+
+def _ignores_range(wanted: ByteRange, response: Response) -> bool:
+    """Whether the server sent the whole object although a part was requested."""
+    return response.status == 200 and (wanted.start, wanted.stop) != (0, wanted.shard.size_bytes)
+
+
+def _bare(etag: str) -> str:
+    """An etag without the weak prefix and the quotes, which servers add as they like."""
+    return etag.removeprefix("W/").strip('"')

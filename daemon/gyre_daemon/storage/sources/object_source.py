@@ -1,0 +1,193 @@
+"""The default driver of object storages: obstore behind fsspec's interface.
+
+It is an extra, imported only if a dataset needs it.
+"""
+
+import asyncio
+import datetime
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.fsspec import FsspecStore
+from obstore.store import ObjectStore
+
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.storage.location import endpoints_in, redact
+from gyre_daemon.storage.response import Response, response_from_error
+from gyre_daemon.storage.source import OnResponse, SentRequest
+
+_NO_LISTING = ("http", "https")
+_LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver
+# One client may keep one in this many of the daemon's connections idle. With more, a few datasets
+# use up the descriptors; with fewer, connections are opened again for each batch.
+_SHARE_OF_IDLE = 4
+_SIGNED_FOR = datetime.timedelta(hours=1)
+
+
+class ObjectFileSystem(FsspecStore):
+    """obstore's file system, with globs, and with keys that contain `#` or `?`."""
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, str):
+            return path.rpartition("://")[2].rstrip("/")
+        return [cls._strip_protocol(each) for each in path]
+
+    def _split_path(self, path: str) -> tuple[str, str]:
+        bucket, _, key = path.rpartition("://")[2].partition("/")
+        return bucket, key
+
+    async def _info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        bucket, key = self._split_path(path)
+        if not key.strip("/"):
+            return {"name": path, "type": "directory", "size": 0}
+        if self.protocol not in _NO_LISTING:
+            info: dict[str, Any] = await super()._info(path, **kwargs)
+            return info
+        store: ObjectStore = self._construct_store(bucket)
+        head = await store.head_async(key)
+        return {"name": path, "type": "file", "size": head["size"], "e_tag": head["e_tag"]}
+
+    async def _glob(self, path: str, **kwargs: Any) -> Any:
+        if self.protocol in _NO_LISTING:
+            raise NotImplementedError(
+                "a web server lists nothing; name every shard, for example with a brace list"
+            )
+        return await super()._glob(path, **kwargs)
+
+
+class ObjectSource:
+    """Reads with obstore; see `Source`."""
+
+    def __init__(self, scheme: str, settings: Mapping[str, Any], path: str) -> None:
+        """Read the objects of a dataset; see `open_objects` for arguments and errors."""
+        self._arguments = scheme, settings, path
+        self._filesystem = open_objects(scheme, settings, path, max_retries=0)
+
+    def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        """See `Source.get`."""
+        head: asyncio.Future[Any]
+        try:
+            store, key = self._store(path)
+            options: Any = {"range": (start, stop)}
+            head = cast("asyncio.Future[Any]", obstore.get_async(store, key, options=options))
+        except Exception as error:  # obstore could not even begin
+            head = asyncio.get_running_loop().create_future()
+            head.set_exception(error)
+        return _ObjectRequest(head, on_response)
+
+    def refresh(self, status: int) -> None:
+        """See `Source.refresh`: a new store reads credentials again."""
+        self._filesystem = open_objects(*self._arguments, max_retries=0)
+
+    def close(self) -> None:
+        """See `Source.close`: the connections go with the store."""
+
+    async def signed_url(self, path: str) -> str:
+        """A URL that allows anybody to read an object for an hour.
+
+        Raises:
+            BaseError: there are no credentials to sign with.
+        """
+        store, key = self._store(path)
+        (url,) = await obstore.sign_async(store, "GET", [key], _SIGNED_FOR)
+        return url
+
+    def _store(self, path: str) -> tuple[Any, str]:
+        bucket, key = self._filesystem._split_path(path)
+        return self._filesystem._construct_store(bucket), key
+
+
+class _ObjectRequest:
+    """A request whose response arrives in two steps: the headers, then the body."""
+
+    def __init__(self, head: "asyncio.Future[Any]", on_response: OnResponse) -> None:
+        self.first_byte_at: float | None = 0.0
+        self._on_response = on_response
+        self._is_cancelled = False
+        self._response = Response(206)
+        self._awaited: asyncio.Future[Any] = head
+        head.add_done_callback(self._begun)
+
+    def cancel(self) -> None:
+        """See `SentRequest.cancel`."""
+        self._is_cancelled = True  # a future that is done cannot be cancelled
+        self._awaited.cancel()
+
+    def _begun(self, head: "asyncio.Future[Any]") -> None:
+        if self._is_cancelled or head.cancelled():
+            return
+        self.first_byte_at = time.monotonic()
+        if error := head.exception():
+            self._on_response(response_from_error(error))
+            return
+        result = head.result()
+        self._response.etag = result.meta["e_tag"] or ""
+        self._response.object_bytes = result.meta["size"]
+        self._awaited = cast("asyncio.Future[Any]", result.bytes_async())
+        self._awaited.add_done_callback(self._whole)
+
+    def _whole(self, body: "asyncio.Future[Any]") -> None:
+        if self._is_cancelled or body.cancelled():
+            return
+        if error := body.exception():
+            self._on_response(response_from_error(error))
+            return
+        self._response.data = bytes(body.result())
+        self._on_response(self._response)
+
+
+def open_objects(
+    scheme: str, settings: Mapping[str, Any], path: str, max_retries: int = _LISTING_RETRIES
+) -> ObjectFileSystem:
+    """A file system for one dataset; nothing connects yet.
+
+    Args:
+        scheme: of the dataset.
+        settings: endpoint, region and credentials, with the names and values of obstore.
+        path: of the dataset.
+        max_retries: of each request.
+
+    Raises:
+        ConfigError: a setting is unknown, or has an invalid value.
+    """
+    endpoints = endpoints_in(settings)
+    for endpoint in endpoints:
+        _check_endpoint(endpoint)
+    max_idle = max(1, descriptor_shares().connections // _SHARE_OF_IDLE)
+    allow_http = scheme == "http" or any(each.startswith("http://") for each in endpoints)
+    make: Any = ObjectFileSystem  # its constructor's overloads lack fsspec's arguments
+    filesystem: ObjectFileSystem = make(
+        "gs" if scheme == "gcs" else scheme,
+        config=dict(settings) or None,
+        client_options={"pool_max_idle_per_host": str(max_idle), "allow_http": allow_http},
+        retry_config={"max_retries": max_retries},
+        asynchronous=True,
+        skip_instance_cache=True,
+    )
+    try:
+        filesystem._construct_store(filesystem._split_path(path)[0])
+    except (BaseError, TypeError, ValueError) as error:
+        reason = redact(str(error)).partition("\n")[0][:300]
+        raise ConfigError(
+            f"the storage settings of a {scheme}:// dataset cannot be used: {reason}"
+        ) from error
+    return filesystem
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Refuse an invalid URL, on which the driver would panic."""
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url or not endpoint.isascii() or any(letter.isspace() for letter in endpoint):
+        raise ConfigError(
+            "the endpoint of a dataset's storage must be a URL such as http://127.0.0.1:9000"
+        )

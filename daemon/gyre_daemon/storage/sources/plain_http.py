@@ -1,0 +1,308 @@
+"""Ranges over plain HTTP/1.1, on connections that stay open.
+
+It takes a third of the processor time of a general client. RFC 9110 and 9112, as far as a GET with
+one range goes: a response has a `Content-Length`, or its connection is not used again. Redirects,
+proxies and TLS are left to the general client.
+"""
+
+import asyncio
+import re
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import SplitResult
+
+from gyre_daemon.storage.response import Response
+from gyre_daemon.storage.source import OnResponse
+from gyre_daemon.storage.sources.connections import ConnectionBudget
+
+_END = b"\r\n\r\n"
+_FIELD = re.compile(
+    rb"\r\n(content-length|content-range|etag|connection|transfer-encoding):[ \t]*([^\r\n]*)",
+    re.IGNORECASE,
+)
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})")
+# What a server may make the daemon hold for a response that is no data.
+_MAX_HEAD_BYTES, _MAX_DETAIL_BYTES = 64 << 10, 64 << 10
+# Connections being opened at once, and for how long. More at once overrun a server's backlog, and
+# refused ones are tried again later.
+MAX_CONNECTING, _CONNECT_DEADLINE_S = 256, 10.0
+_IDLE_S = 30.0  # a connection without a request for this long is closed
+# A cancelled response may still arrive for this long, so that its connection can be used again. A
+# longer time keeps connections that other requests could use.
+_DRAIN_S = 2.0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class HttpGet:
+    """One request; see `SentRequest`. Not sent yet when it is made.
+
+    Attributes:
+        text: the whole request.
+        max_bytes: the longest body that is wanted.
+        on_response: see `Source.get`; None once the request is cancelled.
+        first_byte_at: see `SentRequest`.
+        connection: which carries it.
+    """
+
+    text: bytes
+    max_bytes: int
+    on_response: OnResponse | None
+    first_byte_at: float | None = 0.0
+    connection: "_Connection | None" = None
+
+    def cancel(self) -> None:
+        """See `SentRequest.cancel`."""
+        self.on_response = None
+        if self.connection:
+            self.connection.drain()
+
+
+class PlainHttp:
+    """The connections to one host. Used from one event loop.
+
+    A request without a connection takes the first that becomes free, whether it was just opened or
+    has just delivered a response. So few are opened where responses come fast.
+    """
+
+    def __init__(self, url: SplitResult, budget: ConnectionBudget) -> None:
+        """Nothing is open yet.
+
+        Args:
+            url: of an object on the host.
+            budget: of the connections to all hosts.
+        """
+        self._budget = budget
+        self._host, self._port = url.hostname or "", url.port or 80
+        self._loop = asyncio.get_running_loop()
+        self._idle: list[_Connection] = []  # the last used are last
+        self._open: set[_Connection] = set()
+        self._waiting: deque[HttpGet] = deque()  # some of them cancelled
+        self._connecting: dict[asyncio.Task[None], _Connection] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+
+    def send(self, get: HttpGet) -> None:
+        """Send a request as soon as a connection is free."""
+        if self._idle:
+            self._idle.pop().begin(get)
+            return
+        self._waiting.append(get)
+        self.connect(len(self._waiting))
+
+    def connect(self, num_connections: int) -> None:
+        """Have this many connections being opened, or as many as allowed.
+
+        Without a waiting request they are opened for later ones.
+        """
+        for _ in range(min(num_connections, MAX_CONNECTING) - len(self._connecting)):
+            if not self._budget.take(self):
+                return
+            connection = _Connection(self)
+            task = self._loop.create_task(self._connect(connection))
+            self._connecting[task] = connection
+            task.add_done_callback(self._connected)
+
+    def has_room(self) -> None:
+        """See `ConnectionPool`: open connections for the waiting requests."""
+        self.connect(len(self._waiting))
+
+    def close_idle(self) -> bool:
+        """See `ConnectionPool`: close the least recently used."""
+        if not self._idle:
+            return False
+        self._idle.pop(0).abort()
+        return True
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._sweep:
+            self._sweep.cancel()
+        self._budget.forget(self)
+        for task in self._connecting:
+            task.cancel()
+        for connection in list(self._open):
+            connection.abort()
+
+    def opened(self, connection: "_Connection") -> None:
+        """A connection is open."""
+        self._open.add(connection)
+
+    def freed(self, connection: "_Connection") -> None:
+        """A connection can carry another request."""
+        if get := self._next_waiting():
+            connection.begin(get)
+            return
+        if self._budget.is_wanted_by_others(self):
+            connection.abort()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(_IDLE_S, self._close_unused)
+
+    def closed(self, connection: "_Connection") -> None:
+        """A connection is closed."""
+        if connection in self._open:
+            self._open.remove(connection)
+            self._budget.give_back()
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _close_unused(self) -> None:
+        self._sweep = None
+        before = self._loop.time() - _IDLE_S
+        for connection in [each for each in self._idle if each.idle_since <= before]:
+            connection.abort()
+        if self._idle:
+            self._sweep = self._loop.call_later(_IDLE_S, self._close_unused)
+
+    async def _connect(self, connection: "_Connection") -> None:
+        try:
+            async with asyncio.timeout(_CONNECT_DEADLINE_S):
+                await self._loop.create_connection(lambda: connection, self._host, self._port)
+        except (OSError, TimeoutError) as error:
+            get = self._next_waiting()
+            if get and get.on_response:
+                reason = str(error) or "no connection in time"
+                detail = f"{type(error).__name__}: {reason}"
+                get.on_response(Response(0, detail=detail, unreachable=True))
+        else:
+            self.freed(connection)
+
+    def _connected(self, task: asyncio.Task[None]) -> None:
+        if not self._connecting.pop(task).was_made:
+            self._budget.give_back()
+        if self._waiting and not task.cancelled():
+            self.connect(len(self._waiting))
+
+    def _next_waiting(self) -> HttpGet | None:
+        """The request that has waited longest for a connection."""
+        while self._waiting:
+            get = self._waiting.popleft()
+            if get.on_response:
+                return get
+        return None
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with at most one request on it."""
+
+    def __init__(self, owner: PlainHttp) -> None:
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._get: HttpGet | None = None
+        self._head = b""  # received so far
+        self._response: Response | None = None  # its body is being received
+        self._parts: list[bytes] = []
+        self._num_missing = 0
+        self.idle_since = 0.0
+        self.was_made = False
+        self._is_last = False  # the server closes after this response, or its end is unknown
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self.was_made = True
+        self._owner.opened(self)
+
+    def begin(self, get: HttpGet) -> None:
+        """Send a request."""
+        self._get = get
+        get.connection = self
+        self._transport.write(get.text)
+
+    def drain(self) -> None:
+        """The request was cancelled: let its response arrive for a while."""
+        self._loop.call_later(_DRAIN_S, self._abort_if_busy_with, self._get)
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._response:
+            self._receive(data)
+            return
+        if self._get is None:  # nothing was requested
+            self.abort()
+            return
+        if not self._head:
+            self._get.first_byte_at = time.monotonic()
+        data = self._head + data if self._head else data
+        end = data.find(_END)
+        if end >= 0:
+            self._head = b""
+            self._begin_response(data[: end + 2], data[end + 4 :])
+        elif len(data) > _MAX_HEAD_BYTES:
+            self._fail("the response is not HTTP")
+        else:
+            self._head = data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._owner.closed(self)
+        if self._get:
+            reason = "the connection was closed before the response was complete"
+            self._finish(Response(0, detail=f"{type(exc).__name__}: {exc}" if exc else reason))
+
+    def _begin_response(self, head: bytes, rest: bytes) -> None:
+        line = _STATUS_LINE.match(head)
+        if not line:
+            self._fail("the response is not HTTP")
+            return
+        status = int(line[2])
+        fields = {name.lower(): value for name, value in _FIELD.findall(head)}
+        self._is_last = line[1] == b"0" or fields.get(b"connection", b"").lower() == b"close"
+        length = fields.get(b"content-length", b"0" if status in (204, 304) else b"")
+        if not length.isdigit() or b"transfer-encoding" in fields:
+            self._is_last, length = True, b"0"
+            if status < 300:
+                status, rest = 0, b"the response does not say how long it is"
+        _, _, total = fields.get(b"content-range", b"").rpartition(b"/")
+        self._response = Response(
+            status,
+            etag=fields.get(b"etag", b"").decode("latin-1"),
+            object_bytes=int(total) if total.isdigit() else -1,
+        )
+        assert self._get
+        self._num_missing = int(length)
+        if self._num_missing > (self._get.max_bytes if status < 300 else _MAX_DETAIL_BYTES):
+            self._is_last, self._num_missing = True, 0
+        self._receive(rest)
+
+    def _receive(self, data: bytes) -> None:
+        """Take a part of the body."""
+        self._num_missing -= len(data)
+        if self._num_missing > 0:
+            self._parts.append(data)
+            return
+        if self._parts:
+            data = b"".join([*self._parts, data])
+            self._parts.clear()
+        if self._num_missing < 0:
+            self._is_last = True
+        response, self._response = self._response, None
+        assert response
+        if response.status in (200, 206):
+            response.data = data
+        else:
+            response.detail = data.decode(errors="replace")
+        self._finish(response)
+
+    def _fail(self, reason: str) -> None:
+        self._is_last = True
+        self._finish(Response(0, detail=reason))
+
+    def _finish(self, response: Response) -> None:
+        get, self._get = self._get, None
+        assert get
+        get.connection = None
+        if self._is_last:
+            self.abort()
+        elif not self._transport.is_closing():
+            self._owner.freed(self)
+        if get.on_response:
+            get.on_response(response)
+
+    def _abort_if_busy_with(self, get: HttpGet | None) -> None:
+        if get is not None and self._get is get:
+            self.abort()

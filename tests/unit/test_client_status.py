@@ -1,0 +1,216 @@
+"""What `gyre status` and `gyre top` show: rates, their meaning, tables that fit, colours."""
+
+import io
+import re
+
+import pytest
+from gyre_client.command.colour import painted
+from gyre_client.command.formatting import cut, fitted, printable, table, width
+from gyre_client.command.rates import SessionRates, session_rates
+from gyre_client.command.status import full_text, summary_lines, to_plain
+from gyre_protos.v1 import loader_pb2 as pb
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def answer(*sessions: pb.SessionState) -> pb.DaemonStatus:
+    return pb.DaemonStatus(
+        version="1.2.3", pid=7, uptime_s=9.0, sessions=sessions, memory_budget_bytes=1 << 30
+    )
+
+
+def session(
+    session_id: str = "a", job: str = "train", elapsed_s: float = 2.0, **lately: float
+) -> pb.SessionState:
+    reader = pb.Reader(job=job, rank=1, world_size=2)
+    its = pb.Lately(elapsed_s=elapsed_s, **lately)
+    return pb.SessionState(session_id=session_id, dataset="wiki", reader=reader, lately=its)
+
+
+def test_the_last_seconds_of_a_session() -> None:
+    found = session(
+        batches_per_s=25.0,
+        bytes_per_s=2000.0,
+        window_ready_batch_s=4.0,
+        window_size_batch_s=8.0,
+        wait_storage_s=0.5,
+        wait_processor_s=0.1,
+        wait_trainer_s=1.0,
+        trainer_waited_s=0.25,
+    )
+    assert session_rates(found) == SessionRates(25.0, 2000.0, 0.5, 0.125, 0.25, 0.05, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "processor_s", "meaning"),
+    [
+        (0.0, 0.1, "storage-bound"),
+        (2.0, 0.1, "storage-bound"),
+        (2.0, 0.3, "processor-bound"),
+        (4.0, 0.3, "balanced"),
+        (7.0, 0.3, "trainer-bound"),
+        (8.0, 0.0, "trainer-bound"),
+    ],
+)
+def test_the_occupancy_of_the_window_tells_the_bottleneck(
+    ready_s: float, processor_s: float, meaning: str
+) -> None:
+    found = session_rates(
+        session(
+            window_ready_batch_s=ready_s,
+            window_size_batch_s=8.0,
+            wait_storage_s=0.2,
+            wait_processor_s=processor_s,
+        )
+    )
+    assert found
+    assert found.meaning == meaning
+
+
+def test_a_session_at_its_end_is_idle() -> None:
+    found = session_rates(session(batches_per_s=1.0))
+    assert found
+    assert found.meaning == "idle"
+
+
+def test_a_share_of_the_time_never_exceeds_one() -> None:
+    found = session_rates(session(trainer_waited_s=100.0))
+    assert found
+    assert found.starved == 1.0
+
+
+def test_a_new_session_has_no_rates_yet() -> None:
+    status = answer(session("a"), session("b", elapsed_s=0.01))
+    text = full_text(status, 200)
+    assert [line.split()[3] for line in text.splitlines()[-2:]] == ["0.0", "-"]
+    assert [
+        item["rates"] and item["rates"]["meaning"] for item in to_plain(status)["sessions"]
+    ] == [
+        "idle",
+        None,
+    ]
+
+
+def crowded() -> pb.DaemonStatus:
+    """Long names, large numbers, every kind of table."""
+    status = answer(
+        *(
+            session(str(n), f"job-{n}-" + "x" * 90, batches_per_s=1e7, bytes_per_s=1e12)
+            for n in range(3)
+        )
+    )
+    status.cache.CopyFrom(
+        pb.CacheCount(
+            num_hits=10**9, num_misses=10**9, num_joined=10**9, num_past=10**9, num_evicted=10**9
+        )
+    )
+    status.storage.add(
+        scheme="s3",
+        kind="read",
+        outcome="abandoned",
+        num_requests=10**12,
+        num_bytes=10**15,
+        first_byte_s=1.0,
+    )
+    status.endpoints.add(
+        name="https://storage.example.com/" + "bucket" * 20, limit=1024, num_waiting=10**6
+    )
+    return status
+
+
+@pytest.mark.parametrize("num_columns", [60, 80, 100, 300])
+def test_a_status_fits_a_page_and_leaves_nothing_out(num_columns: int) -> None:
+    text = full_text(crowded(), num_columns)
+    assert max(map(width, text.split("\n"))) <= num_columns
+    for name in (
+        "BATCHES/S",
+        "MEANING",
+        "STARVED",
+        "MEMORY",
+        "HELD",
+        "PROCESSOR WAIT",
+        "OUTCOME",
+        "RETRIES LEFT",
+    ):
+        assert name in text
+    assert text.count("MEANING") == 1
+
+
+class Output(io.StringIO):
+    """What is written to, a terminal or not."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = full_text(answer(session(window_size_batch_s=8.0)), 80)
+    shown = painted(text, Output(is_terminal=True))
+    assert "\x1b[33mstorage-bound\x1b[0m" in shown
+    assert re.sub(r"\x1b\[\d+m", "", shown) == text
+    assert painted(text, Output(is_terminal=False)) == text
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert painted(text, Output(is_terminal=True)) == text
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert painted(text, Output(is_terminal=True)) == text
+
+
+def test_a_look_at_every_size_of_terminal_fits() -> None:
+    sessions = [
+        session(f"{n}", f"job {n} \u4e00\u4e8c", batches_per_s=n, window_size_batch_s=1.0)
+        for n in range(30)
+    ]
+    snapshot = answer(*sessions)
+    for num_columns in range(1, 160):
+        for num_lines in (1, 2, 3, 10, 100, None):
+            lines = summary_lines(snapshot, num_columns, num_lines)
+            assert all(width(line) <= num_columns for line in lines)
+            assert num_lines is None or len(lines) <= num_lines
+    wide = "\n".join(summary_lines(snapshot, 160, None))
+    assert "JOB" in wide
+    assert "BY" in wide
+    narrow = summary_lines(snapshot, 40, 10)
+    assert narrow[3].split() == ["JOB", "BATCHES/S", "WINDOW"]
+    assert narrow[-1] == "and 25 more"
+
+
+def test_a_job_s_name_cannot_draw_on_the_terminal() -> None:
+    hostile = session("a", "\x1b[2J\r\nroot# \u202e")
+    snapshot = answer(hostile)
+    for text in (full_text(snapshot, 80), *summary_lines(snapshot, 100, 40)):
+        assert "\x1b" not in text
+        assert "\r" not in text
+        assert "\u202e" not in text
+
+
+TEXT = st.text(max_size=12)
+
+
+@given(
+    st.lists(st.tuples(TEXT, TEXT, TEXT), max_size=5), st.permutations(range(3)), st.integers(0, 40)
+)
+def test_tables_fit(rows: list[tuple[str, str, str]], ranks: list[int], num_columns: int) -> None:
+    lines = fitted(("ONE", "TWO", "THREE"), rows, ranks, num_columns)
+    assert len(lines) == 1 + len(rows)
+    assert all(width(line) <= num_columns for line in lines)
+    whole = fitted(("ONE", "TWO", "THREE"), rows, ranks, 1000)
+    assert whole == table(("ONE", "TWO", "THREE"), rows).split("\n")
+
+
+@given(TEXT, st.integers(0, 20))
+def test_a_cut_line_begins_like_the_whole_one(text: str, num_columns: int) -> None:
+    line = printable(text)
+    found = cut(line, num_columns)
+    assert (
+        found == line
+        if width(line) <= num_columns
+        else line.startswith(found.removesuffix("\u2026"))
+    )
+    assert width(found) <= num_columns

@@ -1,0 +1,110 @@
+"""What to do about a response, and what its error says."""
+
+import pytest
+from gyre_daemon.errors import (
+    CorruptSample,
+    GyreError,
+    NotAllowed,
+    ShardMissing,
+    StorageUnavailable,
+)
+from gyre_daemon.storage.response import (
+    ByteRange,
+    Response,
+    Verdict,
+    classify,
+    describe,
+    final_error,
+    response_from_error,
+)
+from gyre_daemon.storage.shard import Shard
+
+SHARD = Shard("a/0.tar", 1000, '"v1"')
+WANTED = ByteRange(SHARD, 100, 150)
+WHOLE = ByteRange(SHARD, 0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer", "means"),
+    [
+        (WANTED, Response(206, bytes(50)), Verdict.OK),
+        (WANTED, Response(206, bytes(50), '"v1"', 1000), Verdict.OK),
+        (WANTED, Response(206, bytes(50), 'W/"v1"', 1000), Verdict.OK),
+        (WANTED, Response(206, bytes(50), "v1", 1000), Verdict.OK),
+        (WHOLE, Response(200, bytes(1000), '"v1"'), Verdict.OK),
+        (WANTED, Response(206, bytes(50), '"v2"', 1000), Verdict.FAILED),
+        (WANTED, Response(206, bytes(50), '"v1"', 999), Verdict.FAILED),
+        (WANTED, Response(200, bytes(50), '"v1"'), Verdict.FAILED),
+        (WANTED, Response(206, bytes(49), '"v1"', 1000), Verdict.RETRY),
+        (WANTED, Response(206, bytes(51), '"v1"', 1000), Verdict.RETRY),
+        (WANTED, Response(0, detail="reset"), Verdict.RETRY),
+        (WANTED, Response(0, detail="no route", unreachable=True), Verdict.THROTTLED),
+        (WANTED, Response(400, detail="<Code>ExpiredToken</Code>"), Verdict.REFRESH),
+        *((WANTED, Response(status), Verdict.THROTTLED) for status in (429, 503)),
+        *((WANTED, Response(status), Verdict.RETRY) for status in (408, 500, 502, 504)),
+        *((WANTED, Response(status), Verdict.REFRESH) for status in (301, 307, 401, 403)),
+        *((WANTED, Response(status), Verdict.FAILED) for status in (400, 404, 405, 410, 412, 416)),
+    ],
+)
+def test_verdicts(wanted: ByteRange, answer: Response, means: Verdict) -> None:
+    assert classify(wanted, answer, 1) is means
+
+
+def test_a_body_that_stays_too_short_is_a_truncated_shard_unless_its_size_is_right() -> None:
+    assert classify(WANTED, Response(206, bytes(49), '"v1"', 1000), 30) is Verdict.RETRY
+    short = Response(206, bytes(49))
+    assert [classify(WANTED, short, num_tries) for num_tries in (2, 3)] == [
+        Verdict.RETRY,
+        Verdict.FAILED,
+    ]
+    assert str(final_error(WANTED, short)).startswith(
+        "shard a/0.tar is shorter than its index says: only 49 bytes of [100, 150)"
+    )
+
+
+def test_a_version_that_is_a_time_is_not_compared_with_etags() -> None:
+    wanted = ByteRange(Shard("a", 1000, "2026-01-01 00:00:00"), 100, 150)
+    assert classify(wanted, Response(206, bytes(50), '"v2"'), 1) is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "sentence"),
+    [
+        (Response(404), ShardMissing, "a/0.tar does not exist"),
+        (Response(403), NotAllowed, "refused access to a/0.tar; check the daemon's credentials"),
+        (Response(412), CorruptSample, "a/0.tar has changed"),
+        (Response(206, bytes(50), '"v2"'), CorruptSample, "a/0.tar has changed"),
+        (Response(200, bytes(9)), StorageUnavailable, "whole objects where a range"),
+        (Response(400, detail="what?\nmore"), StorageUnavailable, r"HTTP status 400 what\?$"),
+        (Response(302), StorageUnavailable, "HTTP status 302$"),
+    ],
+)
+def test_errors_name_the_shard(answer: Response, error: type[GyreError], sentence: str) -> None:
+    with pytest.raises(error, match=sentence) as caught:
+        raise final_error(WANTED, answer)
+    assert caught.value.facts["shard"] == "a/0.tar"
+
+
+def test_responses_from_driver_exceptions() -> None:
+    class Odd(Exception):
+        status = 503
+
+    assert response_from_error(FileNotFoundError("x")).status == 404
+    assert response_from_error(PermissionError("x")).status == 403
+    assert response_from_error(Odd()).status == 503
+    assert (
+        response_from_error(ValueError("Client error with status code: 429 Too Many")).status == 429
+    )
+    assert response_from_error(ConnectionResetError("gone")) == Response(
+        0, detail="ConnectionResetError: gone"
+    )
+
+
+def test_messages_contain_no_secrets_and_one_line() -> None:
+    said = describe(
+        response_from_error(
+            OSError("GET http://me:secret@host/a?X-Amz-Signature=secret failed\nsecret")
+        )
+    )
+    assert "secret" not in said
+    assert said.startswith("OSError: GET http://***@host/a")
