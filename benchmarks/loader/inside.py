@@ -7,7 +7,6 @@ messages, released. The copies run in threads beside the event loop, as in a dae
 """
 
 import asyncio
-import os
 import socket
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import uvloop
+from gyre_daemon.access.principal import peer_principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
@@ -72,7 +72,7 @@ def client_nearby() -> Iterator[Peer]:
     """A client on this machine that receives arenas and does nothing with them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        peer = Peer(ours, os.getpid(), os.getuid())
+        peer = Peer(ours, peer_principal(ours))
         yield peer
         peer.hang_up()
 

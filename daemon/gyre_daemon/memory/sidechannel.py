@@ -11,10 +11,10 @@ import logging
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from gyre_daemon.access.principal import Principal, peer_principal
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.runtime.events import log_event
@@ -26,7 +26,6 @@ SUFFIX = ".side"
 _BACKLOG = 128
 _MAX_PEERS = 4096
 _REFUSED_PAUSE_S = 1.0
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Peer:
@@ -34,14 +33,12 @@ class Peer:
 
     Attributes:
         connection: to the client, owned by this.
-        pid: its process.
-        uid: its user.
+        principal: its user and process.
     """
 
-    def __init__(self, connection: socket.socket, pid: int, uid: int) -> None:
+    def __init__(self, connection: socket.socket, principal: Principal) -> None:
         self.connection = connection
-        self.pid = pid
-        self.uid = uid
+        self.principal = principal
         self._is_gone = False
         self._when_gone: list[Callable[[], None]] = []
 
@@ -205,14 +202,12 @@ class SideChannel:
             loop.call_later(_REFUSED_PAUSE_S, self._listen_again, self._listener)
             return
         connection.setblocking(False)
-        pid, uid, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        principal = peer_principal(connection)
         token = secrets.token_hex(16)
         if len(self._peers) >= _MAX_PEERS:
             connection.close()
             return
-        self._peers[token] = Peer(connection, pid, uid)
+        self._peers[token] = Peer(connection, principal)
         # a client has nothing to send: what arrives is its end, or nonsense that ends it
         asyncio.get_running_loop().add_reader(connection, self._drop, token)
         try:

@@ -133,7 +133,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         session = await self._sessions.open(wanted)
         peer = self._peer(context)
         if peer and session.share_arenas(peer):
-            facts = {"session": session.session_id, "pid": peer.pid, "uid": peer.uid}
+            owner = peer.principal
+            facts = {"session": session.session_id, "pid": owner.pid, "uid": owner.uid}
             log_event("arena shared", facts)
         return pb.SessionOpened(
             session_id=session.session_id,
