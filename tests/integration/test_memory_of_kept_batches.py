@@ -26,6 +26,7 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 PAGE = mmap.PAGESIZE
@@ -169,6 +170,7 @@ def open_session(
         dataset=pb.DatasetRef(name="tokens"),
         order=pb.OrderSpec(global_batch_size=batch_size),
         reader=pb.Reader(job=token, world_size=1),
+        transport=pb.TRANSPORT_ARENA,
     )
     opened: pb.SessionOpened = pb_grpc.LoaderStub(channel).OpenSession(
         request, metadata=(("gyre-side-token", token),), timeout=10
@@ -180,7 +182,7 @@ def open_session(
 
 def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemon: Daemon) -> None:
     with (
-        grpc.insecure_channel(daemon.address) as channel,
+        identified_channel(daemon.address) as channel,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
     ):
         opened = open_session(daemon, side, channel)
@@ -213,7 +215,7 @@ def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemo
 def test_what_clients_keep_counts_against_the_budget(daemon: Daemon) -> None:
     """A client that keeps everything is refused at the end of the budget, and told why."""
     sides = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             for side in sides:
                 opened = open_session(daemon, side, channel, batch_size=256)
