@@ -1,7 +1,7 @@
 """Raw gRPC channels to a daemon, for tests that speak the protocol without the client."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -11,22 +11,29 @@ from gyre_client.transport.side_channel import TOKEN_KEY
 
 
 class _Identified(
-    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
-    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
-    grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[type-arg]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[type-arg]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[type-arg]
 ):
     """Adds the side token to each call that has none."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
 
-    def _call(self, go_on: Callable[..., Any], details: Any, request: Any) -> Any:
+    def _call(self, go_on: Any, details: Any, request: Any) -> Any:
         given = tuple(details.metadata or ())
         if TOKEN_KEY not in dict(given):
             details = details._replace(metadata=(*given, *self._identity.metadata()))
         return go_on(details, request)
 
-    intercept_unary_unary = intercept_unary_stream = intercept_stream_stream = _call
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return self._call(continuation, details, request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return self._call(continuation, details, request)
+
+    def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return self._call(continuation, details, requests)
 
 
 @contextlib.contextmanager

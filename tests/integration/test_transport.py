@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,12 +150,13 @@ def test_a_call_over_a_unix_socket_needs_the_token_of_a_live_connection(daemon: 
         given = side.recv(100).decode()
         for token in (None, "", "0" * 32, given[:-1], given.upper() + "x"):
             metadata = () if token is None else (("gyre-side-token", token),)
-            for call in (
+            calls: list[Callable[..., object]] = [
                 partial(stub.OpenSession, request),
                 partial(stub.GetStatus, pb.GetStatusRequest()),
-                lambda **options: next(stub.ReadPayload(pb.ReadPayloadRequest(), **options)),
-                lambda **options: next(stub.Stream(iter(()), **options)),
-            ):
+                lambda **options: list(stub.ReadPayload(pb.ReadPayloadRequest(), **options)),
+                lambda **options: list(stub.Stream(iter(()), **options)),
+            ]
+            for call in calls:
                 with pytest.raises(grpc.RpcError) as refused:
                     call(metadata=metadata, timeout=120)
                 code, text = ended if token else needed
