@@ -131,7 +131,8 @@ def test_a_small_batch_of_each_of_many_loaders_keeps_no_arena(daemon: Daemon) ->
     assert mapped_files() == set()
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
     assert status(daemon).memory_reserved_bytes == 0
-    assert (process := daemon.process)
+    process = daemon.process
+    assert process
     until(lambda: mapped_arena_bytes(process.pid) == 0)
     assert all(torch.equal(batch, other) for batch, other in zip(kept, wanted, strict=True))
     daemon.kill()
