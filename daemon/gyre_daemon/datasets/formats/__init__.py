@@ -20,6 +20,11 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
+from gyre_daemon.datasets.formats.delimited import DelimitedFormat, DelimitedOptions
+from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
+from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
+from gyre_daemon.datasets.formats.rows import RowsFormat, RowsOptions
+from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.errors import ConfigError
@@ -45,6 +50,17 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any], str], Format]] = {
     "webdataset": lambda keys, where: WebdatasetFormat(
         parse_options(WebdatasetOptions, keys, where)
     ),
+    "text": lambda keys, where: TextFormat(parse_options(LinesOptions, keys, where)),
+    "jsonl": lambda keys, where: JsonlFormat(parse_options(LinesOptions, keys, where)),
+    "csv": lambda keys, where: DelimitedFormat(
+        parse_options(DelimitedOptions, keys, where), extension="csv", delimiter=","
+    ),
+    "tsv": lambda keys, where: DelimitedFormat(
+        parse_options(DelimitedOptions, keys, where), extension="tsv", delimiter="\t"
+    ),
+    "mds": lambda keys, where: MdsFormat(parse_options(MdsOptions, keys, where)),
+    "npy": lambda keys, where: RowsFormat(parse_options(RowsOptions, keys, where)),
+    "tfrecord": lambda keys, where: TfrecordFormat(parse_options(TfrecordOptions, keys, where)),
 }
 
 
