@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.errors import CorruptSample
+from gyre_client.command.cli import main
+from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -198,3 +200,29 @@ def test_a_file_that_was_cut_off_is_named(gyred: StartDaemon, tmp_path: Path) ->
     daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "set"), **stored.keys}}})
     with pytest.raises(CorruptSample, match=r"part-2.tfrecord at byte \d+: record 49 is cut off"):
         Loader("set", batch_size=7, address=daemon.address)
+
+
+def test_a_path_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = store_csv(tmp_path / "set")
+    (tmp_path / "set/README.md").write_text("what this is")
+    with Loader(tmp_path / "set", batch_size=7) as loader:
+        assert next(loader)["text"].dtype == torch.uint8
+        assert loader.num_samples == len(stored.samples)
+    assert main(["describe", str(tmp_path / "set")]) == 0
+    assert re.search(r"format +csv\n", capsys.readouterr().out)
+
+
+def test_what_is_several_formats_or_none_is_refused(tmp_path: Path) -> None:
+    store_csv(tmp_path / "set")
+    (tmp_path / "set/notes.txt").write_text("what this is")
+    with pytest.raises(
+        InvalidRequest,
+        match=r"several formats: notes.txt \(text, 1 such\), part-0.csv \(csv, 3 such\)",
+    ):
+        Loader(tmp_path / "set", batch_size=7)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/a.xyz").write_text("what this is")
+    with pytest.raises(
+        ShardMissing, match=r"1 other files, such as a.xyz. Looked for \*.bin \(tokens\), "
+    ):
+        Loader(str(tmp_path / "other"), batch_size=7)

@@ -4,6 +4,6 @@ In: UTF-8 text as RFC 4180 describes it, with the names of the columns in the fi
 where the cells of each record lie.
 """
 
-from gyre_daemon.datasets.formats.delimited.format import DelimitedFormat, DelimitedOptions
+from gyre_daemon.datasets.formats.delimited.format import CsvFormat, DelimitedOptions, TsvFormat
 
-__all__ = ["DelimitedFormat", "DelimitedOptions"]
+__all__ = ["CsvFormat", "DelimitedOptions", "TsvFormat"]

@@ -52,16 +52,16 @@ class DelimitedOptions:
                 )
 
 
-class DelimitedFormat:
+class CsvFormat:
     """A `Format` that reads each file once to find its cells."""
 
+    pattern = "*.{csv,csv.gz}"
     unpacks_gzip = True
+    _usual_delimiter = ","
 
-    def __init__(self, options: DelimitedOptions, *, extension: str, delimiter: str) -> None:
-        """A table whose files have this extension and, unless the options say so, delimiter."""
-        self.pattern = f"*.{{{extension},{extension}.gz}}"
+    def __init__(self, options: DelimitedOptions) -> None:
         self._options = options
-        self._delimiter = options.delimiter or delimiter
+        self._delimiter = options.delimiter or self._usual_delimiter
 
     @property
     def inspection(self) -> Scan:
@@ -110,6 +110,13 @@ class DelimitedFormat:
         except MalformedTable as error:
             facts = {"shard": shard, "offset": error.offset, "reason": str(error)}
             raise CorruptSample(f"shard {shard} at byte {error.offset}: {error}", facts) from error
+
+
+class TsvFormat(CsvFormat):
+    """The same, with tabs between the cells."""
+
+    pattern = "*.{tsv,tsv.gz}"
+    _usual_delimiter = "\t"
 
 
 def _common_names(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[str]:
