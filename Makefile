@@ -22,6 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	env -u PYTHONHOME -u PYTHONPATH $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch hatchling
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	$(PIP_INSTALL) --no-deps mosaicml-streaming  # see the extra in pyproject.toml
 	touch $@
 
 # What the tests talk to and pip cannot install: needs node and npm. Without it those tests are skipped.
@@ -65,10 +66,8 @@ protos: setup
 bench: $(BENCH_STAMP)
 	$(IN_VENV) python -m benchmarks
 
-# See the extra in pyproject.toml for why one comes without its requirements.
 $(BENCH_STAMP): $(STAMP)
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,bench]'
-	$(PIP_INSTALL) --no-deps mosaicml-streaming
 	touch $@
 
 clean:

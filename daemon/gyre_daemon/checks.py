@@ -25,7 +25,7 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
         location = parse_location(dataset.uri)
         if location.scheme != "file":
             continue
-        pattern = make_format(name, dataset).pattern
+        pattern = make_format(name, dataset).pattern if dataset.format else "*"
         try:
             for path in location.paths:
                 list_files(Path(path), pattern)

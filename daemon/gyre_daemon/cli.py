@@ -111,7 +111,8 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     if config.metrics_listen:
         parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
     for name, dataset in config.datasets.items():
-        make_format(name, dataset)
+        if dataset.format:
+            make_format(name, dataset)
         try:
             parse_location(dataset.uri)
         except ValueError as error:

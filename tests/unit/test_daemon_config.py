@@ -147,7 +147,7 @@ def test_a_dataset_s_table_is_split_into_common_keys_and_options(tmp_path: Path)
         ("[datasets]\nwiki = 3", r"datasets\.wiki is 3: expected a table"),
         ("[datasets.wiki]", r"`uri` is missing in datasets\.wiki"),
         ("[datasets.wiki]\nuri = ''", r"datasets\.wiki\.uri is '': expected `str` of length >= 1"),
-        ("[datasets.wiki]\nuri = 'x'", r"`format` is missing in datasets\.wiki"),
+        ("[datasets.wiki]\nformat = 'text'", r"`uri` is missing in datasets\.wiki"),
         ("[datasets.wiki]\nuri = 'x'\nformat = 3", r"datasets\.wiki\.format is 3: expected `str`"),
         (
             "[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\nstorage = 's3'",

@@ -21,12 +21,10 @@ _UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds DATASET, --format and --option."""
-    dataset = parser.add_argument(
-        "dataset", metavar="DATASET", help="a name, or with --format a path or URI"
-    )
+    dataset = parser.add_argument("dataset", metavar="DATASET", help="a name, a path or a URI")
     dataset.complete = shtab.FILE  # type: ignore[attr-defined]
     parser.add_argument(
-        "--format", help="tokens or webdataset: DATASET is a path or URI, read by a private daemon"
+        "--format", help="of the data at a path or URI; found by the names of the files if absent"
     )
     parser.add_argument(
         "--option",
@@ -34,7 +32,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=_option,
         metavar="KEY=VALUE",
-        help="with --format; repeatable",
+        help="of the format; repeatable",
     )
 
 

@@ -13,7 +13,7 @@ from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, show_progress, size, table
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import MAX_UINT32, MAX_UINT64, whole
+from gyre_client.transport.requests import MAX_UINT32, MAX_UINT64, is_location, whole
 
 if TYPE_CHECKING:
     from gyre_client.bench.comparison import Comparison, Contender
@@ -64,14 +64,16 @@ def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
             f"--batch-size is {batch_size}, but the dataset has only "
             f"{description.num_samples} samples"
         )
-    is_local_path = args.format is not None and "://" not in args.dataset
+    is_local_path = is_location(args.dataset, args.format) and "://" not in args.dataset
     task = {
-        "dataset": str(Path(args.dataset).absolute()) if is_local_path else args.dataset,
+        "dataset": str(Path(args.dataset).expanduser().absolute())
+        if is_local_path
+        else args.dataset,
         "batch_size": batch_size,
         "seconds": args.seconds,
         "seed": whole("seed", args.seed, 0, MAX_UINT64),
         "address": connection.address.text,
-        "format": args.format,
+        "format": description.format if is_location(args.dataset, args.format) else None,
         "options": options or None,
     }
     found = comparison.compare(description, task, show_progress)

@@ -65,15 +65,10 @@ def _run(args: argparse.Namespace) -> CommandOutput | None:
 
 
 def _with_hint(error: UnknownDataset, args: argparse.Namespace) -> UnknownDataset:
-    """Adds that a path needs a format, if the unknown name looks like a path or URI."""
-    if "dataset" not in args or args.format:
+    """Adds how to name a path, if there is a file or folder of the unknown name."""
+    if "dataset" not in args or args.format or not Path(args.dataset).exists():
         return error
-    if not ("://" in args.dataset or Path(args.dataset).exists()):
-        return error
-    return UnknownDataset(
-        f"{error}. To read the data at this path, say what it is: "
-        "--format tokens or --format webdataset"
-    )
+    return UnknownDataset(f"{error}. To read the data at this path, write ./{args.dataset}")
 
 
 def _target(args: argparse.Namespace) -> Target:

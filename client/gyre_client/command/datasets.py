@@ -7,6 +7,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, facts, plain, size, table
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.requests import is_location
 
 
 def datasets(connection: Connection, args: argparse.Namespace) -> CommandOutput:
@@ -23,7 +24,7 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Returns a dataset's size, fingerprint and fields; the daemon opens it."""
     description = connection.describe(dataset_of(args))
     pairs = [
-        ("name", "-" if args.format else description.name),
+        ("name", "-" if is_location(args.dataset, args.format) else description.name),
         ("format", description.format),
         ("uri", description.uri),
         ("samples", f"{description.num_samples:,}"),

@@ -148,8 +148,9 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 None, or the CPU, leaves batches in host memory.
             token_dtype: The dtype that unsigned token ids become: `int64`; `int32` if they fit; or
                 `stored`, as they are in the files. Signed ids always stay as they are stored.
-            format: Makes `dataset` an ad-hoc definition: "tokens" or "webdataset". A daemon must
-                allow ad-hoc datasets; a private one does.
+            format: Of the data at a path or URI, such as "tokens"; see docs/formats.md. If None,
+                the names of the files there decide. A daemon must allow such ad-hoc datasets; a
+                private one does.
             options: The other keys of the ad-hoc definition, such as {"sequence_length": 1024}.
             unknown: Not accepted. For a keyword of torch's DataLoader, the error says what to use
                 instead.

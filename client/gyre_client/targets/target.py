@@ -7,6 +7,7 @@ from gyre_client.errors import InvalidRequest
 from gyre_client.targets import private_daemon
 from gyre_client.targets.private_daemon import PrivateDaemon
 from gyre_client.transport.address import ENVIRONMENT_VARIABLE, Address, parse_address
+from gyre_client.transport.requests import is_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +60,21 @@ def target_of_dataset(
 ) -> Target:
     """Returns the daemon that can serve `dataset`.
 
-    With a format, `dataset` is a path or URI: the daemon at `address` serves it or, without an
-    address, a private daemon, whatever the environment says. Without a format, `dataset` is a name
-    that the daemon at `address` or in the environment knows.
+    The daemon at `address` serves a path or URI or, without an address, a private daemon, whatever
+    the environment says. Otherwise `dataset` is a name that the daemon at `address` or in the
+    environment knows.
 
     Raises:
         InvalidRequest: `dataset` is a name and there is no address; or the address is malformed.
         DaemonUnavailable: The private daemon cannot be started.
     """
-    if data_format is not None:
+    if is_location(dataset, data_format):
         return find_target(address or None)
     address = given_address(address)
     if address is None:
         raise InvalidRequest(
             "no address was given, and a private daemon knows no dataset by the name "
             f"{os.fspath(dataset)!r}: give the address of a daemon (or set "
-            f"{ENVIRONMENT_VARIABLE}), or the format of the data at this path or URI"
+            f"{ENVIRONMENT_VARIABLE}); a path begins with / or ./"
         )
     return find_target(address)

@@ -107,6 +107,17 @@ def choice(argument: str, word: str, values: Mapping[str, _Value]) -> _Value:
     return values[word]
 
 
+def is_location(dataset: str | os.PathLike[str], data_format: str | None) -> bool:
+    """Returns whether a dataset is a path or URI and not a name.
+
+    It is one if it has a format, is no str, has a scheme, or begins as paths do: `/data`, `./data`,
+    `../data`, `~/data`.
+    """
+    if data_format is not None or not isinstance(dataset, str):
+        return True
+    return dataset.startswith(("/", "./", "../", "~")) or "://" in dataset
+
+
 def dataset_ref(
     dataset: str | os.PathLike[str],
     data_format: str | None = None,
@@ -115,27 +126,28 @@ def dataset_ref(
     """Returns the message that names a dataset to a daemon.
 
     Args:
-        dataset: A name that the daemon's operator gave; with `data_format`, a URI or a path.
-        data_format: Makes `dataset` an ad-hoc definition in this format.
+        dataset: A name that the daemon's operator gave; or a URI or path, see `is_location`.
+        data_format: Makes `dataset` a URI or path of data in this format. If None, the daemon finds
+            the format of a URI or path by the names of its files.
         options: The definition's other keys, as plain Python values.
 
     Raises:
-        InvalidRequest: There are options but no format, TOML cannot express an option, or the name
+        InvalidRequest: There are options for a name, TOML cannot express an option, or the name
             is empty.
     """
     text = os.fspath(dataset)
     if not text:
         raise InvalidRequest("the name of the dataset is empty")
-    if data_format is None:
+    if not is_location(dataset, data_format):
         if options:
             raise InvalidRequest(
-                f"options ({', '.join(options)}) need a format; "
-                f"without one, {text!r} is a dataset's name"
+                f"options ({', '.join(options)}) need a path, a URI or a format; "
+                f"{text!r} is a dataset's name"
             )
         return pb.DatasetRef(name=text)
-    uri = text if "://" in text else str(Path(text).absolute())
+    uri = text if "://" in text else str(Path(text).expanduser().absolute())
     values = {key: toml_value(value) for key, value in (options or {}).items()}
-    return pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri=uri, format=data_format, options=values))
+    return pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri=uri, format=data_format or "", options=values))
 
 
 def toml_value(value: object) -> str:

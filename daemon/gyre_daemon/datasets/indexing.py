@@ -7,7 +7,7 @@ assembled to one index.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.changes import Change, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.dataset import Dataset, block_ranges, fingerprint, fingerprint_ranges
+from gyre_daemon.datasets.detection import detect_format
 from gyre_daemon.datasets.formats import Format, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import Arrays, Probe, Scan
 from gyre_daemon.datasets.probing import ProbeRunner
@@ -126,9 +127,17 @@ class Indexer:
         self._checksums.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
-        """List the shards of a dataset; without a name, its location is its name."""
-        dataset_format = make_format(name or config.uri, config)
+        """List the shards of a dataset; without a name, its location is its name.
+
+        Where the configuration names no format, the names of all files there decide.
+        """
         location = parse_location(config.uri)
+        if not config.format:
+            listed = await self._opener.open(location, config.storage, "*")
+            names = [shard.name.rpartition("/")[2] for shard in listed.shards]
+            config = replace(config, format=detect_format(location.text, names))
+            log_event("format found", {"location": location.text, "format": config.format})
+        dataset_format = make_format(name or config.uri, config)
         source = await self._opener.open(location, config.storage, dataset_format.pattern)
         scans: list[Arrays | None] = [None] * len(source.shards)
         opening = OpeningDataset(

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.npy import parse_npy_header
 from gyre_daemon.datasets.formats.values import (
-    MAX_INTEGER_CHARS,
+    MAX_NUMBER_CHARS,
     check_json,
     check_text,
     parse_integer,
+    parse_number,
 )
 from gyre_daemon.order.permutation import Int64Array
 
@@ -78,6 +79,19 @@ def _finish_integer(spec: FieldSpec, scratch: memoryview, destination: memoryvie
     np.frombuffer(destination, np.int64)[0] = parse_integer(bytes(scratch))
 
 
+def _finish_number(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
+    np.frombuffer(destination, np.float64)[0] = parse_number(bytes(scratch))
+
+
+def _finish_quoted(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
+    """Text in which every quote is written twice."""
+    text = bytes(scratch).replace(b'""', b'"')
+    check_text(text)
+    if len(text) != len(destination):
+        raise ValueError("its quotes are not those that were indexed")
+    destination[:] = text
+
+
 def _finish_npy(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
     """Check the header; a ragged field takes an array of any shape of the right size."""
     header = parse_npy_header(scratch)
@@ -101,9 +115,19 @@ CODECS: Mapping[str, Codec] = {
     "text": _as_stored(lambda spec, scratch, destination: check_text(destination)),
     "json": _as_stored(lambda spec, scratch, destination: check_json(destination)),
     "integer": Codec(
-        misfits=lambda stored, reserved: np.asarray((stored < 1) | (stored > MAX_INTEGER_CHARS)),
+        misfits=lambda stored, reserved: np.asarray((stored < 1) | (stored > MAX_NUMBER_CHARS)),
         scratch_bytes=lambda stored, reserved: stored,
         finish=_finish_integer,
+    ),
+    "number": Codec(
+        misfits=lambda stored, reserved: np.asarray((stored < 1) | (stored > MAX_NUMBER_CHARS)),
+        scratch_bytes=lambda stored, reserved: stored,
+        finish=_finish_number,
+    ),
+    "quoted": Codec(
+        misfits=lambda stored, reserved: np.asarray(stored < reserved),
+        scratch_bytes=lambda stored, reserved: stored,
+        finish=_finish_quoted,
     ),
     # the header goes to scratch memory, the array straight to its destination
     "npy": Codec(

@@ -6,6 +6,7 @@ write a format; `table` has the index that most formats need; each format is a p
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from gyre_daemon.config import DatasetConfig, parse_options
@@ -20,6 +21,11 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
+from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
+from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
+from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
+from gyre_daemon.datasets.formats.rows import RowsFormat, RowsOptions
+from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.errors import ConfigError
@@ -38,13 +44,38 @@ __all__ = [
     "stored_fields",
 ]
 
-# For each format a function that makes it from the keys of a dataset's configuration. The text
-# names the place of the keys, for error messages.
-FORMATS: Mapping[str, Callable[[Mapping[str, Any], str], Format]] = {
-    "tokens": lambda keys, where: TokensFormat(parse_options(TokensOptions, keys, where)),
-    "webdataset": lambda keys, where: WebdatasetFormat(
-        parse_options(WebdatasetOptions, keys, where)
-    ),
+
+@dataclass(frozen=True, slots=True)
+class FormatEntry:
+    """A known format.
+
+    Attributes:
+        pattern: of the names of its shards.
+        make: takes the keys of a dataset's configuration, and the place of the keys for error
+            messages.
+    """
+
+    pattern: str
+    make: Callable[[Mapping[str, Any], str], Format]
+
+
+def _entry(format_class: type[Any], options: type[Any]) -> FormatEntry:
+    return FormatEntry(
+        format_class.pattern,
+        lambda keys, where: format_class(parse_options(options, keys, where)),
+    )
+
+
+FORMATS: Mapping[str, FormatEntry] = {
+    "tokens": _entry(TokensFormat, TokensOptions),
+    "webdataset": _entry(WebdatasetFormat, WebdatasetOptions),
+    "text": _entry(TextFormat, LinesOptions),
+    "jsonl": _entry(JsonlFormat, LinesOptions),
+    "csv": _entry(CsvFormat, DelimitedOptions),
+    "tsv": _entry(TsvFormat, DelimitedOptions),
+    "mds": _entry(MdsFormat, MdsOptions),
+    "npy": _entry(RowsFormat, RowsOptions),
+    "tfrecord": _entry(TfrecordFormat, TfrecordOptions),
 }
 
 
@@ -54,10 +85,10 @@ def make_format(name: str, config: DatasetConfig) -> Format:
     Raises:
         ConfigError: the format or an option is unknown, or a value makes no sense.
     """
-    make = FORMATS.get(config.format)
-    if make is None:
+    entry = FORMATS.get(config.format)
+    if entry is None:
         raise ConfigError(
             f"dataset `{name}` has the unknown format `{config.format}`; known are "
             f"{', '.join(FORMATS)}"
         )
-    return make(config.options, f"dataset `{name}` of format {config.format}")
+    return entry.make(config.options, f"dataset `{name}` of format {config.format}")

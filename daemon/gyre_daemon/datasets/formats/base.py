@@ -70,7 +70,7 @@ SHAPE_SUFFIX = ".shape"  # of a field of flattened arrays: the shape of each sam
 
 Arrays = Mapping[str, np.ndarray]  # what an inspection found, by names that the format chooses
 
-CodecName = Literal["bytes", "ids", "text", "json", "integer", "npy", "indexed"]
+CodecName = Literal["bytes", "ids", "text", "quoted", "json", "integer", "number", "npy", "indexed"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, CodecName, Extents, FieldSpec, Probe
+from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Probe
+from gyre_daemon.datasets.formats.strided import StridedIndex
 from gyre_daemon.datasets.formats.tokens.headers import (
     DTYPES,
     HEADER_BYTES_HINT,
@@ -21,8 +22,6 @@ from gyre_daemon.datasets.formats.tokens.headers import (
 )
 from gyre_daemon.datasets.formats.tokens.probe import PROBE_VERSION, probe_headers, to_headers
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_equal_samples
-from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 _MAX_TOKENS = 1 << 40
@@ -79,63 +78,32 @@ class TokensFormat:
         """See `Format.inspection`."""
         return Probe(PROBE_VERSION, probe_headers) if self._options.header_bytes is None else None
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> "TokensIndex":
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> StridedIndex:
         """See `Format.assemble`."""
         if inspected:
-            return TokensIndex(self._options, shards, to_headers(inspected[0]))
+            return _index(self._options, shards, to_headers(inspected[0]))
         start = self._options.header_bytes or 0
         headers = [TokenHeader("", "", start, max(start, shard.size_bytes), 0) for shard in shards]
-        return TokensIndex(self._options, shards, headers)
+        return _index(self._options, shards, headers)
 
 
-class TokensIndex:
-    """A `SampleIndex` of the windows of all shards; no window spans two shards.
-
-    It takes a few bytes per shard: where a window lies is arithmetic.
-    """
-
-    def __init__(
-        self, options: TokensOptions, shards: Sequence[Shard], headers: Sequence[TokenHeader]
-    ) -> None:
-        dtype = np.dtype(_common_dtype(options, shards, headers)).newbyteorder("<")
-        self._sample_bytes = options.sequence_length * dtype.itemsize
-        self._stride_bytes = (options.stride or options.sequence_length) * dtype.itemsize
-        for shard, header in zip(shards, headers, strict=True):
-            _check_shard(shard, header, dtype)
-        self._start = np.array([header.start for header in headers], np.int64)
-        sizes = np.array([header.stop for header in headers], np.int64) - self._start
-        counts = np.maximum((sizes - self._sample_bytes) // self._stride_bytes + 1, 0)
-        self._first = np.concatenate(([0], np.cumsum(counts)))
-        self.num_samples = int(self._first[-1])
-        self.fields = (_field(options, dtype),)
-        self._blocks = BlockTables(
-            lambda block_bytes: blocks_of_equal_samples(counts, self._stride_bytes, block_bytes)
-        )
-
-    def locate(self, sample_ids: Int64Array) -> Extents:
-        """See `SampleIndex.locate`."""
-        if len(self._first) > 2:
-            shard = np.searchsorted(self._first, sample_ids, side="right") - 1
-            start = (sample_ids - self._first[shard]) * self._stride_bytes + self._start[shard]
-        else:  # a single shard needs no search, which would be most of the time here
-            shard = np.broadcast_to(np.int64(0), len(sample_ids))
-            start = sample_ids * self._stride_bytes + self._start[0]
-        size = np.broadcast_to(np.int64(self._sample_bytes), (len(sample_ids), 1))
-        return Extents(shard, start[:, None], size)
-
-    def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`; no field is ragged."""
-        return 0
-
-    def blocks(self, io_block_bytes: int) -> BlockTable:
-        """See `SampleIndex.blocks`; the table takes a few bytes per shard."""
-        return self._blocks.of(io_block_bytes)
-
-    def digest(self) -> bytes:
-        """See `SampleIndex.digest`."""
-        sizes = f"{self.fields[0].dtype.str} {self._sample_bytes} {self._stride_bytes}"
-        starts = b" " + self._start.astype("<i8").tobytes() if self._start.any() else b""
-        return f"tokens {sizes}".encode() + starts
+def _index(
+    options: TokensOptions, shards: Sequence[Shard], headers: Sequence[TokenHeader]
+) -> StridedIndex:
+    """The windows of all shards; no window spans two shards."""
+    dtype = np.dtype(_common_dtype(options, shards, headers)).newbyteorder("<")
+    sample_bytes = options.sequence_length * dtype.itemsize
+    stride_bytes = (options.stride or options.sequence_length) * dtype.itemsize
+    for shard, header in zip(shards, headers, strict=True):
+        _check_shard(shard, header, dtype)
+    sizes = np.array([header.stop - header.start for header in headers], np.int64)
+    return StridedIndex(
+        _field(options, dtype),
+        [header.start for header in headers],
+        np.maximum((sizes - sample_bytes) // stride_bytes + 1, 0),
+        stride_bytes=stride_bytes,
+        identity=f"tokens {dtype.str} {sample_bytes} {stride_bytes}".encode(),
+    )
 
 
 def _field(options: TokensOptions, dtype: np.dtype[np.generic]) -> FieldSpec:

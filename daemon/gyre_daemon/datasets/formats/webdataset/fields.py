@@ -11,25 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import (
-    MASK,
-    OFFSETS_SUFFIX,
-    PRESENT_SUFFIX,
-    SAMPLE_ID,
-    SHAPE_SUFFIX,
-    Arrays,
-    CodecName,
-)
+from gyre_daemon.datasets.formats.base import Arrays, CodecName
+from gyre_daemon.datasets.formats.names import TAKEN, is_servable
 from gyre_daemon.datasets.formats.webdataset.scan import codec_of, corrupt, num_samples
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
-_SUFFIXES = (OFFSETS_SUFFIX, PRESENT_SUFFIX, SHAPE_SUFFIX)
-_NAMES_ARE_TAKEN = (
-    f"a batch has {SAMPLE_ID}, {MASK} and offsets of its own, and names that end with "
-    f"{', '.join(_SUFFIXES)}; name the other `fields` to serve, or rename it: `NAME=EXTENSION`"
-)
+_NAMES_ARE_TAKEN = f"{TAKEN}; name the other `fields` to serve, or rename it: `NAME=EXTENSION`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +107,6 @@ def parse_fields(texts: Sequence[str], optional: Sequence[str]) -> tuple[TarFiel
                 f"optional of a webdataset has `{name}`, which is none of its fields; {hint}"
             )
     return fields
-
-
-def is_servable(name: str) -> bool:
-    """Whether a batch can have a field of this name beside its own tensors."""
-    is_taken = name in (SAMPLE_ID, MASK) or name.endswith(_SUFFIXES)
-    return name != "" and name.isprintable() and not is_taken
 
 
 def all_fields(shards: Sequence[TarShard], optional: Sequence[str]) -> tuple[TarField, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from gyre_daemon.datasets.formats.base import Arrays, CodecName
 from gyre_daemon.datasets.formats.npy import read_npy_header
 from gyre_daemon.datasets.formats.values import (
-    MAX_INTEGER_CHARS,
+    MAX_NUMBER_CHARS,
     check_json,
     check_text,
     parse_integer,
@@ -183,7 +183,7 @@ class _IndexBuilder:
             if codec == "npy":
                 self._add_array(member, extension, archive)
             elif codec == "integer":
-                parse_integer(archive.open(member).read(MAX_INTEGER_CHARS + 1))
+                parse_integer(archive.open(member).read(MAX_NUMBER_CHARS + 1))
             elif codec in _CHECKS and is_first and member.size <= _MAX_CHECKED_BYTES:
                 _CHECKS[codec](archive.open(member).read(member.size))
         except ValueError as error:

@@ -1,0 +1,148 @@
+"""The options of `csv` and `tsv`, and the index of all their shards."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Scan
+from gyre_daemon.datasets.formats.delimited.scan import MalformedTable, scan_table
+from gyre_daemon.datasets.formats.names import check_names, renamed
+from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.storage.shard import Shard
+
+_STORED: Mapping[str, tuple[str, CodecName]] = {
+    "int64": ("<i8", "integer"),
+    "float64": ("<f8", "number"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DelimitedOptions:
+    """The keys of a `csv` or `tsv` dataset.
+
+    Attributes:
+        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
+            `class` under the name `label`; empty for all.
+        types: of columns that are no text, by the name in the file: `int64` or `float64`.
+        names: of the columns, if the files do not begin with them.
+        delimiter: one character of ASCII; empty for a comma, or for `tsv` a tab.
+    """
+
+    columns: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    delimiter: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no table can have."""
+        if self.delimiter and (len(self.delimiter) > 1 or self.delimiter in '"\r\n\0'):
+            raise ConfigError("`delimiter` must be one character, and no quote or end of a line")
+        if not self.delimiter.isascii():
+            raise ConfigError("`delimiter` must be a character of ASCII")
+        renamed(self.columns, "columns")
+        for name, column_type in self.types.items():
+            if column_type not in ("text", *_STORED):
+                raise ConfigError(
+                    f"the type of column {name!r:.100} is {column_type!r:.100}; it must be one of "
+                    f"text, {', '.join(_STORED)}"
+                )
+
+
+class CsvFormat:
+    """A `Format` that reads each file once to find its cells."""
+
+    pattern = "*.{csv,csv.gz}"
+    unpacks_gzip = True
+    _usual_delimiter = ","
+
+    def __init__(self, options: DelimitedOptions) -> None:
+        self._options = options
+        self._delimiter = options.delimiter or self._usual_delimiter
+
+    @property
+    def inspection(self) -> Scan:
+        """See `Format.inspection`."""
+        kind = json.dumps([self._delimiter, self._options.names])
+        return Scan(f"delimited/1 {kind}", self._scan, lambda scan: len(scan["size"]))
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
+        """See `Format.assemble`."""
+        names = _common_names(shards, inspected)
+        wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
+        check_names([name for name, _ in wanted], "columns")
+        for column in (*(column for _, column in wanted), *self._options.types):
+            if names and column not in names:
+                raise ConfigError(
+                    f"there is no column {column!r:.100}; the files have {', '.join(names)}"
+                )
+        full = [scan for scan in inspected if len(scan["size"])]
+        places = [names.index(column) for _, column in wanted] if full else []
+        nothing = np.empty((0, len(places)), np.int64)
+        start, size, length = (
+            np.concatenate([nothing, *(scan[key][:, places] for scan in full)])
+            for key in ("start", "size", "length")
+        )
+        has_doubled = (size != length).any(axis=0)
+        specs = [
+            _spec(name, self._options.types.get(column, "text"), has_doubled=bool(doubled))
+            for (name, column), doubled in zip(wanted, has_doubled, strict=bool(full))
+        ]
+        return SampleTable(
+            specs,
+            [len(scan["size"]) for scan in inspected],
+            start,
+            size,
+            identity=json.dumps([(spec.name, spec.codec) for spec in specs]).encode(),
+            lengths={
+                number: length[:, number]
+                for number, spec in enumerate(specs)
+                if spec.codec == "quoted"
+            },
+        )
+
+    def _scan(self, shard: str, file: BinaryIO) -> Arrays:
+        try:
+            return scan_table(file, self._delimiter, self._options.names)
+        except MalformedTable as error:
+            facts = {"shard": shard, "offset": error.offset, "reason": str(error)}
+            raise CorruptSample(f"shard {shard} at byte {error.offset}: {error}", facts) from error
+
+
+class TsvFormat(CsvFormat):
+    """The same, with tabs between the cells."""
+
+    pattern = "*.{tsv,tsv.gz}"
+    _usual_delimiter = "\t"
+
+
+def _common_names(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[str]:
+    """The names of the columns, which all shards must share.
+
+    Raises:
+        CorruptSample: a shard has others than the first one.
+    """
+    first: list[str] = []
+    owner = ""
+    for shard, scan in zip(shards, inspected, strict=True):
+        names: list[str] = json.loads(scan["names"].tobytes())
+        if first and names and names != first:
+            reason = f"it has the columns {names}, and shard {owner} has {first}"
+            raise CorruptSample(
+                f"shard {shard.name} does not fit: {reason}; serve them as two datasets",
+                {"shard": shard.name, "reason": reason},
+            )
+        if names and not first:
+            first, owner = names, shard.name
+    return first
+
+
+def _spec(name: str, column_type: str, *, has_doubled: bool) -> FieldSpec:
+    if column_type == "text":
+        codec: CodecName = "quoted" if has_doubled else "text"
+        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec=codec)
+    dtype, codec = _STORED[column_type]
+    return FieldSpec(name, np.dtype(dtype), (), ragged=False, codec=codec)

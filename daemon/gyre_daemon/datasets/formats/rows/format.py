@@ -1,0 +1,127 @@
+"""The options of `npy`, and the index of all its shards."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, Probe, ProbeRequest, ProbeSteps
+from gyre_daemon.datasets.formats.names import check_names
+from gyre_daemon.datasets.formats.npy import parse_npy_header
+from gyre_daemon.datasets.formats.strided import StridedIndex
+from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.shard import Shard
+
+# More than any header that is accepted; `parse_npy_header` needs to see all of it.
+_HEAD_BYTES = 10_240
+# Shards whose heads are requested together and held in memory.
+_SHARDS_PER_REQUEST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOptions:
+    """The keys of an `npy` dataset.
+
+    Attributes:
+        field: the name of the tensor.
+    """
+
+    field: str = "array"
+
+    def __post_init__(self) -> None:
+        """Refuse a name that no batch can have."""
+        check_names([self.field], "field")
+
+
+class RowsFormat:
+    """A `Format` that reads the header of each file."""
+
+    pattern = "*.npy"
+    unpacks_gzip = False
+
+    def __init__(self, options: RowsOptions) -> None:
+        self._field = options.field
+
+    @property
+    def inspection(self) -> Probe:
+        """See `Format.inspection`."""
+        return Probe("npy-rows/1", _probe)
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> StridedIndex:
+        """See `Format.assemble`."""
+        found = inspected[0]
+        dtype_text, *shape = json.loads(found["row"].tobytes())
+        dtype = np.dtype(dtype_text)
+        spec = FieldSpec(self._field, dtype, tuple(shape), ragged=False, codec="bytes")
+        return StridedIndex(
+            spec,
+            found["start"].tolist(),
+            found["count"],
+            stride_bytes=spec.element_bytes,
+            identity=f"npy {self._field} {dtype.str} {shape}".encode(),
+        )
+
+
+def _probe(shards: Sequence[Shard]) -> ProbeSteps:
+    """The headers of all files.
+
+    Returns:
+        start, count: int64, of each file, where its first row begins and how many it has.
+        row: JSON of the dtype of all elements and the sizes of a row.
+
+    Raises:
+        CorruptSample: a file is no npy file, is cut off, or has rows of another shape.
+    """
+    starts: list[int] = []
+    counts: list[int] = []
+    row: list[object] = []
+    for begin in range(0, len(shards), _SHARDS_PER_REQUEST):
+        some = range(begin, min(begin + _SHARDS_PER_REQUEST, len(shards)))
+        response = yield ProbeRequest(some, [0] * len(some), [_HEAD_BYTES] * len(some))
+        assert response is not None
+        for number, head in zip(some, response.pieces, strict=True):
+            shard = shards[number]
+            start, count, found = _read_header(shard, head)
+            row = row or found
+            if found != row:
+                raise _corrupt(
+                    shard,
+                    f"its rows are {_text(found)}, and those of {shards[0].name} {_text(row)}",
+                )
+            starts.append(start)
+            counts.append(count)
+    return {
+        "start": np.array(starts, np.int64),
+        "count": np.array(counts, np.int64),
+        "row": np.frombuffer(json.dumps(row).encode(), np.uint8),
+    }
+
+
+def _read_header(shard: Shard, head: bytes) -> tuple[int, int, list[object]]:
+    """Where the rows begin, how many there are, and their dtype and sizes."""
+    try:
+        header = parse_npy_header(head)
+    except ValueError as error:
+        raise _corrupt(shard, str(error)) from error
+    if not header.shape:
+        raise _corrupt(shard, "its array has no dim, and so no rows")
+    if header.dtype.byteorder == ">":
+        raise _corrupt(shard, "its array is big-endian; store it little-endian")
+    stop = header.num_bytes + math.prod(header.shape) * header.dtype.itemsize
+    if stop != shard.size_bytes:
+        raise _corrupt(shard, f"it has {shard.size_bytes} bytes, and {stop} by its header")
+    if not math.prod(header.shape[1:]):
+        raise _corrupt(shard, f"its rows have no elements: its shape is {list(header.shape)}")
+    return header.num_bytes, header.shape[0], [header.dtype.str, *header.shape[1:]]
+
+
+def _text(row: list[object]) -> str:
+    return f"{np.dtype(str(row[0])).name} {row[1:]}"
+
+
+def _corrupt(shard: Shard, reason: str) -> CorruptSample:
+    return CorruptSample(
+        f"shard {shard.name} cannot be served: {reason}", {"shard": shard.name, "reason": reason}
+    )

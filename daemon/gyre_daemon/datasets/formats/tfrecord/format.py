@@ -1,0 +1,117 @@
+"""A TFRecord file: for each record its length, a checksum of that, the bytes, and their checksum.
+
+The layout is that of TensorFlow's `tsl/lib/io/record_writer.h`: the length is uint64, the checksums
+are CRC-32C, rotated and offset ("masked") so that a checksum of checksums is no constant. All
+numbers are little-endian.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, Scan
+from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.storage.shard import Shard
+
+_HEAD = struct.Struct("<QI")
+_CHECKSUM = struct.Struct("<I")
+_MASK = 0xA282EAD8
+_PIECE_BYTES = 1 << 20
+_FIELD = FieldSpec("record", np.dtype(np.uint8), (), ragged=True, codec="bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class TfrecordOptions:
+    """The keys of a `tfrecord` dataset: none."""
+
+
+class TfrecordFormat:
+    """A `Format` that reads each file once and compares all checksums."""
+
+    pattern = "*.{tfrecord,tfrecords,tfrecord.gz,tfrecords.gz,tfrecord-*-of-*}"
+    unpacks_gzip = True
+
+    def __init__(self, options: TfrecordOptions) -> None:
+        """Refuse to start without what computes the checksums.
+
+        Raises:
+            ConfigError: the extra `tfrecord` is not installed.
+        """
+        try:
+            import google_crc32c  # noqa: F401, PLC0415  # only this format needs it
+        except ImportError as error:
+            raise ConfigError(
+                'the format tfrecord needs the extra of that name: pip install "gyre-ml[tfrecord]"'
+            ) from error
+
+    @property
+    def inspection(self) -> Scan:
+        """See `Format.inspection`."""
+        return Scan("tfrecord/1", scan_records, lambda scan: len(scan["size"]))
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
+        """See `Format.assemble`."""
+        nothing = np.empty(0, np.int64)
+        return SampleTable(
+            [_FIELD],
+            [len(scan["size"]) for scan in inspected],
+            np.concatenate([nothing, *(scan["start"] for scan in inspected)])[:, None],
+            np.concatenate([nothing, *(scan["size"] for scan in inspected)])[:, None],
+            identity=b"tfrecord",
+        )
+
+
+def scan_records(shard: str, file: BinaryIO) -> Arrays:
+    """Where the N records of a file lie.
+
+    Returns:
+        start, size: int64 [N], first byte and length of each record's data.
+
+    Raises:
+        CorruptSample: the file is cut off, or a checksum differs; with shard and offset.
+    """
+    from google_crc32c import extend, value  # noqa: PLC0415  # only this format needs it
+
+    def corrupt(reason: str) -> CorruptSample:
+        return CorruptSample(
+            f"shard {shard} at byte {offset}: record {len(starts)} {reason}",
+            {"shard": shard, "offset": offset, "reason": reason},
+        )
+
+    starts: list[int] = []
+    sizes: list[int] = []
+    offset = 0
+    while head := _read(file, _HEAD.size):
+        if len(head) < _HEAD.size:
+            raise corrupt("is cut off in its length")
+        size, checksum = _HEAD.unpack(head)
+        if checksum != _masked(value(head[:8])):
+            raise corrupt("has a length whose checksum differs; is this a TFRecord file?")
+        crc, left = 0, size
+        while left and (piece := file.read(min(left, _PIECE_BYTES))):
+            crc, left = extend(crc, piece), left - len(piece)
+        foot = _read(file, _CHECKSUM.size)
+        if left or len(foot) < _CHECKSUM.size:
+            raise corrupt(f"is cut off; its length is {size}")
+        if _CHECKSUM.unpack(foot)[0] != _masked(crc):
+            raise corrupt("has bytes whose checksum differs; restore the shard")
+        starts.append(offset + _HEAD.size)
+        sizes.append(size)
+        offset += _HEAD.size + size + _CHECKSUM.size
+    return {"start": np.array(starts, np.int64), "size": np.array(sizes, np.int64)}
+
+
+def _masked(crc: int) -> int:
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
+
+
+def _read(file: BinaryIO, num_bytes: int) -> bytes:
+    """As many bytes as asked for, unless the file ends."""
+    data = b""
+    while len(data) < num_bytes and (more := file.read(num_bytes - len(data))):
+        data += more
+    return data

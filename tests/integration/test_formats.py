@@ -1,0 +1,228 @@
+"""Files of each format by its own writer, through a real daemon, equal those of its own reader."""
+
+import csv
+import gzip
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_client.command.cli import main
+from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from benchmarks.loader.mosaic import streaming
+from tests.conftest import S3Server, StartDaemon
+
+NUM_SAMPLES = 101
+Sample = dict[str, Any]
+
+
+class Stored(NamedTuple):
+    """A dataset on disk.
+
+    Attributes:
+        keys: of its table in the configuration, but for the location.
+        samples: what the format's own reader says, in the order of the ids.
+    """
+
+    keys: Mapping[str, Any]
+    samples: list[Sample]
+
+
+def rows() -> Iterator[tuple[int, str, float]]:
+    generator = np.random.default_rng(0)
+    for number in range(NUM_SAMPLES):
+        yield (
+            number,
+            'wörd, "two"\n' * int(generator.integers(20)) + "end",
+            float(generator.random()),
+        )
+
+
+def parts(folder: Path, ending: str) -> Iterator[tuple[Path, list[tuple[int, str, float]]]]:
+    folder.mkdir()
+    every = list(rows())
+    for number, some in enumerate((every[:50], every[50:51], every[51:])):
+        yield folder / f"part-{number}.{ending}", some
+
+
+def store_text(folder: Path) -> Stored:
+    samples: list[Sample] = []
+    for path, some in parts(folder, "txt"):
+        path.write_text("".join(text.replace("\n", " ") + "\n" for _, text, _ in some), "utf-8")
+        samples += [{"text": line} for line in path.read_text("utf-8").splitlines()]
+    return Stored({"format": "text"}, samples)
+
+
+def store_jsonl(folder: Path) -> Stored:
+    samples: list[Sample] = []
+    for path, some in parts(folder, "jsonl.gz"):
+        with gzip.open(path, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps({"id": row[0], "text": row[1]}) + "\n" for row in some)
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            samples += [{"json": line.removesuffix("\n")} for line in file]
+    return Stored({"format": "jsonl"}, samples)
+
+
+def store_csv(folder: Path) -> Stored:
+    samples: list[Sample] = []
+    for path, some in parts(folder, "csv"):
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([("class", "text", "score"), *some])
+        with path.open(encoding="utf-8", newline="") as file:
+            samples += [
+                {"label": int(row["class"]), "text": row["text"], "score": float(row["score"])}
+                for row in csv.DictReader(file)
+            ]
+    columns = ["label=class", "text", "score"]
+    types = {"class": "int64", "score": "float64"}
+    return Stored({"format": "csv", "columns": columns, "types": types}, samples)
+
+
+def store_mds(folder: Path) -> Stored:
+    columns = {
+        "a_number": "int",
+        "bytes": "bytes",
+        "text": "str",
+        "small": "uint8",
+        "score": "float64",
+        "array": "ndarray:float32:2,3",
+        "digits": "str_int",
+        "document": "json",
+    }
+    with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=8192) as writer:
+        for number, text, score in rows():
+            array = np.full((2, 3), score, np.float32)
+            document = {"text": text}
+            writer.write(
+                {
+                    "a_number": number, "bytes": text.encode()[::-1], "text": text, "small": number,
+                    "score": score, "array": array, "digits": number, "document": document,
+                }
+            )  # fmt: skip
+    assert len(list(folder.glob("*.mds"))) > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # it leaves its index open
+        reader = streaming.LocalDataset(str(folder))
+    samples = [dict(reader[number]) for number in range(len(reader))]
+    for sample in samples:
+        sample["bytes"] = sample["bytes"].decode(errors="surrogateescape")
+        sample["document"] = json.dumps(sample["document"])
+    return Stored({"format": "mds"}, samples)
+
+
+def store_npy(folder: Path) -> Stored:
+    samples: list[Sample] = []
+    for path, some in parts(folder, "npy"):
+        np.save(path, np.array([[[score, number]] for number, _, score in some]))
+        samples += [{"array": row} for row in np.load(path)]
+    return Stored({"format": "npy"}, samples)
+
+
+def store_tfrecord(folder: Path) -> Stored:
+    samples: list[Sample] = []
+    for path, some in parts(folder, "tfrecord"):
+        with path.open("wb") as file:
+            writer = RecordWriter(file)
+            for number, text, _ in some:
+                writer.write(Event(step=number, file_version=text).SerializeToString())
+        reader = PyRecordReader_New(str(path))
+        for _ in some:
+            reader.GetNext()
+            samples.append({"record": reader.record().decode(errors="surrogateescape")})
+    return Stored({"format": "tfrecord"}, samples)
+
+
+FORMATS: list[Callable[[Path], Stored]] = [
+    store_text,
+    store_jsonl,
+    store_csv,
+    store_mds,
+    store_npy,
+    store_tfrecord,
+]
+
+
+def value(batch: Mapping[str, torch.Tensor], name: str, place: int) -> Any:
+    if f"{name}.offsets" not in batch:
+        return batch[name][place]
+    begin, end = batch[f"{name}.offsets"][place : place + 2].tolist()
+    return batch[name][begin:end].numpy().tobytes().decode(errors="surrogateescape")
+
+
+def check(loader: Loader, stored: Stored) -> None:
+    seen = set()
+    with loader:
+        for batch in loader:
+            for place, sample_id in enumerate(batch["sample_id"].tolist()):
+                for name, wanted in stored.samples[sample_id].items():
+                    found = value(batch, name, place)
+                    if isinstance(found, torch.Tensor):
+                        assert torch.equal(found, torch.tensor(wanted, dtype=found.dtype))
+                    else:
+                        assert found == wanted, name
+                seen.add(sample_id)
+    assert seen == set(range(len(stored.samples)))
+
+
+@pytest.mark.parametrize("store", FORMATS, ids=lambda store: store.__name__)
+def test_every_sample_is_that_of_the_formats_own_reader(
+    store: Callable[[Path], Stored], gyred: StartDaemon, s3_server: S3Server, tmp_path: Path
+) -> None:
+    stored, bucket = store(tmp_path / "set"), store.__name__.replace("_", "-")
+    s3_server.make_bucket(bucket)
+    for path in (tmp_path / "set").iterdir():
+        s3_server.put(bucket, f"set/{path.name}", path.read_bytes())
+    settings = s3_server.storage_settings
+    remote = {"uri": f"s3://{bucket}/set/", "storage": settings, **stored.keys}
+    datasets = {"local": {"uri": str(tmp_path / "set"), **stored.keys}, "remote": remote}
+    daemon = gyred({"datasets": datasets})
+    for name in datasets:
+        check(Loader(name, batch_size=7, epochs=1, tail="pad", address=daemon.address), stored)
+
+
+def test_a_file_that_was_cut_off_is_named(gyred: StartDaemon, tmp_path: Path) -> None:
+    stored = store_tfrecord(tmp_path / "set")
+    last = tmp_path / "set/part-2.tfrecord"
+    shutil.copy(last, tmp_path / "whole")
+    last.write_bytes(last.read_bytes()[:-3])
+    daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "set"), **stored.keys}}})
+    with pytest.raises(CorruptSample, match=r"part-2.tfrecord at byte \d+: record 49 is cut off"):
+        Loader("set", batch_size=7, address=daemon.address)
+
+
+def test_a_path_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = store_csv(tmp_path / "set")
+    (tmp_path / "set/README.md").write_text("what this is")
+    with Loader(tmp_path / "set", batch_size=7) as loader:
+        assert next(loader)["text"].dtype == torch.uint8
+        assert loader.num_samples == len(stored.samples)
+    assert main(["describe", str(tmp_path / "set")]) == 0
+    assert re.search(r"format +csv\n", capsys.readouterr().out)
+
+
+def test_what_is_several_formats_or_none_is_refused(tmp_path: Path) -> None:
+    store_csv(tmp_path / "set")
+    (tmp_path / "set/notes.txt").write_text("what this is")
+    with pytest.raises(
+        InvalidRequest,
+        match=r"several formats: notes.txt \(text, 1 such\), part-0.csv \(csv, 3 such\)",
+    ):
+        Loader(tmp_path / "set", batch_size=7)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/a.xyz").write_text("what this is")
+    with pytest.raises(
+        ShardMissing, match=r"1 other files, such as a.xyz. Looked for \*.bin \(tokens\), "
+    ):
+        Loader(str(tmp_path / "other"), batch_size=7)
