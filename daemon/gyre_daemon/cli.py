@@ -15,6 +15,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
+from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import missing_datasets, open_datasets
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, load
 from gyre_daemon.copy_workers import CopyWorkers
@@ -110,6 +111,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         parse_address(address)
     if config.metrics_listen:
         parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
+    Policy(config)
     for name, dataset in config.datasets.items():
         make_format(name, dataset)
         try:
@@ -173,7 +175,12 @@ def _print_config(effective: EffectiveConfig) -> None:
             print(f"{json.dumps(pattern)} = {weight:g}")
     for name, dataset in sorted(config.datasets.items()):
         print(f"\n[datasets.{name}]")
-        values = {"uri": parse_location(dataset.uri).text, "format": dataset.format}
+        values: dict[str, Any] = {
+            "uri": parse_location(dataset.uri).text,
+            "format": dataset.format,
+        }
+        if dataset.allow:
+            values["allow"] = dataset.allow
         for key, value in (values | dict(dataset.options)).items():
             print(f"{key} = {json.dumps(value)}")
         if dataset.storage:

@@ -29,11 +29,13 @@ class Flow:
 
     Attributes:
         name: of the job.
+        user: whose job it is: the name of a principal.
         weight: its share relative to other flows, above 0. It may be changed at any time and counts
             from the next turn.
     """
 
     name: str
+    user: str = ""
     weight: float = 1.0
 
 
