@@ -20,11 +20,11 @@ def answer(*sessions: pb.SessionState) -> pb.DaemonStatus:
 
 
 def session(
-    session_id: str = "a", job: str = "train", elapsed_s: float = 2.0, **lately: float
+    handle: str = "a", job: str = "train", elapsed_s: float = 2.0, **lately: float
 ) -> pb.SessionState:
     reader = pb.Reader(job=job, rank=1, world_size=2)
     its = pb.Lately(elapsed_s=elapsed_s, **lately)
-    return pb.SessionState(session_id=session_id, dataset="wiki", reader=reader, lately=its)
+    return pb.SessionState(handle=handle, dataset="wiki", reader=reader, lately=its)
 
 
 def test_the_last_seconds_of_a_session() -> None:

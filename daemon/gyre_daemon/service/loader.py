@@ -79,9 +79,8 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.DatasetDescription:
         """Describe one dataset; opens it."""
         caller = self._callers.identify(context)
-        return convert.from_dataset(
-            await self._catalog.open(*self._resolve(request.dataset, caller))
-        )
+        name, config = self._resolve(request.dataset, caller)
+        return convert.from_dataset(await self._catalog.open(name, config))
 
     @answers_errors
     async def IndexDataset(

@@ -187,7 +187,7 @@ class SessionTable:
         """All sessions of a user's job are one flow."""
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = Flow(key.name, key.user, self._weight(key.name))
+            flow = self._flows[key] = Flow(key.name, self._weight(key.name), key.user)
         return flow
 
     def _weight(self, job: str) -> float:
