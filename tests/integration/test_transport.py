@@ -31,7 +31,13 @@ from tests.conftest import Daemon, StartDaemon
 
 @pytest.fixture
 def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
-    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "int16", "sequence_length": 10}
+    tokens = {
+        "uri": str(token_files),
+        "format": "tokens",
+        "dtype": "int16",
+        "sequence_length": 10,
+        "allow": "anyone",  # also over TCP
+    }
     listen = [f"unix:{token_files.parent}/daemon-0/run/gyre.sock", "tcp:127.0.0.1:0"]
     return gyred({"listen": listen, "datasets": {"tokens": tokens}})
 

@@ -1,6 +1,7 @@
 """The record of how long batches took."""
 
 from gyre_daemon.fetching.timing import BatchTiming, BatchTimings
+from gyre_daemon.service.convert import from_timing
 from gyre_daemon.storage.delays import Delays
 
 
@@ -44,6 +45,12 @@ def test_who_did_not_read_a_batch_does_not_find_it() -> None:
         1,
         0,
     ]
+
+
+def test_a_batch_that_was_read_for_another_users_job_does_not_name_that_job() -> None:
+    """Both users read it from one shared stream."""
+    jobs = [from_timing(timing(7), 11.0, reader).job for reader in ("uid:1", "uid:2", None)]
+    assert jobs == ["a", "", "a"]
 
 
 def test_a_batch_that_was_read_with_others_is_found() -> None:

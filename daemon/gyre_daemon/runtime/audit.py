@@ -1,8 +1,8 @@
 """The audit log: who opened which dataset, from which process, and how much was read.
 
 What was refused stands there too. Its lines are events of the daemon's log. They are also written
-to a file of their own where the operator names one. The file is for the daemon's user only. It is opened again on SIGHUP, so it can
-be rotated by renaming it.
+to a file of their own where the operator names one. The file is for the daemon's user only. It is
+opened again on SIGHUP, so it can be rotated by renaming it.
 """
 
 import logging
