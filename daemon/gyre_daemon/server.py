@@ -110,9 +110,15 @@ async def serve(
         executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
         cleanup.callback(executor.shutdown, wait=False, cancel_futures=True)
         daemon = _Daemon(
-            config, fallback_index_dir, executor, listeners, copy_workers, is_private=bool(owner)
+            config,
+            fallback_index_dir,
+            executor,
+            listeners,
+            copy_workers,
+            stopping,
+            is_private=bool(owner),
         )
-        await daemon.run(addresses, reread, stopping)
+        await daemon.run(addresses, reread)
 
 
 class _Daemon:
@@ -125,6 +131,7 @@ class _Daemon:
         executor: ThreadPoolExecutor,
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
+        stopping: asyncio.Event,
         *,
         is_private: bool,
     ) -> None:
@@ -163,15 +170,16 @@ class _Daemon:
             self._policy,
             copy_workers,
             config.prefetch_batches,
+            self._ask_to_stop,
         )
         self._health = HealthServicer()
         self._servers: list[grpc.aio.Server] = []
+        self._stopping = stopping
 
     async def run(
         self,
         addresses: Sequence[UnixAddress | TcpAddress],
         reread: Callable[[], DaemonConfig] | None,
-        stopping: asyncio.Event,
     ) -> None:
         """Serve until `stopping` is set, then drain. What fails in the background ends it too."""
         metrics = {}
@@ -209,7 +217,7 @@ class _Daemon:
                 background.append(tasks.create_task(reloader.run()))
             log_event("ready", facts)
             notify("READY=1")
-            await stopping.wait()
+            await self._stopping.wait()
             notify("STOPPING=1")
             watch.cancel()
             await self._drain()
@@ -220,6 +228,11 @@ class _Daemon:
         if self._cache:
             await self._cache.close()
         log_event("stopped")
+
+    def _ask_to_stop(self) -> float:
+        """Drain and end, and return the seconds that this takes at most."""
+        self._stopping.set()
+        return self._config.drain_timeout_s + _LAST_GRACE_S
 
     def _census(self) -> Census:
         """What the metrics say; whose jobs there are only by `metrics_names`."""

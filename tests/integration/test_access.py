@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become o
 
 ALICE, BOB = 65533, 65534
 DEADLINE_S = 120
+ORDER = pb.OrderSpec(global_batch_size=20)
 
 
 class Node:
@@ -165,9 +168,6 @@ def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
             bob.call(method, request_of(name))
         answers.append((refused.value.code, refused.value.details.replace(name, "X")))
     assert answers == [("NOT_FOUND", "no dataset is named 'X'; this daemon serves: open")] * 3
-
-
-ORDER = pb.OrderSpec(global_batch_size=20)
 
 
 def test_a_job_needs_a_name_that_the_dataset_admits(node: Node, alice: User) -> None:
@@ -331,3 +331,22 @@ def test_a_trainer_that_loses_access_ends_with_the_reason(node: Node) -> None:
                     pass
         finally:
             node.daemon.reconfigure(to_toml(node.config))
+
+
+def test_only_operators_drain_a_daemon(node: Node, alice: User) -> None:
+    """The last test here: the daemon ends."""
+    opened = alice.call("OpenSession", open_request(job="drained"))
+    with pytest.raises(Refused) as refused:
+        alice.call("Drain", pb.DrainRequest())
+    assert refused.value.code == "PERMISSION_DENIED"
+    assert f"uid:{ALICE} is no operator of this daemon" in refused.value.details
+    assert [line["user"] for line in node.audit("drain refused")] == [f"uid:{ALICE}"]
+    assert not node.status().draining
+    command = [sys.executable, "-m", "gyre_client", "drain", "--address", node.daemon.address]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "drains 1 open sessions and ends" in text
+    assert node.daemon.process
+    assert node.daemon.process.wait(DEADLINE_S) == 0
+    (line,) = node.audit("drain asked")
+    assert line["user"] == "uid:0"
+    assert node.audit("session closed")[-1]["session"] not in opened.session_id

@@ -223,6 +223,10 @@ class Connection:
         """Returns why batches of a step took as long as they did."""
         return self._call(self._stub.ExplainStep, request, CALL_TIMEOUT_S)
 
+    def drain(self) -> pb.DrainResponse:
+        """Lets the daemon stop as on SIGTERM, if this user is one of its operators."""
+        return self._call(self._stub.Drain, pb.DrainRequest(), CALL_TIMEOUT_S)
+
     def stream(
         self, requests: Iterator[pb.StreamRequest]
     ) -> "grpc.CallIterator[pb.StreamResponse]":

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,9 +19,11 @@ from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired
+from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.order.cursor import joined_at
 from gyre_daemon.order.planner import Order, check_ranks, planner_for
+from gyre_daemon.runtime.audit import audit_event
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
@@ -51,13 +53,26 @@ class LoaderService(pb_grpc.LoaderServicer):
         policy: Policy,
         copy_workers: CopyWorkers,
         prefetch_batches: int,
+        drain: Callable[[], float],
     ) -> None:
+        """Serve what the parts can do.
+
+        Args:
+            catalog: the datasets.
+            sessions: those that are open.
+            callers: tells who calls.
+            policy: tells what each caller may do.
+            copy_workers: counted in the status.
+            prefetch_batches: the window of a session that asks for none; 0 for the default.
+            drain: lets the daemon stop, and returns the seconds until it does at the latest.
+        """
         self._catalog = catalog
         self._sessions = sessions
         self._callers = callers
         self._policy = policy
         self._copy_workers = copy_workers
         self._prefetch_batches = prefetch_batches
+        self._drain = drain
         self._started = time.monotonic()
 
     @answers_errors
@@ -134,8 +149,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         owner, peer = self._callers.identify(context), self._callers.peer(context)
         with audited_refusals(owner, request, self._policy):
             session = await self._open(owner, request)
-        if peer and request.transport == pb.TRANSPORT_ARENA:
-            session.share_arenas(peer)
+        wants_arenas = request.transport == pb.TRANSPORT_ARENA
+        if peer and wants_arenas and session.share_arenas(peer):
+            facts = {"session": session.handle, "pid": owner.pid, "uid": owner.uid}
+            log_event("arena shared", facts)
         dataset = session.request.dataset
         return pb.SessionOpened(
             session_id=session.session_id,
@@ -233,13 +250,26 @@ class LoaderService(pb_grpc.LoaderServicer):
             timings=[convert.from_timing(each, resources.clock(), reader) for each in found]
         )
 
+    @answers_errors
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Let the daemon stop, if an operator asks for it."""
+        caller = self._callers.identify(context)
+        facts = {"user": caller.name, "pid": caller.pid}
+        if not self._policy.is_admin(caller):
+            audit_event("drain refused", facts)
+            raise NotAllowed(
+                f"{caller.name} is no operator of this daemon; ask one of those that `admin` in "
+                "its configuration names, by default its own user and root"
+            )
+        audit_event("drain asked", facts)
+        return pb.DrainResponse(num_sessions=len(list(self._sessions)), timeout_s=self._drain())
+
     async def _open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
         order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
         name, config = self._resolve(request.dataset, owner)
         self._policy.check_job(owner, name, reader.job)
         dataset = await self._catalog.open(name, config)
-        self._policy.check_session(owner, name, reader.job)  # it may have been reloaded meanwhile
-        return await self._sessions.open(
+        session = await self._sessions.open(
             SessionRequest(
                 owner,
                 dataset,
@@ -251,6 +281,12 @@ class LoaderService(pb_grpc.LoaderServicer):
                 request.step if request.HasField("step") else None,
             )
         )
+        try:
+            self._policy.check_session(owner, dataset.name, reader.job)
+        except NotAllowed as reason:  # a reload has changed the rules meanwhile
+            self._sessions.close(session.session_id, reason)
+            raise
+        return session
 
     def _resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset; one that the caller may not read does not exist for it."""
@@ -258,7 +294,10 @@ class LoaderService(pb_grpc.LoaderServicer):
             case "name":
                 return self._catalog.resolve(ref.name, self._policy.readable(caller))
             case "ad_hoc":
-                return self._catalog.resolve_ad_hoc(requests.to_ad_hoc(ref.ad_hoc))
+                name, config = self._catalog.resolve_ad_hoc(requests.to_ad_hoc(ref.ad_hoc))
+                if not self._policy.is_admin(caller):
+                    raise NotAllowed("only the owner of a private daemon may define datasets")
+                return name, config
         raise InvalidRequest("the request names no dataset")
 
     def _joined(
