@@ -105,6 +105,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     flags: dict[str, Any] = {key: getattr(parsed, key) for key in (*_FLAG_KEYS, "listen")}
     if getattr(parsed, "socket_dir", None):
         flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"], "metrics_listen": ""}
+        flags["admin"] = []  # the owner, whatever the environment says
     effective = load(parsed.config, os.environ, flags)
     config = effective.config
     for address in config.listen:

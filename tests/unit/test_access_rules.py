@@ -81,7 +81,7 @@ def test_operators_may_read_everything() -> None:
 @pytest.mark.parametrize(
     ("entry", "advice"),
     [
-        ("grup:vision", "did you mean `group:vision`?"),
+        ("groups:vision", "did you mean `group:vision`?"),
         ("uuid:3", "did you mean `uid:3`?"),
         ("anyon", "did you mean `anyone`?"),
         ("anyone:1", "an entry is `anyone`, or one of uid:, user:"),
