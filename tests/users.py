@@ -34,14 +34,15 @@ class Refused(Exception):
 class User:
     """A process of one user that makes one call at a time, over a channel to one daemon."""
 
-    def __init__(self, uid: int, address: str) -> None:
+    def __init__(self, uid: int, address: str, groups: Sequence[int] = ()) -> None:
         """Connect.
 
         Args:
-            uid: its user and group; it is in no other group.
+            uid: its user and group.
             address: of the daemon.
+            groups: the other groups that it is in.
         """
-        command = [sys.executable, "-m", "tests.users", str(uid), address]
+        command = [sys.executable, "-m", "tests.users", str(uid), address, *map(str, groups)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_REPOSITORY
         )
@@ -103,9 +104,9 @@ def open_to_everybody(address: str) -> None:
         socket.chmod(0o666)
 
 
-def serve(uid: int, address: str) -> None:
+def serve(uid: int, address: str, groups: Sequence[int]) -> None:
     """Make the calls that come on standard input, as this user."""
-    os.setgroups([])
+    os.setgroups(groups)
     os.setgid(uid)
     os.setuid(uid)
     with identified_channel(address) as channel:
@@ -143,4 +144,4 @@ if __name__ == "__main__":
     # not `serve` of __main__: the process that reads finds the classes of answers by their module
     from tests import users
 
-    users.serve(int(sys.argv[1]), sys.argv[2])
+    users.serve(int(sys.argv[1]), sys.argv[2], [int(group) for group in sys.argv[3:]])

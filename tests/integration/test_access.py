@@ -24,7 +24,7 @@ from tests.users import Refused, User, open_folder, open_to_everybody
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
 
-ALICE, BOB = 65533, 65534
+CAROL, ALICE, BOB = 65532, 65533, 65534
 DEADLINE_S = 120
 ORDER = pb.OrderSpec(global_batch_size=20)
 
@@ -179,6 +179,19 @@ def test_a_job_needs_a_name_that_the_dataset_admits(node: Node, alice: User) -> 
     line = node.audit("session refused")[-1]
     assert (line["user"], line["pid"], line["job"]) == (f"uid:{ALICE}", alice.pid, "nightly")
     assert (line["rule"], line["reason"]) == ("datasets.alice.allow", "NotAllowed")
+
+
+def test_without_a_list_the_members_of_the_daemons_group_may_read(node: Node) -> None:
+    """They are no operators."""
+    member = User(CAROL, node.daemon.address, groups=[ALICE, os.getegid()])
+    try:
+        listed = member.call("ListDatasets", pb.ListDatasetsRequest()).datasets
+        assert [each.name for each in listed] == ["open", "secret"]
+        close(member, member.call("OpenSession", open_request("secret")))
+        with pytest.raises(Refused, match="no operator"):
+            member.call("Drain", pb.DrainRequest())
+    finally:
+        member.close()
 
 
 def test_over_tcp_without_credentials_one_reads_what_anyone_may(node: Node) -> None:

@@ -62,6 +62,15 @@ def rendered(census: Census) -> str:
     return asyncio.run(scrape()).decode()
 
 
+def test_jobs_of_one_name_and_two_users_are_two_series() -> None:
+    """Prometheus refuses an answer that has a series twice."""
+    totals = {JobKey(f"uid:{number}", "train"): SessionTotals(number) for number in (1, 2)}
+    text = rendered(replace(CENSUS, totals=totals, jobs={}))
+    for number in (1, 2):
+        series = f'gyre_job_batches_sent_total{{job_name="train",user="uid:{number}"}}'
+        assert f"{series} {number}.0\n" in text
+
+
 def test_metrics_are_the_numbers_of_the_census() -> None:
     found = samples(rendered(CENSUS))
     assert found["gyre_memory_budget_bytes", ""] == 1000

@@ -5,31 +5,25 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from functools import partial
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy
-from gyre_daemon.access.principal import Principal
-from gyre_daemon.config import DatasetConfig
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.cost import estimate_costs
-from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
-from gyre_daemon.order.cursor import joined_at
-from gyre_daemon.order.planner import Order, check_ranks, planner_for
+from gyre_daemon.order.planner import check_ranks, planner_for
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
 from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.sessions.census import take_census
-from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.location import parse_location
@@ -71,7 +65,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self._callers = callers
         self._policy = policy
         self._copy_workers = copy_workers
-        self._prefetch_batches = prefetch_batches
+        self._opener = SessionOpener(catalog, sessions, policy, prefetch_batches)
         self._drain = drain
         self._started = time.monotonic()
 
@@ -94,7 +88,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.DatasetDescription:
         """Describe one dataset; opens it."""
         caller = self._callers.identify(context)
-        name, config = self._resolve(request.dataset, caller)
+        name, config = self._opener.resolve(request.dataset, caller)
         return convert.from_dataset(await self._catalog.open(name, config))
 
     @answers_errors
@@ -103,7 +97,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
         caller = self._callers.identify(context)
-        name, config = self._resolve(request.dataset, caller)
+        name, config = self._opener.resolve(request.dataset, caller)
         async for progress in self._catalog.index(name, config, with_checksums=request.checksums):
             yield convert.from_progress(progress)
 
@@ -113,7 +107,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         order, world_size = requests.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
-        dataset = await self._catalog.open(*self._resolve(request.dataset, caller))
+        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
         if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
             raise InvalidRequest(
                 f"an answer holds at most {_MAX_PLANNED_SAMPLES} sample ids; "
@@ -136,7 +130,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
         """Estimate what each order costs."""
         caller = self._callers.identify(context)
-        dataset = await self._catalog.open(*self._resolve(request.dataset, caller))
+        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
         question = requests.to_cost_question(request, dataset)
         report = await asyncio.to_thread(estimate_costs, dataset.index, question)
         return convert.from_cost_report(report, question, dataset)
@@ -148,7 +142,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Open a session, which begins to fetch at once."""
         owner, peer = self._callers.identify(context), self._callers.peer(context)
         with audited_refusals(owner, request, self._policy):
-            session = await self._open(owner, request)
+            session = await self._opener.open(owner, request)
         wants_arenas = request.transport == pb.TRANSPORT_ARENA
         if peer and wants_arenas and session.share_arenas(peer):
             facts = {"session": session.handle, "pid": owner.pid, "uid": owner.uid}
@@ -236,7 +230,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.ExplainStepResponse:
         """Report the timings of the batches of one step, as far as the caller's jobs read them."""
         caller = self._callers.identify(context)
-        name, _ = self._resolve(request.dataset, caller)
+        name, _ = self._opener.resolve(request.dataset, caller)
         resources = self._sessions.resources
         reader = None if self._policy.is_admin(caller) else caller.name
         found = resources.timings.find(name, request.step, request.job, reader)
@@ -263,58 +257,6 @@ class LoaderService(pb_grpc.LoaderServicer):
             )
         audit_event("drain asked", facts)
         return pb.DrainResponse(num_sessions=len(list(self._sessions)), timeout_s=self._drain())
-
-    async def _open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
-        order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
-        name, config = self._resolve(request.dataset, owner)
-        self._policy.check_job(owner, name, reader.job)
-        dataset = await self._catalog.open(name, config)
-        session = await self._sessions.open(
-            SessionRequest(
-                owner,
-                dataset,
-                self._joined(owner, request, order, dataset),
-                reader,
-                request.num_epochs,
-                request.cursor,
-                request.prefetch_batches or self._prefetch_batches,
-                request.step if request.HasField("step") else None,
-            )
-        )
-        try:
-            self._policy.check_session(owner, dataset.name, reader.job)
-        except NotAllowed as reason:  # a reload has changed the rules meanwhile
-            self._sessions.close(session.session_id, reason)
-            raise
-        return session
-
-    def _resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
-        """The dataset; one that the caller may not read does not exist for it."""
-        match ref.WhichOneof("ref"):
-            case "name":
-                return self._catalog.resolve(ref.name, self._policy.readable(caller))
-            case "ad_hoc":
-                name, config = self._catalog.resolve_ad_hoc(requests.to_ad_hoc(ref.ad_hoc))
-                if not self._policy.is_admin(caller):
-                    raise NotAllowed("only the owner of a private daemon may define datasets")
-                return name, config
-        raise InvalidRequest("the request names no dataset")
-
-    def _joined(
-        self, owner: Principal, request: pb.OpenSessionRequest, order: Order, dataset: Dataset
-    ) -> Order:
-        """The order, starting where a running job reads if the request asks to join one."""
-        if request.join != pb.JOIN_ROTATE:
-            return order
-        if request.cursor:
-            return replace(order, start_position=joined_at(request.cursor))
-        if request.reader.rank:
-            raise InvalidRequest(
-                f"rank {request.reader.rank} cannot choose where its job joins; "
-                "open rank 0 first and load its state_dict() on every rank"
-            )
-        may_read = partial(self._policy.may_read, owner)
-        return replace(order, start_position=self._sessions.hot_position(dataset, order, may_read))
 
     async def _listen(self, session: Session, messages: AsyncIterator[pb.StreamRequest]) -> None:
         """Act on the client's messages until it ends the stream."""
