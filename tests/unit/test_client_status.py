@@ -214,3 +214,9 @@ def test_a_cut_line_begins_like_the_whole_one(text: str, num_columns: int) -> No
         else line.startswith(found.removesuffix("\u2026"))
     )
     assert width(found) <= num_columns
+
+
+def test_the_sessions_of_others_are_counted() -> None:
+    status = pb.DaemonStatus(num_hidden_sessions=3)
+    assert "0 sessions and 3 of other users" in full_text(status, 100)
+    assert summary_lines(status, 100, None)[1].startswith("0 sessions and 3 of other users, ")

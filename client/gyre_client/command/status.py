@@ -76,6 +76,7 @@ _COLUMNS = (
     _Column("BY", 10, lambda row: _transport(row.session)),
 )
 _MORE_COLUMNS = (
+    _Column("USER", 0, lambda row: row.session.user),
     _Column("READY", 0, lambda row: str(row.session.num_ready)),
     _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
     _Column("HELD", 0, lambda row: str(row.session.num_held)),
