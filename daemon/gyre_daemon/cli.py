@@ -15,6 +15,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
+from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import missing_datasets, open_datasets
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, load
 from gyre_daemon.copy_workers import CopyWorkers
@@ -104,12 +105,14 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     flags: dict[str, Any] = {key: getattr(parsed, key) for key in (*_FLAG_KEYS, "listen")}
     if getattr(parsed, "socket_dir", None):
         flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"], "metrics_listen": ""}
+        flags["admin"] = []  # the owner, whatever the environment says
     effective = load(parsed.config, os.environ, flags)
     config = effective.config
     for address in config.listen:
         parse_address(address)
     if config.metrics_listen:
         parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
+    Policy(config)
     for name, dataset in config.datasets.items():
         if dataset.format:
             make_format(name, dataset)
@@ -174,7 +177,12 @@ def _print_config(effective: EffectiveConfig) -> None:
             print(f"{json.dumps(pattern)} = {weight:g}")
     for name, dataset in sorted(config.datasets.items()):
         print(f"\n[datasets.{name}]")
-        values = {"uri": parse_location(dataset.uri).text, "format": dataset.format}
+        values: dict[str, Any] = {
+            "uri": parse_location(dataset.uri).text,
+            "format": dataset.format,
+        }
+        if dataset.allow:
+            values["allow"] = dataset.allow
         for key, value in (values | dict(dataset.options)).items():
             print(f"{key} = {json.dumps(value)}")
         if dataset.storage:

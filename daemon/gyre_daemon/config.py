@@ -32,6 +32,7 @@ _MAX_NUMBER = 1e9  # refuses infinity; as seconds it is 30 years
 _AtLeast0 = Annotated[int, Meta(ge=0)]
 _AtLeast1 = Annotated[int, Meta(ge=1)]
 _Positive = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
+_COMMON_KEYS = ("uri", "format", "storage", "cache", "allow")
 _Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -53,6 +54,7 @@ class DatasetConfig:
         options: the remaining keys of the table, which the format reads.
         storage: settings of the storage driver, which reads them: endpoint, region, credentials.
         cache: whether blocks read from object storage are kept in the node's cache.
+        allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
     """
 
     uri: _Text
@@ -60,6 +62,7 @@ class DatasetConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: bool = True
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,13 @@ class DaemonConfig:
         log_level: debug, info, warning or error.
         log_format: text, json, or auto: text on a terminal and JSON elsewhere.
         metrics_listen: where Prometheus scrapes metrics, `tcp:HOST:PORT`; empty for nowhere.
+        metrics_names: whether metrics tell jobs apart by name: `all`, `none`, or `auto`, which is
+            `all` until a dataset has an `allow` or jobs of a second user have run.
         metrics_public: whether metrics_listen may be open to other hosts, which then learn the
             names of jobs and what they read.
+        admin: operators, who may read and see everything, as `access.rules` says; empty for the
+            daemon's user and root.
+        audit_log: a file for the lines of the log that say who read what; empty for none.
         datasets: by name.
         job_weights: a job's share of reading and decoding relative to other jobs, by pattern of the
             job's name; 1 where no pattern matches.
@@ -121,7 +129,10 @@ class DaemonConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "text", "json"] = "auto"
     metrics_listen: str = ""
+    metrics_names: Literal["auto", "all", "none"] = "auto"
     metrics_public: bool = False
+    admin: tuple[str, ...] = ()
+    audit_log: str = ""
     datasets: Mapping[str, DatasetConfig] = field(default_factory=dict)
     job_weights: Mapping[str, float] = field(default_factory=dict)
 
@@ -206,7 +217,12 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
     """
     where = f"datasets.{name}"
     rest = dict(_convert(table, dict[str, Any], where))
-    common = {key: rest.pop(key) for key in ("uri", "format", "storage", "cache") if key in rest}
+    if rest.get("allow") in ([], ""):
+        raise ConfigError(
+            f"{where}.allow is empty; name who may read the dataset, or leave the key out for the "
+            "daemon's own user and group"
+        )
+    common = {key: rest.pop(key) for key in _COMMON_KEYS if key in rest}
     return _build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")
 
 

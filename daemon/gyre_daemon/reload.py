@@ -1,4 +1,6 @@
-"""SIGHUP: the daemon takes over the datasets and job weights of its configuration file.
+"""SIGHUP: the daemon takes over datasets, operators and job weights of its configuration file.
+
+The sessions of a user who may no longer read their dataset end.
 
 A file that is being written may be valid and yet lack datasets. So a file without any dataset is
 refused where some are served, and a dataset is removed only when two readings a second apart are
@@ -13,9 +15,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
 from gyre_daemon.datasets.catalog import Catalog
-from gyre_daemon.errors import ConfigError, InvalidInput
+from gyre_daemon.errors import ConfigError, InvalidInput, NotAllowed
+from gyre_daemon.runtime.audit import reopen_audit_file
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.notify import notify
 from gyre_daemon.sessions.table import SessionTable
@@ -35,6 +39,7 @@ class Reloader:
         reread: Callable[[], DaemonConfig],
         catalog: Catalog,
         sessions: SessionTable,
+        policy: Policy,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Keep what a reload needs.
@@ -43,13 +48,15 @@ class Reloader:
             running: the configuration in force.
             reread: reads and checks the file; raises ConfigError where it cannot be used.
             catalog: gets the datasets.
-            sessions: get the job weights.
+            sessions: get the job weights, and end where their owner lost access.
+            policy: gets the rules.
             sleep: waits between two readings; takes seconds.
         """
         self._running = running
         self._reread = reread
         self._catalog = catalog
         self._sessions = sessions
+        self._policy = policy
         self._sleep = sleep
         self._asked = asyncio.Event()
 
@@ -62,6 +69,7 @@ class Reloader:
         while True:
             await self._asked.wait()
             self._asked.clear()
+            reopen_audit_file()
             notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
             try:
                 self._apply(await self._confirmed())
@@ -97,7 +105,7 @@ class Reloader:
         )
 
     def _apply(self, wanted: DaemonConfig) -> None:
-        """Replace datasets and weights; open sessions keep the dataset that they read."""
+        """Replace datasets, rules and weights; open sessions keep the dataset that they read."""
         running = self._running
         added, removed, changed = _differences(running.datasets, wanted.datasets)
         reweighed = itertools.chain(*_differences(running.job_weights, wanted.job_weights))
@@ -112,14 +120,31 @@ class Reloader:
             "changed": changed,
             "reweighed": sorted(reweighed),
             "need_restart": [
-                key for key in SCALAR_KEYS if getattr(running, key) != getattr(wanted, key)
+                key
+                for key in SCALAR_KEYS
+                if key != "admin" and getattr(running, key) != getattr(wanted, key)
             ],
             "sessions_on_replaced": dict(replaced),
         }
         log_event("reloaded", facts)
         self._catalog.replace(wanted.datasets)
         self._sessions.reweigh(wanted.job_weights)
-        self._running = replace(running, datasets=wanted.datasets, job_weights=wanted.job_weights)
+        self._policy.replace(wanted)
+        self._end_sessions_without_access()
+        self._running = replace(
+            running,
+            datasets=wanted.datasets,
+            job_weights=wanted.job_weights,
+            admin=wanted.admin,
+        )
+
+    def _end_sessions_without_access(self) -> None:
+        for session in self._sessions:
+            request = session.request
+            try:
+                self._policy.check_session(request.owner, request.dataset.name, request.reader.job)
+            except NotAllowed as reason:
+                self._sessions.close(session.session_id, reason)
 
 
 def _differences(

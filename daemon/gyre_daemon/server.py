@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
@@ -24,10 +25,12 @@ from gyre_daemon.errors import ConfigError
 from gyre_daemon.listeners import UnixListener, watch_listeners
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
-from gyre_daemon.monitoring.exposition import new_registry
+from gyre_daemon.monitoring.exposition import Census, new_registry
+from gyre_daemon.monitoring.jobs import OTHERS
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.monitoring.scrape import ScrapeServer
 from gyre_daemon.reload import Reloader
+from gyre_daemon.runtime.audit import AuditFile
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
@@ -102,12 +105,20 @@ async def serve(
             if isinstance(address, UnixAddress):
                 listeners.append(UnixListener(address))
                 cleanup.callback(listeners[-1].close)
+        if config.audit_log:
+            cleanup.callback(AuditFile(Path(config.audit_log)).close)
         executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
         cleanup.callback(executor.shutdown, wait=False, cancel_futures=True)
         daemon = _Daemon(
-            config, fallback_index_dir, executor, listeners, copy_workers, is_private=bool(owner)
+            config,
+            fallback_index_dir,
+            executor,
+            listeners,
+            copy_workers,
+            stopping,
+            is_private=bool(owner),
         )
-        await daemon.run(addresses, reread, stopping)
+        await daemon.run(addresses, reread)
 
 
 class _Daemon:
@@ -120,6 +131,7 @@ class _Daemon:
         executor: ThreadPoolExecutor,
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
+        stopping: asyncio.Event,
         *,
         is_private: bool,
     ) -> None:
@@ -148,25 +160,26 @@ class _Daemon:
             config.lease_s,
         )
         self._sessions = SessionTable(resources, config.job_weights)
+        self._policy = Policy(config)
         self._loop_lag = LoopLag()
-        self._scrapes = ScrapeServer(
-            new_registry(lambda: take_census(self._sessions, self._loop_lag))
-        )
+        self._scrapes = ScrapeServer(new_registry(self._census))
         self._service = LoaderService(
             self._catalog,
             self._sessions,
             Callers([each.side_channel for each in listeners]),
+            self._policy,
             copy_workers,
             config.prefetch_batches,
+            self._ask_to_stop,
         )
         self._health = HealthServicer()
         self._servers: list[grpc.aio.Server] = []
+        self._stopping = stopping
 
     async def run(
         self,
         addresses: Sequence[UnixAddress | TcpAddress],
         reread: Callable[[], DaemonConfig] | None,
-        stopping: asyncio.Event,
     ) -> None:
         """Serve until `stopping` is set, then drain. What fails in the background ends it too."""
         metrics = {}
@@ -197,12 +210,14 @@ class _Daemon:
                 )
             ]
             if reread:
-                reloader = Reloader(self._config, reread, self._catalog, self._sessions)
+                reloader = Reloader(
+                    self._config, reread, self._catalog, self._sessions, self._policy
+                )
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
                 background.append(tasks.create_task(reloader.run()))
             log_event("ready", facts)
             notify("READY=1")
-            await stopping.wait()
+            await self._stopping.wait()
             notify("STOPPING=1")
             watch.cancel()
             await self._drain()
@@ -213,6 +228,19 @@ class _Daemon:
         if self._cache:
             await self._cache.close()
         log_event("stopped")
+
+    def _ask_to_stop(self) -> float:
+        """Drain and end, and return the seconds that this takes at most."""
+        self._stopping.set()
+        return self._config.drain_timeout_s + _LAST_GRACE_S
+
+    def _census(self) -> Census:
+        """What the metrics say; whose jobs there are only by `metrics_names`."""
+        names = self._config.metrics_names
+        users = {job.user for job in self._sessions.resources.metrics.jobs}
+        is_open = not self._policy.has_rules and len(users - {OTHERS.user}) <= 1
+        with_names = names == "all" or (names == "auto" and is_open)
+        return take_census(self._sessions, self._loop_lag, with_names=with_names)
 
     async def _listen(self, addresses: Sequence[UnixAddress | TcpAddress]) -> list[str]:
         """Start a gRPC server at these addresses; return them with the ports that it got.

@@ -177,6 +177,7 @@ def test_a_client_that_stops_in_the_middle_of_a_payload_keeps_no_memory(
         "format": "tokens",
         "dtype": "int16",
         "sequence_length": SAMPLE_BYTES // 2,
+        "allow": "anyone",
     }
     daemon = gyred(
         {"listen": ["tcp:127.0.0.1:0"], "lease_s": LEASE_S, "datasets": {"zeros": zeros}},

@@ -22,7 +22,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
-TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
+TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10, "allow": "anyone"}
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ def test_without_a_terminal_it_is_plain(daemon: Daemon) -> None:
             looks = [sessions_of(process.stdout.readline()) for _ in range(3)]
             process.send_signal(signal.SIGINT)
             assert process.wait(DEADLINE_S) == 130
-        assert [look[0]["session_id"] for look in looks] == [session["session_id"]] * 3
+        assert [look[0]["handle"] for look in looks] == [session["handle"]] * 3
 
 
 def test_status_says_how_fast_and_what_that_means(daemon: Daemon) -> None:

@@ -324,7 +324,7 @@ def test_ids_arrive_in_a_dtype_that_torch_computes_with(
     """Through shared memory, and through gRPC."""
     for stored in {stored for stored, _ in ARRIVES}:
         np.save(tmp_path / f"{stored}.npy", IDS.astype(stored))
-    table = {"format": "tokens", "sequence_length": LENGTH}
+    table = {"format": "tokens", "sequence_length": LENGTH, "allow": "anyone"}
     datasets = {stored: {"uri": str(tmp_path / f"{stored}.npy"), **table} for stored, _ in ARRIVES}
     daemon = gyred({"datasets": datasets} | ({} if is_shared else {"listen": ["tcp:127.0.0.1:0"]}))
     address = next(event["listen"][0] for event in daemon.events() if event["event"] == "ready")

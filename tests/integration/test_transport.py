@@ -31,7 +31,13 @@ from tests.conftest import Daemon, StartDaemon
 
 @pytest.fixture
 def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
-    tokens = {"uri": str(token_files), "format": "tokens", "dtype": "int16", "sequence_length": 10}
+    tokens = {
+        "uri": str(token_files),
+        "format": "tokens",
+        "dtype": "int16",
+        "sequence_length": 10,
+        "allow": "anyone",  # also over TCP
+    }
     listen = [f"unix:{token_files.parent}/daemon-0/run/gyre.sock", "tcp:127.0.0.1:0"]
     return gyred({"listen": listen, "datasets": {"tokens": tokens}})
 
@@ -232,7 +238,7 @@ def test_small_batches_share_a_read_and_a_message_and_credit_bounds_them(daemon:
 
         def session() -> pb.SessionState:
             status: pb.DaemonStatus = stub.GetStatus(pb.GetStatusRequest(), timeout=120)
-            return next(each for each in status.sessions if each.session_id == opened.session_id)
+            return status.sessions[0]
 
         deadline = time.monotonic() + 120
         while session().num_ready < 60:

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from gyre_daemon.monitoring.jobs import OTHERS, Jobs, SessionTotals
+from gyre_daemon.monitoring.jobs import OTHERS, JobKey, Jobs, SessionTotals
 from gyre_daemon.monitoring.occupancy import Occupancy, WindowTimes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,11 +65,12 @@ EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=60)
 def test_jobs_are_bounded_and_no_counter_falls_while_its_job_is_open(
     events: list[tuple[bool, int]],
 ) -> None:
-    jobs, live, num_sent = Jobs(max_jobs=3), list[tuple[str, str]](), 0
-    seen: dict[str, int] = {}
+    jobs, live, num_sent = Jobs(max_jobs=3), list[tuple[JobKey, JobKey]](), 0
+    seen: dict[JobKey, int] = {}
     for begins, number in events:
         if begins:
-            live.append((jobs.open(f"job-{number}"), f"job-{number}"))
+            key = JobKey(f"uid:{number % 2}", f"job-{number // 2}")
+            live.append((jobs.open(key), key))
         elif live:
             counted_as, _ = live.pop(-1 - number % len(live))
             jobs.close(counted_as, SessionTotals(num_batches=1))
@@ -86,13 +87,14 @@ def test_jobs_are_bounded_and_no_counter_falls_while_its_job_is_open(
 
 
 def test_only_a_job_without_a_session_makes_room_for_another() -> None:
+    a, b, c, d, e = (JobKey("uid:1", name) for name in "abcde")
     jobs = Jobs(max_jobs=2)
-    assert [jobs.open(name) for name in ("a", "b", "c", "a")] == ["a", "b", OTHERS, "a"]
-    jobs.close("b", SessionTotals(num_batches=5))
-    assert jobs.totals([])["b"].num_batches == 5, "the totals of an ended job can still be read"
-    assert jobs.open("d") == "d"
-    assert jobs.open("b") == OTHERS
-    jobs.close("a", SessionTotals())
-    assert jobs.open("e") == OTHERS, "one of its two sessions is open"
-    jobs.close("a", SessionTotals())
-    assert jobs.open("e") == "e"
+    assert [jobs.open(key) for key in (a, b, c, a)] == [a, b, OTHERS, a]
+    jobs.close(b, SessionTotals(num_batches=5))
+    assert jobs.totals([])[b].num_batches == 5, "the totals of an ended job can still be read"
+    assert jobs.open(d) == d
+    assert jobs.open(b) == OTHERS
+    jobs.close(a, SessionTotals())
+    assert jobs.open(e) == OTHERS, "one of its two sessions is open"
+    jobs.close(a, SessionTotals())
+    assert jobs.open(e) == e

@@ -10,7 +10,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from gyre_client import errors
 from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import RETRY_AFTER, error_from
+from gyre_client.transport.connection import RETRY_AFTER, UNIDENTIFIED, error_from
 
 ADDRESS = parse_address("unix:/run/gyre.sock")
 EVERY_CLASS = sorted(errors.BY_REASON.values(), key=lambda error_class: error_class.__name__)
@@ -124,3 +124,11 @@ def test_a_request_that_is_too_long_is_an_invalid_request(side: str) -> None:
     )
     assert type(error) is errors.InvalidRequest
     assert error.facts == {"num_bytes": "70000", "max_bytes": "65536"}
+
+
+@pytest.mark.parametrize("reason", ["NotAllowed", "LeaseExpired"])
+def test_a_daemon_that_cannot_tell_who_calls_is_asked_again(reason: str) -> None:
+    """It was restarted, or its side channel is not there yet."""
+    info = ErrorInfo(domain="gyre", reason=reason, metadata={UNIDENTIFIED: "ended"})
+    error = error_from(explained(grpc.StatusCode.ABORTED, "connect again", info), ADDRESS)
+    assert type(error) is errors.DaemonUnavailable

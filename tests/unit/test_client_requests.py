@@ -91,9 +91,7 @@ def test_a_choice_is_one_of_the_protocols_values() -> None:
 
 
 def test_plain_values_keep_integers_defaults_and_nesting() -> None:
-    state = pb.SessionState(
-        session_id="s", reader=pb.Reader(job="j", generation=2**63), attached=True
-    )
+    state = pb.SessionState(handle="s", reader=pb.Reader(job="j", generation=2**63), attached=True)
     status = plain(pb.DaemonStatus(pid=7, sessions=[state]))
     assert status["pid"] == 7
     assert status["draining"] is False

@@ -20,11 +20,11 @@ def answer(*sessions: pb.SessionState) -> pb.DaemonStatus:
 
 
 def session(
-    session_id: str = "a", job: str = "train", elapsed_s: float = 2.0, **lately: float
+    handle: str = "a", job: str = "train", elapsed_s: float = 2.0, **lately: float
 ) -> pb.SessionState:
     reader = pb.Reader(job=job, rank=1, world_size=2)
     its = pb.Lately(elapsed_s=elapsed_s, **lately)
-    return pb.SessionState(session_id=session_id, dataset="wiki", reader=reader, lately=its)
+    return pb.SessionState(handle=handle, dataset="wiki", reader=reader, lately=its)
 
 
 def test_the_last_seconds_of_a_session() -> None:
@@ -214,3 +214,9 @@ def test_a_cut_line_begins_like_the_whole_one(text: str, num_columns: int) -> No
         else line.startswith(found.removesuffix("\u2026"))
     )
     assert width(found) <= num_columns
+
+
+def test_the_sessions_of_others_are_counted() -> None:
+    status = pb.DaemonStatus(num_hidden_sessions=3)
+    assert "0 sessions and 3 of other users" in full_text(status, 100)
+    assert summary_lines(status, 100, None)[1].startswith("0 sessions and 3 of other users, ")

@@ -57,3 +57,9 @@ def test_local_batches_that_were_read_together_and_failed() -> None:
     assert "no trainer waited for it" in said
     assert "no such shard" in said
     assert "requests" not in said
+
+
+def test_the_job_of_another_user_has_no_name() -> None:
+    timing = pb.BatchTiming(rank=1, world_size=4, first_step=7, stop_step=8)
+    text = why_text(pb.ExplainStepResponse(timings=[timing]))
+    assert text.startswith("step 7 of a job of another user that shared it, rank 1 of 4, ")

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 from gyre_daemon.monitoring.exposition import Census, new_registry
-from gyre_daemon.monitoring.jobs import SessionGauges, SessionTotals
+from gyre_daemon.monitoring.jobs import JobKey, SessionGauges, SessionTotals
 from gyre_daemon.monitoring.metrics import RequestCount, RequestLabels
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+TRAIN = JobKey("uid:1004", "train")
 HOSTILE = 'a "quoted" \\ back\nnew line {} \u2028 \x1b[31m'
 
 
@@ -34,10 +35,10 @@ CENSUS = Census(
         RequestLabels("file", "read", "ok"): RequestCount(7, 4096),
     },
     totals={
-        "train": SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0, 0.75), 0.25),
-        HOSTILE: SessionTotals(2, 400),
+        TRAIN: SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0, 0.75), 0.25),
+        JobKey("uid:9", HOSTILE): SessionTotals(2, 400),
     },
-    jobs={"train": SessionGauges(2, 3, 1, 8, 300, 600)},
+    jobs={TRAIN: SessionGauges(2, 3, 1, 8, 300, 600)},
     loop_lag=late(-0.1, 0.0, 0.003, 0.0025, 100.0),
 )
 
@@ -59,6 +60,15 @@ def rendered(census: Census) -> str:
         return await asyncio.to_thread(generate_latest, new_registry(lambda: census))
 
     return asyncio.run(scrape()).decode()
+
+
+def test_jobs_of_one_name_and_two_users_are_two_series() -> None:
+    """Prometheus refuses an answer that has a series twice."""
+    totals = {JobKey(f"uid:{number}", "train"): SessionTotals(number) for number in (1, 2)}
+    text = rendered(replace(CENSUS, totals=totals, jobs={}))
+    for number in (1, 2):
+        series = f'gyre_job_batches_sent_total{{job_name="train",user="uid:{number}"}}'
+        assert f"{series} {number}.0\n" in text
 
 
 def test_metrics_are_the_numbers_of_the_census() -> None:
@@ -106,10 +116,11 @@ def test_storage_requests_are_told_apart_by_kind_and_outcome() -> None:
 
 
 def test_shuffle_quality_is_told_by_what_is_measured() -> None:
-    qualities = {"train": {"displacement": 0.9, "spread": 0.5, "mixing": 1.0}}
+    qualities = {TRAIN: {"displacement": 0.9, "spread": 0.5, "mixing": 1.0}}
     text = rendered(replace(CENSUS, qualities=qualities))
-    for of, value in qualities["train"].items():
-        assert f'gyre_job_shuffle_quality{{job_name="train",of="{of}"}} {value}\n' in text
+    for of, value in qualities[TRAIN].items():
+        labels = f'job_name="train",of="{of}",user="uid:1004"'
+        assert f"gyre_job_shuffle_quality{{{labels}}} {value}\n" in text
 
 
 def test_lag_is_a_histogram() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
+from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.reload import Reloader
@@ -26,7 +27,12 @@ class Daemon:
         self.pauses_s: list[float] = []
         self._readings = iter(readings)
         self.reloader = Reloader(
-            running, self.reread, cast("Any", self), cast("Any", self), self.sleep
+            running,
+            self.reread,
+            cast("Any", self),
+            cast("Any", self),
+            Policy(running),
+            self.sleep,
         )
 
     def reread(self) -> DaemonConfig:

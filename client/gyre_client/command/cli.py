@@ -18,6 +18,7 @@ from gyre_client.command.arguments import add_dataset_arguments, interval_s
 from gyre_client.command.bench import add_bench_arguments, bench
 from gyre_client.command.cat import cat
 from gyre_client.command.datasets import datasets, describe
+from gyre_client.command.drain import drain
 from gyre_client.command.formatting import CommandOutput, to_json
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.planning import add_plan_arguments, plan
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         add(index, dataset, "build what is missing of a dataset's index, say what changed")
     )
     add(status, common, "what a daemon is doing")
+    add(drain, common, "stop a daemon, as its operator: it sends the batches in flight and ends")
     live = add(top, common, "what its sessions do, live: how fast, and what holds them up")
     live.add_argument(
         "--interval", type=interval_s, default=1.0, metavar="S", help="seconds between two looks"

@@ -76,6 +76,7 @@ _COLUMNS = (
     _Column("BY", 10, lambda row: _transport(row.session)),
 )
 _MORE_COLUMNS = (
+    _Column("USER", 0, lambda row: row.session.user),
     _Column("READY", 0, lambda row: str(row.session.num_ready)),
     _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
     _Column("HELD", 0, lambda row: str(row.session.num_held)),
@@ -118,6 +119,8 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
     if status.memory_abandoned_bytes:
         abandoned = size(status.memory_abandoned_bytes)
         pairs.append(("abandoned", f"{abandoned}, kept by clients whose sessions are over"))
+    if status.num_hidden_sessions:
+        pairs.append(("sessions", _sessions(status)))
     sent = f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"
     pairs.append(("sent", sent))
     if status.HasField("cache"):
@@ -155,7 +158,7 @@ def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | No
     rates = f"{batches_per_s:,.1f} batches/s, {size(bytes_per_s)}/s"
     lines = [
         cut(f"{daemon}, up {duration(status.uptime_s)}", num_columns),
-        cut(f"{len(status.sessions)} sessions, {rates}; {_memory(status)}", num_columns),
+        cut(f"{_sessions(status)}, {rates}; {_memory(status)}", num_columns),
     ]
     if status.sessions:
         names, ranks = [each.name for each in _COLUMNS], [each.rank for each in _COLUMNS]
@@ -164,6 +167,12 @@ def summary_lines(status: pb.DaemonStatus, num_columns: int, num_lines: int | No
         return lines
     kept = lines[: max(num_lines - 1, 0)]
     return [*kept, cut(f"and {len(lines) - len(kept)} more", num_columns)][:num_lines]
+
+
+def _sessions(status: pb.DaemonStatus) -> str:
+    text = f"{len(status.sessions)} sessions"
+    hidden = status.num_hidden_sessions
+    return f"{text} and {hidden} of other users" if hidden else text
 
 
 def _state(status: pb.DaemonStatus) -> str:

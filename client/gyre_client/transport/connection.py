@@ -88,6 +88,8 @@ def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
     details = failure.details() or ""
     by_status = _BY_STATUS.get(failure.code(), DaemonFault)
     info, facts = _explanation(failure)
+    if UNIDENTIFIED in facts:  # the daemon was restarted, or its side channel is not there yet
+        return DaemonUnavailable(details, facts)
     if info.domain == _DOMAIN:
         return BY_REASON.get(info.reason, by_status)(details, facts)
     if by_status is Overloaded and (sizes := _TOO_LONG.search(details)):
@@ -223,6 +225,10 @@ class Connection:
         """Returns why batches of a step took as long as they did."""
         return self._call(self._stub.ExplainStep, request, CALL_TIMEOUT_S)
 
+    def drain(self) -> pb.DrainResponse:
+        """Lets the daemon stop as on SIGTERM, if this user is one of its operators."""
+        return self._call(self._stub.Drain, pb.DrainRequest(), CALL_TIMEOUT_S)
+
     def stream(
         self, requests: Iterator[pb.StreamRequest]
     ) -> "grpc.CallIterator[pb.StreamResponse]":
@@ -246,13 +252,7 @@ class Connection:
         # The daemon was started or restarted between the connection and the call.
         self._identity.close()
         timeout_s = max(0.0, deadline_s - time.monotonic())
-        metadata = self._identity.metadata(timeout_s)
-        if not metadata:
-            raise DaemonUnavailable(
-                f"the daemon at {self.address.text} cannot tell who calls: its side channel "
-                f"{self.address.side_path} cannot be reached"
-            )
-        return self._call_as(metadata, method, request, timeout_s)
+        return self._call_as(self._identity.metadata(timeout_s), method, request, timeout_s)
 
     def _call_as(
         self,

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Set
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig
@@ -128,7 +128,8 @@ class Catalog:
         A session keeps the dataset that it reads, even if its definition is gone or has changed.
         """
         for name, config in self.datasets.items():
-            if datasets.get(name) != config:
+            after = datasets.get(name)
+            if after is None or replace(after, allow=config.allow) != config:
                 self._open.pop(name, None)
         self.datasets = datasets
 
@@ -136,14 +137,21 @@ class Catalog:
         """Whether the dataset's index is in memory."""
         return name in self._open
 
-    def resolve(self, name: str) -> tuple[str, DatasetConfig]:
+    def resolve(
+        self, name: str, readable: Collection[str] | None = None
+    ) -> tuple[str, DatasetConfig]:
         """A configured dataset.
+
+        Args:
+            name: of the dataset.
+            readable: the names that exist for the one who asks; None for all.
 
         Raises:
             UnknownDataset: there is none of this name; lists those that there are.
         """
-        if name not in self.datasets:
-            known = ", ".join(sorted(self.datasets)) or "none"
+        readable = self.datasets if readable is None else readable
+        if name not in readable or name not in self.datasets:
+            known = ", ".join(sorted(readable)) or "none"
             raise UnknownDataset(
                 f"no dataset is named {name[:200]!r}; this daemon serves: {known}",
                 {"dataset": name[:200]},

@@ -16,6 +16,8 @@ class BatchTiming:
     Attributes:
         dataset: the name of the dataset.
         job: the job for which they were read: that of the shared stream's owner.
+        user: whose job it is.
+        readers: the users whose sessions read them from the shared stream.
         rank: the rank whose part of the global batches they are.
         world_size: the number of ranks.
         first_step: the first step.
@@ -29,6 +31,8 @@ class BatchTiming:
 
     dataset: str
     job: str
+    user: str
+    readers: frozenset[str]
     rank: int
     world_size: int
     first_step: int
@@ -54,12 +58,22 @@ class BatchTimings:
         """Keep one more; where there are too many, the oldest goes."""
         self._kept.append(timing)
 
-    def find(self, dataset: str, step: int, job: str = "") -> Sequence[BatchTiming]:
-        """The timings of a step, the newest first; those of all jobs unless one is named."""
+    def find(
+        self, dataset: str, step: int, job: str = "", reader: str | None = None
+    ) -> Sequence[BatchTiming]:
+        """The timings of a step, the newest first.
+
+        Args:
+            dataset: its name.
+            step: one of those that were read together.
+            job: of this job only; empty for all.
+            reader: only what this user's sessions read; None for all users.
+        """
         return [
             each
             for each in reversed(self._kept)
             if each.dataset == dataset
             and each.first_step <= step < each.stop_step
             and job in ("", each.job)
+            and (reader is None or reader in each.readers)
         ]

@@ -26,11 +26,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gyre_daemon.monitoring.jobs import SessionGauges, SessionTotals
+from gyre_daemon.monitoring.jobs import JobKey, SessionGauges, SessionTotals
 from gyre_daemon.monitoring.metrics import CacheCounts, RequestCount, RequestLabels
 from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
 
-_JOB_LABEL = "job_name"  # `job` is Prometheus's own name for what it scrapes
+_JOB_LABELS = ["job_name", "user"]  # `job` is Prometheus's own name for what it scrapes
 _LOOP_DEADLINE_S = 5.0  # a loop that is later than this has worse trouble than a missing scrape
 
 
@@ -62,9 +62,9 @@ class Census:
     num_bytes_sent: int
     storage: Mapping[RequestLabels, RequestCount] = field(default_factory=dict)
     cache: CacheCounts = field(default_factory=CacheCounts)
-    totals: Mapping[str, SessionTotals] = field(default_factory=dict)
-    jobs: Mapping[str, SessionGauges] = field(default_factory=dict)
-    qualities: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    totals: Mapping[JobKey, SessionTotals] = field(default_factory=dict)
+    jobs: Mapping[JobKey, SessionGauges] = field(default_factory=dict)
+    qualities: Mapping[JobKey, Mapping[str, float]] = field(default_factory=dict)
     loop_lag: LoopLag = field(default_factory=LoopLag)
     memory_abandoned_bytes: int = 0
 
@@ -151,24 +151,26 @@ def families(census: Census) -> Iterator[Metric]:
     yield from _cache(census.cache)
     yield _loop_lag(census.loop_lag)
     for name, attribute, text in _JOB_COUNTERS:
-        counter = CounterMetricFamily(name, text, labels=[_JOB_LABEL])
+        counter = CounterMetricFamily(name, text, labels=_JOB_LABELS)
         for job, totals in census.totals.items():
-            counter.add_metric([job], attrgetter(attribute)(totals))
+            counter.add_metric([job.name, job.user], attrgetter(attribute)(totals))
         yield counter
     for name, attribute, text in _JOB_GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=[_JOB_LABEL])
+        gauge = GaugeMetricFamily(name, text, labels=_JOB_LABELS)
         for job in census.totals:
-            gauge.add_metric([job], attrgetter(attribute)(census.jobs.get(job, SessionGauges())))
+            gauge.add_metric(
+                [job.name, job.user], attrgetter(attribute)(census.jobs.get(job, SessionGauges()))
+            )
         yield gauge
     yield _shuffle(census.qualities)
 
 
-def _shuffle(qualities: Mapping[str, Mapping[str, float]]) -> Metric:
+def _shuffle(qualities: Mapping[JobKey, Mapping[str, float]]) -> Metric:
     what = "How well a job's last batches were shuffled: 1 is uniform, 0 the order of sample ids."
-    gauge = GaugeMetricFamily("gyre_job_shuffle_quality", what, labels=[_JOB_LABEL, "of"])
+    gauge = GaugeMetricFamily("gyre_job_shuffle_quality", what, labels=[*_JOB_LABELS, "of"])
     for job, quality in qualities.items():
         for of, value in quality.items():
-            gauge.add_metric([job, of], value)
+            gauge.add_metric([job.name, job.user, of], value)
     return gauge
 
 

@@ -10,11 +10,26 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from operator import add
+from typing import NamedTuple
 
 from gyre_daemon.monitoring.occupancy import WindowTimes
 
 MAX_JOBS = 64  # each has some 15 time series in Prometheus
-OTHERS = "_others"  # stands for all jobs that are not told apart
+
+
+class JobKey(NamedTuple):
+    """A job, whose name is unique among those of one user.
+
+    Attributes:
+        user: whose job it is: the name of a principal.
+        name: as the client chose it.
+    """
+
+    user: str
+    name: str
+
+
+OTHERS = JobKey("", "_others")  # stands for all jobs that are not told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,46 +93,48 @@ class Jobs:
     def __init__(self, max_jobs: int = MAX_JOBS) -> None:
         self._max_jobs = max_jobs
         # jobs without a session stand in the order in which they lost it
-        self._jobs: OrderedDict[str, _Job] = OrderedDict()
+        self._jobs: OrderedDict[JobKey, _Job] = OrderedDict()
 
-    def open(self, name: str) -> str:
+    def open(self, key: JobKey) -> JobKey:
         """Count a session that opens.
 
         Returns:
-            The name that the session is counted under until it is closed.
+            The job that the session is counted under until it is closed.
         """
-        if name not in self._jobs and not self._make_room():
-            name = OTHERS
-        self._jobs.setdefault(name, _Job()).num_open += 1
-        return name
+        if key not in self._jobs and not self._make_room():
+            key = OTHERS
+        self._jobs.setdefault(key, _Job()).num_open += 1
+        return key
 
-    def close(self, name: str, totals: SessionTotals) -> None:
-        """Keep the totals of a session that was counted under this name and has ended."""
-        job = self._jobs[name]
+    def close(self, key: JobKey, totals: SessionTotals) -> None:
+        """Keep the totals of a session that was counted under this job and has ended."""
+        job = self._jobs[key]
         job.past += totals
         job.num_open -= 1
-        self._jobs.move_to_end(name)
+        self._jobs.move_to_end(key)
 
-    def totals(self, live: Iterable[tuple[str, SessionTotals]]) -> Mapping[str, SessionTotals]:
+    def totals(
+        self, live: Iterable[tuple[JobKey, SessionTotals]]
+    ) -> Mapping[JobKey, SessionTotals]:
         """The totals of each job, over its closed and its open sessions.
 
         Args:
-            live: for each open session, the name that it is counted under and its totals now.
+            live: for each open session, the job that it is counted under and its totals now.
         """
-        sums = {name: job.past for name, job in self._jobs.items()}
-        for name, totals in live:
-            sums[name] += totals
+        sums = {key: job.past for key, job in self._jobs.items()}
+        for key, totals in live:
+            sums[key] += totals
         return sums
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[JobKey]:
         return iter(self._jobs)
 
     def _make_room(self) -> bool:
         """Forget an idle job if there are too many; False where all have sessions."""
-        names = [name for name in self._jobs if name != OTHERS]
-        if len(names) < self._max_jobs:
+        keys = [key for key in self._jobs if key != OTHERS]
+        if len(keys) < self._max_jobs:
             return True
-        idle = next((name for name in names if not self._jobs[name].num_open), None)
+        idle = next((key for key in keys if not self._jobs[key].num_open), None)
         if idle is None:
             return False
         del self._jobs[idle]

@@ -35,7 +35,8 @@ def start_log(level: str, style: str = "json") -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     is_text = style == "text" or (style == "auto" and sys.stderr.isatty())
-    handler.setFormatter(_TextFormatter() if is_text else _JsonFormatter())
+    handler.setFormatter(_TextFormatter() if is_text else JsonFormatter())
+    handler.setLevel(level.upper())  # lines of the audit log are made at any level
     _LOGGER.handlers[:] = [handler]
     _LOGGER.propagate = False
     _LOGGER.setLevel(level.upper())
@@ -62,8 +63,11 @@ def _shown(value: object) -> str:
     return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
-class _JsonFormatter(logging.Formatter):
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line, in UTC; what is not ASCII is escaped."""
+
     def format(self, record: logging.LogRecord) -> str:
+        """The line of an event."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -31,10 +31,12 @@ class Flow:
         name: of the job.
         weight: its share relative to other flows, above 0. It may be changed at any time and counts
             from the next turn.
+        user: whose job it is: the name of a principal.
     """
 
     name: str
     weight: float = 1.0
+    user: str = ""
 
 
 NO_JOB = Flow("")  # for the daemon's own work, such as indexes and probes

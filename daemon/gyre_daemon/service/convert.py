@@ -172,7 +172,8 @@ def from_session(session: Session) -> pb.SessionState:
     reader, consumer, quality = session.request.reader, session.consumer, session.shuffle.quality
     gauges, totals = session.gauges, session.totals
     return pb.SessionState(
-        session_id=session.session_id,
+        handle=session.handle,
+        user=session.request.owner.name,
         dataset=session.request.dataset.name,
         reader=pb.Reader(**asdict(reader)),
         next_step=consumer.next_step,
@@ -234,6 +235,14 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
     )
 
 
+def hide_others(status: pb.DaemonStatus) -> None:
+    """Leave in a status what tells nothing of sessions that are not in it, and their datasets."""
+    for field in ("storage", "endpoints", "cache"):
+        status.ClearField(field)
+    status.num_batches_sent = sum(each.num_batches_sent for each in status.sessions)
+    status.num_bytes_sent = sum(each.num_bytes_sent for each in status.sessions)
+
+
 def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
     """The limits and queues of an object storage; `now` is a time of the loop's clock."""
     return pb.EndpointState(
@@ -245,10 +254,16 @@ def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:
     )
 
 
-def from_timing(timing: BatchTiming, now: float) -> pb.BatchTiming:
-    """The timing of a batch; `now` is a time of the clock that it was taken with."""
+def from_timing(timing: BatchTiming, now: float, reader: str | None) -> pb.BatchTiming:
+    """The timing of a batch.
+
+    Args:
+        timing: of the batch.
+        now: a time of the clock that it was taken with.
+        reader: the user who may see it, and the names of no other user's jobs; None for all.
+    """
     return pb.BatchTiming(
-        job=timing.job,
+        job=timing.job if reader in (None, timing.user) else "",
         rank=timing.rank,
         world_size=timing.world_size,
         first_step=timing.first_step,

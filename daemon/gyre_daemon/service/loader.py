@@ -1,29 +1,29 @@
 """The methods of the protocol. Each converts its request, calls the part that acts, and answers."""
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from gyre_daemon.config import DatasetConfig
+from gyre_daemon.access.policy import Policy
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.cost import estimate_costs
-from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.errors import GyreError, InvalidRequest
-from gyre_daemon.order.cursor import joined_at
-from gyre_daemon.order.planner import Order, check_ranks, planner_for
+from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
+from gyre_daemon.order.planner import check_ranks, planner_for
+from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
+from gyre_daemon.service.audit import audited_refusals
 from gyre_daemon.service.identity import Callers
+from gyre_daemon.service.opening import SessionOpener
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.sessions.census import take_census
-from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.location import parse_location
@@ -44,24 +44,40 @@ class LoaderService(pb_grpc.LoaderServicer):
         catalog: Catalog,
         sessions: SessionTable,
         callers: Callers,
+        policy: Policy,
         copy_workers: CopyWorkers,
         prefetch_batches: int,
+        drain: Callable[[], float],
     ) -> None:
+        """Serve what the parts can do.
+
+        Args:
+            catalog: the datasets.
+            sessions: those that are open.
+            callers: tells who calls.
+            policy: tells what each caller may do.
+            copy_workers: counted in the status.
+            prefetch_batches: the window of a session that asks for none; 0 for the default.
+            drain: lets the daemon stop, and returns the seconds until it does at the latest.
+        """
         self._catalog = catalog
         self._sessions = sessions
         self._callers = callers
+        self._policy = policy
         self._copy_workers = copy_workers
-        self._prefetch_batches = prefetch_batches
+        self._opener = SessionOpener(catalog, sessions, policy, prefetch_batches)
+        self._drain = drain
         self._started = time.monotonic()
 
     @answers_errors
     async def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: Context
     ) -> pb.ListDatasetsResponse:
-        """List the datasets of the configuration."""
-        self._callers.identify(context)
+        """List the configured datasets that the caller may read."""
+        caller = self._callers.identify(context)
         response = pb.ListDatasetsResponse()
-        for name, config in sorted(self._catalog.datasets.items()):
+        for name in self._policy.readable(caller):
+            config = self._catalog.datasets[name]
             uri, is_open = parse_location(config.uri).text, self._catalog.is_open(name)
             response.datasets.add(name=name, format=config.format, uri=uri, open=is_open)
         return response
@@ -71,26 +87,27 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.DescribeDatasetRequest, context: Context
     ) -> pb.DatasetDescription:
         """Describe one dataset; opens it."""
-        self._callers.identify(context)
-        return convert.from_dataset(await self._catalog.open(*self._resolve(request.dataset)))
+        caller = self._callers.identify(context)
+        name, config = self._opener.resolve(request.dataset, caller)
+        return convert.from_dataset(await self._catalog.open(name, config))
 
     @answers_errors
     async def IndexDataset(
         self, request: pb.IndexDatasetRequest, context: Context
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
-        self._callers.identify(context)
-        name, config = self._resolve(request.dataset)
+        caller = self._callers.identify(context)
+        name, config = self._opener.resolve(request.dataset, caller)
         async for progress in self._catalog.index(name, config, with_checksums=request.checksums):
             yield convert.from_progress(progress)
 
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
-        self._callers.identify(context)
+        caller = self._callers.identify(context)
         order, world_size = requests.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
-        dataset = await self._catalog.open(*self._resolve(request.dataset))
+        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
         if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
             raise InvalidRequest(
                 f"an answer holds at most {_MAX_PLANNED_SAMPLES} sample ids; "
@@ -112,8 +129,8 @@ class LoaderService(pb_grpc.LoaderServicer):
     @answers_errors
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
         """Estimate what each order costs."""
-        self._callers.identify(context)
-        dataset = await self._catalog.open(*self._resolve(request.dataset))
+        caller = self._callers.identify(context)
+        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
         question = requests.to_cost_question(request, dataset)
         report = await asyncio.to_thread(estimate_costs, dataset.index, question)
         return convert.from_cost_report(report, question, dataset)
@@ -124,23 +141,13 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> pb.SessionOpened:
         """Open a session, which begins to fetch at once."""
         owner, peer = self._callers.identify(context), self._callers.peer(context)
-        order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
-        dataset = await self._catalog.open(*self._resolve(request.dataset))
-        wanted = SessionRequest(
-            owner,
-            dataset,
-            self._joined(request, order, dataset),
-            reader,
-            request.num_epochs,
-            request.cursor,
-            request.prefetch_batches or self._prefetch_batches,
-            request.step if request.HasField("step") else None,
-        )
-        session = await self._sessions.open(wanted)
+        with audited_refusals(owner, request, self._policy):
+            session = await self._opener.open(owner, request)
         wants_arenas = request.transport == pb.TRANSPORT_ARENA
         if peer and wants_arenas and session.share_arenas(peer):
-            facts = {"session": session.session_id, "pid": owner.pid, "uid": owner.uid}
+            facts = {"session": session.handle, "pid": owner.pid, "uid": owner.uid}
             log_event("arena shared", facts)
+        dataset = session.request.dataset
         return pb.SessionOpened(
             session_id=session.session_id,
             first_step=session.first_step,
@@ -159,11 +166,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request_iterator: AsyncIterator[pb.StreamRequest], context: Context
     ) -> AsyncIterator[pb.StreamResponse]:
         """Run a session's control stream; the session ends with it."""
-        self._callers.identify(context)
+        caller = self._callers.identify(context)
         first = await anext(request_iterator, pb.StreamRequest())
         if first.WhichOneof("event") != "attach":
             raise InvalidRequest("the first message of a stream must be `attach`")
-        session = self._sessions.get(first.attach.session_id)
+        session = self._sessions.get(first.attach.session_id, caller)
         session.attach()
         listening = asyncio.create_task(self._listen(session, request_iterator))
         try:
@@ -180,8 +187,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.ReadPayloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
         """Send the payload of inline batches, as serialized PayloadChunk messages."""
-        self._callers.identify(context)
-        payloads = self._sessions.get(request.session_id).payloads
+        caller = self._callers.identify(context)
+        payloads = self._sessions.get(request.session_id, caller).payloads
         while num_bytes := await payloads.next():
             for begin in range(0, num_bytes, _CHUNK_BYTES):
                 part = payloads.part(begin, _CHUNK_BYTES)
@@ -193,62 +200,63 @@ class LoaderService(pb_grpc.LoaderServicer):
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context
     ) -> pb.CloseSessionResponse:
-        """End a session; a session that does not exist counts as ended."""
-        self._callers.identify(context)
-        self._close(request.session_id)
+        """End a session of the caller; a session that does not exist counts as ended."""
+        caller = self._callers.identify(context)
+        with contextlib.suppress(LeaseExpired):
+            self._close(self._sessions.get(request.session_id, caller).session_id)
         return pb.CloseSessionResponse()
 
     @answers_errors
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
-        """Report the state of the daemon and of all its sessions."""
-        self._callers.identify(context)
+        """Report the state of the daemon, and of the sessions that the caller may see."""
+        caller = self._callers.identify(context)
         now = time.monotonic()
         status = convert.from_census(take_census(self._sessions), has_cache=self._catalog.has_cache)
         status.pid = os.getpid()
         status.uptime_s = now - self._started
         status.num_copy_workers = len(self._copy_workers.pids)
-        status.sessions.extend(map(convert.from_session, self._sessions))
         status.endpoints.extend(convert.from_endpoint(e, now) for e in self._catalog.endpoints)
+        sessions, is_admin = list(self._sessions), self._policy.is_admin(caller)
+        shown = [each for each in sessions if is_admin or each.request.owner.name == caller.name]
+        status.sessions.extend(map(convert.from_session, shown))
+        status.num_hidden_sessions = len(sessions) - len(shown)
+        if not self._policy.sees_all(caller):
+            convert.hide_others(status)
         return status
 
     @answers_errors
     async def ExplainStep(
         self, request: pb.ExplainStepRequest, context: Context
     ) -> pb.ExplainStepResponse:
-        """Report the timings of the batches of one step."""
-        self._callers.identify(context)
-        name, _ = self._resolve(request.dataset)
+        """Report the timings of the batches of one step, as far as the caller's jobs read them."""
+        caller = self._callers.identify(context)
+        name, _ = self._opener.resolve(request.dataset, caller)
         resources = self._sessions.resources
-        found = resources.timings.find(name, request.step, request.job)
+        reader = None if self._policy.is_admin(caller) else caller.name
+        found = resources.timings.find(name, request.step, request.job, reader)
         if not found:
+            whose = "that were read" if reader is None else "that your jobs read"
             raise InvalidRequest(
                 f"no batch of step {request.step} of `{name}` is among the last "
-                f"{len(resources.timings)} that were read: it was not read yet, or too long ago"
+                f"{whose}: it was not read yet, or too long ago"
             )
         return pb.ExplainStepResponse(
-            timings=[convert.from_timing(each, resources.clock()) for each in found]
+            timings=[convert.from_timing(each, resources.clock(), reader) for each in found]
         )
 
-    def _resolve(self, ref: pb.DatasetRef) -> tuple[str, DatasetConfig]:
-        match ref.WhichOneof("ref"):
-            case "name":
-                return self._catalog.resolve(ref.name)
-            case "ad_hoc":
-                return self._catalog.resolve_ad_hoc(requests.to_ad_hoc(ref.ad_hoc))
-        raise InvalidRequest("the request names no dataset")
-
-    def _joined(self, request: pb.OpenSessionRequest, order: Order, dataset: Dataset) -> Order:
-        """The order, starting where a running job reads if the request asks to join one."""
-        if request.join != pb.JOIN_ROTATE:
-            return order
-        if request.cursor:
-            return replace(order, start_position=joined_at(request.cursor))
-        if request.reader.rank:
-            raise InvalidRequest(
-                f"rank {request.reader.rank} cannot choose where its job joins; "
-                "open rank 0 first and load its state_dict() on every rank"
+    @answers_errors
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Let the daemon stop, if an operator asks for it."""
+        caller = self._callers.identify(context)
+        facts = {"user": caller.name, "pid": caller.pid}
+        if not self._policy.is_admin(caller):
+            audit_event("drain refused", facts)
+            raise NotAllowed(
+                f"{caller.name} is no operator of this daemon; ask one of those that `admin` in "
+                "its configuration names, by default its own user and root"
             )
-        return replace(order, start_position=self._sessions.hot_position(dataset, order))
+        audit_event("drain asked", facts)
+        return pb.DrainResponse(num_sessions=len(list(self._sessions)), timeout_s=self._drain())
 
     async def _listen(self, session: Session, messages: AsyncIterator[pb.StreamRequest]) -> None:
         """Act on the client's messages until it ends the stream."""

@@ -30,6 +30,8 @@ _MODES: dict[int, OrderMode] = {
 _MIN_IO_BLOCK_BYTES, _MAX_IO_BLOCK_BYTES = 512, 1 << 30
 _MAX_WINDOW_BLOCKS = 1 << 16
 _MAX_JOB_CHARS = 200
+# Beyond it lies no Unix time in milliseconds, and a client could not tell it from a damaged one.
+_MAX_GENERATION = 1 << 53
 
 
 def to_order(message: pb.OrderSpec) -> Order:
@@ -81,11 +83,16 @@ def to_reader(message: pb.Reader) -> Reader:
     """The job and rank that read.
 
     Raises:
-        InvalidRequest: the job has no name, or one that is too long.
+        InvalidRequest: the job has no name, or one that is too long; or the generation is absurd.
     """
     if not 1 <= len(message.job) <= _MAX_JOB_CHARS:
         raise InvalidRequest(
             f"a job's name must have 1 to {_MAX_JOB_CHARS} characters, but has {len(message.job)}"
+        )
+    if message.generation > _MAX_GENERATION:
+        raise InvalidRequest(
+            f"generation {message.generation} is too large; it must be at most {_MAX_GENERATION}, "
+            "such as a count or a Unix time in milliseconds"
         )
     return Reader(message.job, message.rank, message.world_size or 1, message.generation)
 

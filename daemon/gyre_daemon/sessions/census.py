@@ -1,21 +1,30 @@
 """Takes the census of a daemon: what its status and its metrics say at the moment of asking."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from gyre_daemon import __version__
 from gyre_daemon.monitoring.exposition import Census
-from gyre_daemon.monitoring.jobs import SessionGauges
+from gyre_daemon.monitoring.jobs import OTHERS, JobKey, SessionGauges, SessionTotals
 from gyre_daemon.order.quality import ShuffleQuality, average
 from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.sessions.table import SessionTable
 
 
-def take_census(sessions: SessionTable, loop_lag: LoopLag | None = None) -> Census:
-    """The state of a daemon now."""
+def take_census(
+    sessions: SessionTable, loop_lag: LoopLag | None = None, *, with_names: bool = True
+) -> Census:
+    """The state of a daemon now.
+
+    Args:
+        sessions: those that are open.
+        loop_lag: of the event loop.
+        with_names: whether jobs are told apart; otherwise all count as `OTHERS`.
+    """
     budget, metrics = sessions.resources.budget, sessions.resources.metrics
-    by_job = list(sessions.by_job())
-    jobs: dict[str, SessionGauges] = {}
-    qualities: dict[str, list[ShuffleQuality]] = {}
+    by_job = [(job if with_names else OTHERS, session) for job, session in sessions.by_job()]
+    jobs: dict[JobKey, SessionGauges] = {}
+    qualities: dict[JobKey, list[ShuffleQuality]] = {}
     for job, session in by_job:
         jobs[job] = jobs.get(job, SessionGauges()) + session.gauges
         if quality := session.shuffle.quality:
@@ -30,8 +39,16 @@ def take_census(sessions: SessionTable, loop_lag: LoopLag | None = None) -> Cens
         num_bytes_sent=metrics.num_bytes_sent,
         storage=metrics.storage,
         cache=metrics.cache,
-        totals=metrics.jobs.totals((job, session.totals) for job, session in by_job),
+        totals=_totals(sessions, with_names=with_names),
         jobs=jobs,
         qualities={job: asdict(average(each)) for job, each in qualities.items()},
         loop_lag=loop_lag or LoopLag(),
     )
+
+
+def _totals(sessions: SessionTable, *, with_names: bool) -> Mapping[JobKey, SessionTotals]:
+    live = ((job, session.totals) for job, session in sessions.by_job())
+    totals = sessions.resources.metrics.jobs.totals(live)
+    if with_names or not totals:
+        return totals
+    return {OTHERS: sum(totals.values(), start=SessionTotals())}

@@ -35,7 +35,7 @@ class Reader:
     """The rank of a job that reads.
 
     Attributes:
-        job: the job's name.
+        job: the job's name, which is unique among those of one user.
         rank: its number, in `[0, world_size)`.
         world_size: the number of ranks.
         generation: grows with every attempt of the same rank; the newest wins.

@@ -61,7 +61,9 @@ class Session:
 
     Attributes:
         planner: computes the samples of each step.
-        session_id: a secret; a client that knows it may use the session.
+        session_id: a secret, and of use to its owner only.
+        handle: tells the session apart in the status and the log; no secret.
+        opened_at: when it was opened, on the daemon's clock.
         request: what its client asked for.
         shuffle: measures how well the samples that were sent are shuffled.
         attached: whether the control stream of a client is connected to it.
@@ -91,6 +93,7 @@ class Session:
         order, reader = request.order, request.reader
         self.planner = planner
         self.session_id = secrets.token_hex(16)
+        self.handle = secrets.token_hex(4)
         self.request = request
         self.shuffle = ShuffleMeter(planner.num_samples)
         self.attached = False
@@ -116,7 +119,7 @@ class Session:
         self._sendable = asyncio.Event()
         self._ended: GyreError | None = None
         self._draining = False
-        self._seen = self._resources.clock()
+        self._seen = self.opened_at = self._resources.clock()
         self._occupancy = Occupancy(self._seen)
         self._recorder = Recorder(self._seen)
         self.share = self._granted = self._reserve()

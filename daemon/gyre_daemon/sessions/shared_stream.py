@@ -328,11 +328,13 @@ class SharedStream:
             slot.arena.release()
         if self.stream.is_closed:
             return
-        total_s, spec = clock() - began, self._spec
+        total_s, spec, members = clock() - began, self._spec, self._streams.members
         self.storage_share.add(delays.storage_s, total_s)
         timing = BatchTiming(
             spec.dataset.name,
             self._flow.name,
+            self._flow.user,
+            frozenset(members[segment.consumer].flow.user for segment in self.stream.segments),
             spec.rank,
             spec.world_size,
             fetch.plan.first_step,

@@ -3,14 +3,16 @@
 import asyncio
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
+from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
+from gyre_daemon.monitoring.jobs import JobKey
 from gyre_daemon.order.planner import Order, planner_for
-from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.fair import NO_JOB, Flow
 from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.room import make_room
@@ -19,7 +21,7 @@ from gyre_daemon.sessions.shared_stream import DaemonResources
 
 
 class SessionTable:
-    """The sessions of a daemon, by id; a rank of a job has at most one."""
+    """The sessions of a daemon, by id; a rank of a user's job has at most one."""
 
     def __init__(self, resources: DaemonResources, weights: Mapping[str, float]) -> None:
         """A table without sessions.
@@ -31,8 +33,8 @@ class SessionTable:
         self.resources = resources
         self._weights = weights
         self._sessions: dict[str, Session] = {}
-        self._counted_as: dict[str, str] = {}  # the job's name in the metrics, by session
-        self._flows: WeakValueDictionary[str, Flow] = WeakValueDictionary()
+        self._counted_as: dict[str, JobKey] = {}  # the job in the metrics, by session
+        self._flows: WeakValueDictionary[JobKey, Flow] = WeakValueDictionary()
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
@@ -42,7 +44,7 @@ class SessionTable:
         return iter(list(self._sessions.values()))
 
     async def open(self, request: SessionRequest) -> Session:
-        """Open a session, which begins to fetch; an older one of the same rank is fenced.
+        """Open a session, which begins to fetch; its user's older one of the same rank is fenced.
 
         Raises:
             Fenced: a newer generation of this rank is here already.
@@ -59,9 +61,11 @@ class SessionTable:
             NO_JOB, 0, 0, lambda: planner_for(request.order, request.dataset.index)
         )
         await make_room(request, self._sessions.values(), resources)
-        reader = request.reader
+        reader, owner = request.reader, request.owner
         for other in self:
             theirs = other.request.reader
+            if other.request.owner.name != owner.name:
+                continue
             if (theirs.job, theirs.rank) != (reader.job, reader.rank):
                 continue
             if theirs.generation > reader.generation:
@@ -73,31 +77,29 @@ class SessionTable:
                 other.session_id,
                 Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"),
             )
-        session = Session(request, planner, self._flow(reader.job), resources)
+        key = JobKey(owner.name, reader.job)
+        session = Session(request, planner, self._flow(key), resources)
         self._sessions[session.session_id] = session
-        self._counted_as[session.session_id] = resources.metrics.jobs.open(reader.job)
+        self._counted_as[session.session_id] = resources.metrics.jobs.open(key)
         self._empty.clear()
         try:
             await session.start()
         except BaseException:
             self.close(session.session_id, GyreError("the session could not start"))
             raise
-        log_event(
-            "session open",
-            {
-                "session": session.session_id,
-                "dataset": request.dataset.name,
-                "job": reader.job,
-                "rank": reader.rank,
-            },
-        )
+        audit_event("session open", _facts(session))
         return session
 
-    def hot_position(self, dataset: Dataset, order: Order) -> int:
+    def hot_position(self, dataset: Dataset, order: Order, may_read: Callable[[str], bool]) -> int:
         """Where a job that comes late should begin: its samples are at hand there.
 
         This is the position, as that of a job which started at 0, where a stream of the same order
         on the same data is furthest; 0 if there is none.
+
+        Args:
+            dataset: what the job reads.
+            order: how it goes through it.
+            may_read: whether its user may read a dataset; streams of others are not looked at.
         """
         order = replace(order, start_position=0)
         return max(
@@ -105,6 +107,7 @@ class SessionTable:
                 streams.spec.planner.running_position(stream.next_to_begin)
                 for streams in self.resources.streams.values()
                 if streams.spec.dataset.fingerprint == dataset.fingerprint
+                and may_read(streams.spec.dataset.name)
                 and replace(streams.spec.order, start_position=0) == order
                 for stream in streams.state.streams
             ),
@@ -114,26 +117,28 @@ class SessionTable:
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """These weights count from now on, for jobs that read already too."""
         self._weights = weights
-        for job, flow in list(self._flows.items()):
-            flow.weight = self._weight(job)
+        for key, flow in list(self._flows.items()):
+            flow.weight = self._weight(key.name)
 
-    def by_job(self) -> Iterator[tuple[str, Session]]:
-        """All sessions that are open, each with the name of its job in the metrics."""
+    def by_job(self) -> Iterator[tuple[JobKey, Session]]:
+        """All sessions that are open, each with its job in the metrics."""
         for session in self:
             yield self._counted_as[session.session_id], session
 
-    def get(self, session_id: str) -> Session:
-        """An open session.
+    def get(self, session_id: str, caller: Principal) -> Session:
+        """An open session of the caller.
 
         Raises:
-            LeaseExpired: no session has this id, or it has ended.
+            LeaseExpired: no session of the caller has this id, or it has ended. A session of
+                somebody else is as good as none.
         """
-        if session_id not in self._sessions:
+        session = self._sessions.get(session_id)
+        if session is None or session.request.owner.name != caller.name:
             raise LeaseExpired(
-                f"session {session_id[:64]!r} is not open: its lease ran out, or the daemon was "
-                "restarted; open it again"
+                "the session is not open: its lease ran out, or the daemon was restarted; open it "
+                "again"
             )
-        return self._sessions[session_id]
+        return session
 
     def close(self, session_id: str, reason: GyreError) -> None:
         """End a session, if it is open."""
@@ -143,12 +148,14 @@ class SessionTable:
                 self._empty.set()
             self.resources.metrics.jobs.close(self._counted_as.pop(session_id), session.totals)
             session.end(reason)
+            totals = session.totals
             facts = {
-                "session": session_id,
-                "batches": session.totals.num_batches,
+                "batches": totals.num_batches,
+                "bytes": totals.num_bytes,
+                "seconds": round(self.resources.clock() - session.opened_at, 3),
                 "reason": reason,
             }
-            log_event("session closed", facts)
+            audit_event("session closed", _facts(session) | facts)
 
     async def watch_leases(self) -> None:
         """End each session whose client is silent for longer than its lease; never returns."""
@@ -176,17 +183,30 @@ class SessionTable:
                 Draining("the daemon stopped; open the session again with the last cursor"),
             )
 
-    def _flow(self, job: str) -> Flow:
-        """All sessions of a job are one flow."""
-        flow = self._flows.get(job)
+    def _flow(self, key: JobKey) -> Flow:
+        """All sessions of a user's job are one flow."""
+        flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[job] = Flow(job, self._weight(job))
+            flow = self._flows[key] = Flow(key.name, self._weight(key.name), key.user)
         return flow
 
     def _weight(self, job: str) -> float:
         """The weight of the first pattern that the job's name matches."""
         pairs = self._weights.items()
         return next((weight for name, weight in pairs if fnmatch.fnmatchcase(job, name)), 1.0)
+
+
+def _facts(session: Session) -> dict[str, object]:
+    """What a session is in the audit log."""
+    request = session.request
+    return {
+        "session": session.handle,
+        "user": request.owner.name,
+        "pid": request.owner.pid,
+        "dataset": request.dataset.name,
+        "job": request.reader.job,
+        "rank": request.reader.rank,
+    }
 
 
 def _who(reader: Reader) -> str:

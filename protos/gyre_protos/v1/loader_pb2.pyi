@@ -757,8 +757,8 @@ Global___PlanStepResponse: _TypeAlias = PlanStepResponse  # noqa: Y015
 class Reader(_message.Message):
     """---- sessions ------------------------------------------------------------------------------------------------------
 
-    One rank of one job. A session with the same job and rank and an equal or newer generation fences the session before it; an
-    older generation is refused.
+    One rank of one job. A user's session with the same job and rank and an equal or newer generation fences the session before it; an
+    older generation is refused. Jobs of different users have nothing to do with each other, whatever their names.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -771,6 +771,7 @@ class Reader(_message.Message):
     rank: _builtins.int
     world_size: _builtins.int
     generation: _builtins.int
+    """a count, or a Unix time in milliseconds; at most 2^53"""
     def __init__(
         self,
         *,
@@ -855,6 +856,7 @@ class SessionOpened(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
+    """a secret, and of use to the same user only"""
     first_step: _builtins.int
     num_samples: _builtins.int
     """N, of the dataset"""
@@ -1410,7 +1412,7 @@ class SessionState(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_ID_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     DATASET_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
     NEXT_STEP_FIELD_NUMBER: _builtins.int
@@ -1434,7 +1436,9 @@ class SessionState(_message.Message):
     QUALITY_FIELD_NUMBER: _builtins.int
     WAIT_PROCESSOR_S_FIELD_NUMBER: _builtins.int
     LATELY_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
+    USER_FIELD_NUMBER: _builtins.int
+    handle: _builtins.str
+    """tells sessions apart; the session's id is a secret"""
     dataset: _builtins.str
     next_step: _builtins.int
     """the next step to be sent"""
@@ -1469,6 +1473,8 @@ class SessionState(_message.Message):
     """how long the trainer waited for a batch, as its client reported"""
     wait_processor_s: _builtins.float
     """with credit, waiting for a processor to copy or decode the next batch"""
+    user: _builtins.str
+    """whose it is: "uid:1004", "token:NAME", "certificate:NAME" or "anonymous" """
     @_builtins.property
     def reader(self) -> Global___Reader: ...
     @_builtins.property
@@ -1480,7 +1486,7 @@ class SessionState(_message.Message):
     def __init__(
         self,
         *,
-        session_id: _builtins.str = ...,
+        handle: _builtins.str = ...,
         dataset: _builtins.str = ...,
         reader: Global___Reader | None = ...,
         next_step: _builtins.int = ...,
@@ -1504,10 +1510,11 @@ class SessionState(_message.Message):
         quality: Global___ShuffleQuality | None = ...,
         wait_processor_s: _builtins.float = ...,
         lately: Global___Lately | None = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lately", b"lately", "quality", b"quality", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "quality", b"quality", "reader", b"reader", "session_id", b"session_id", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "quality", b"quality", "reader", b"reader", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1613,6 +1620,10 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class DaemonStatus(_message.Message):
+    """Who may not read every dataset gets neither `storage`, `endpoints` nor `cache`, and in `num_batches_sent` and `num_bytes_sent`
+    what its own open sessions were sent.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -1628,6 +1639,7 @@ class DaemonStatus(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     NUM_COPY_WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_HIDDEN_SESSIONS_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
@@ -1640,6 +1652,8 @@ class DaemonStatus(_message.Message):
     num_bytes_sent: _builtins.int
     num_copy_workers: _builtins.int
     """processes that copy local samples now; 0: the kernel copies"""
+    num_hidden_sessions: _builtins.int
+    """of other users; only operators see all sessions"""
     memory_abandoned_bytes: _builtins.int
     """of arenas that the daemon no longer uses and clients still map; part of the budget"""
     @_builtins.property
@@ -1668,11 +1682,12 @@ class DaemonStatus(_message.Message):
         endpoints: _abc.Iterable[Global___EndpointState] | None = ...,
         cache: Global___CacheCount | None = ...,
         num_copy_workers: _builtins.int = ...,
+        num_hidden_sessions: _builtins.int = ...,
         memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1815,6 +1830,45 @@ class EndpointState(_message.Message):
 Global___EndpointState: _TypeAlias = EndpointState  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    num_sessions: _builtins.int
+    """that are open"""
+    timeout_s: _builtins.float
+    """the daemon ends after this time at the latest, whatever they do"""
+    def __init__(
+        self,
+        *,
+        num_sessions: _builtins.int = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_sessions", b"num_sessions", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
 class ExplainStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1848,7 +1902,7 @@ class ExplainStepResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchTiming]:
-        """the newest first"""
+        """the newest first; those that were read for the caller's jobs, and all for an operator"""
 
     def __init__(
         self,
@@ -1889,6 +1943,7 @@ class BatchTiming(_message.Message):
     SLOWEST_FIELD_NUMBER: _builtins.int
     STORAGE_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
+    """empty: another user's, which shared what was read"""
     rank: _builtins.int
     world_size: _builtins.int
     first_step: _builtins.int

@@ -89,6 +89,11 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/gyre_protos.v1.Loader/Drain',
+                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.DrainRequest.SerializeToString,
+                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class LoaderServicer:
@@ -167,6 +172,13 @@ class LoaderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """For operators: the daemon stops as on SIGTERM. It opens no more sessions, sends the batches in flight, and ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LoaderServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -224,6 +236,11 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.ExplainStep,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.ExplainStepResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.DrainRequest.FromString,
+                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -523,6 +540,33 @@ class Loader:
             '/gyre_protos.v1.Loader/ExplainStep',
             gyre__protos_dot_v1_dot_loader__pb2.ExplainStepRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.ExplainStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gyre_protos.v1.Loader/Drain',
+            gyre__protos_dot_v1_dot_loader__pb2.DrainRequest.SerializeToString,
+            gyre__protos_dot_v1_dot_loader__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

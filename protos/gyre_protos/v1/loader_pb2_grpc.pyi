@@ -66,6 +66,8 @@ class LoaderStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_loader_pb2.GetStatusRequest, _loader_pb2.DaemonStatus]
     ExplainStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.ExplainStepRequest, _loader_pb2.ExplainStepResponse]
     """Where the time of a step's batch went, from the daemon's record of the most recent batches."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_loader_pb2.DrainRequest, _loader_pb2.DrainResponse]
+    """For operators: the daemon stops as on SIGTERM. It opens no more sessions, sends the batches in flight, and ends."""
 
 @_typing.type_check_only
 class LoaderAsyncStub(LoaderStub):
@@ -89,6 +91,8 @@ class LoaderAsyncStub(LoaderStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_loader_pb2.GetStatusRequest, _loader_pb2.DaemonStatus]  # type: ignore[assignment]
     ExplainStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.ExplainStepRequest, _loader_pb2.ExplainStepResponse]  # type: ignore[assignment]
     """Where the time of a step's batch went, from the daemon's record of the most recent batches."""
+    Drain: _aio.UnaryUnaryMultiCallable[_loader_pb2.DrainRequest, _loader_pb2.DrainResponse]  # type: ignore[assignment]
+    """For operators: the daemon stops as on SIGTERM. It opens no more sessions, sends the batches in flight, and ends."""
 
 class LoaderServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -175,5 +179,13 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_loader_pb2.ExplainStepResponse, _abc.Awaitable[_loader_pb2.ExplainStepResponse]]:
         """Where the time of a step's batch went, from the daemon's record of the most recent batches."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _loader_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_loader_pb2.DrainResponse, _abc.Awaitable[_loader_pb2.DrainResponse]]:
+        """For operators: the daemon stops as on SIGTERM. It opens no more sessions, sends the batches in flight, and ends."""
 
 def add_LoaderServicer_to_server(servicer: LoaderServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,97 @@
+"""What each caller may do, by the configuration in force."""
+
+from gyre_daemon.access.principal import Principal
+from gyre_daemon.access.rules import own_user_and_group, parse_admin, parse_allow
+from gyre_daemon.config import DaemonConfig
+from gyre_daemon.errors import NotAllowed
+
+
+class Policy:
+    """Decides for each caller. Operators may do everything."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        """Decide by the lists of this configuration.
+
+        Raises:
+            ConfigError: a list has an entry that cannot be understood.
+        """
+        self.replace(config)
+
+    def replace(self, config: DaemonConfig) -> None:
+        """Decide by another configuration from now on.
+
+        Raises:
+            ConfigError: as when it is made; then the old one stays in force.
+        """
+        admin = parse_admin(config.admin)
+        self._readers = {
+            name: parse_allow(dataset.allow, f"datasets.{name}.allow")
+            if dataset.allow
+            else own_user_and_group()
+            for name, dataset in config.datasets.items()
+        }
+        self._admin = admin
+        self.has_rules = any(dataset.allow for dataset in config.datasets.values())
+
+    def is_admin(self, caller: Principal) -> bool:
+        """Whether the caller is an operator."""
+        return self._admin.admits(caller)
+
+    def may_read(self, caller: Principal, dataset: str) -> bool:
+        """Whether the caller may read a dataset, with some job at least.
+
+        A dataset that is not configured is one that an operator defines.
+        """
+        rules = self._readers.get(dataset)
+        return self.is_admin(caller) or (rules is not None and rules.admits(caller))
+
+    def sees_all(self, caller: Principal) -> bool:
+        """Whether the caller may read every dataset."""
+        return self.is_admin(caller) or all(
+            rules.admits(caller) for rules in self._readers.values()
+        )
+
+    def readable(self, caller: Principal) -> list[str]:
+        """The configured datasets that the caller may read, in the order of their names."""
+        return [name for name in sorted(self._readers) if self.may_read(caller, name)]
+
+    def check_job(self, caller: Principal, dataset: str, job: str) -> None:
+        """Refuse a job that may not read a dataset which its user may read.
+
+        Raises:
+            NotAllowed: no entry `job:` matches its name; lists them.
+        """
+        rules = self._readers.get(dataset)
+        if rules is None or self.is_admin(caller) or rules.admits_job(job):
+            return
+        raise NotAllowed(
+            f"only jobs named {' or '.join(rules.jobs)} may read `{dataset}`, and this one is "
+            f"named {job!r}; give it such a name, or ask the operator",
+            {"dataset": dataset, "job": job},
+        )
+
+    def refusal(self, caller: Principal, dataset: str, job: str) -> str:
+        """The list by which the caller may not read a dataset with this job; empty for none."""
+        rules = self._readers.get(dataset)
+        if (
+            rules is None
+            or self.is_admin(caller)
+            or (rules.admits(caller) and rules.admits_job(job))
+        ):
+            return ""
+        return f"datasets.{dataset}.allow"
+
+    def check_session(self, caller: Principal, dataset: str, job: str) -> None:
+        """Refuse what a session reads, if a reload has taken it from its owner.
+
+        A session keeps a dataset that is not configured any more.
+
+        Raises:
+            NotAllowed: its owner may no longer read the dataset, or not with this job.
+        """
+        if dataset in self._readers and not self.may_read(caller, dataset):
+            raise NotAllowed(
+                f"{caller.name} may no longer read `{dataset}`: its operator changed who may",
+                {"dataset": dataset},
+            )
+        self.check_job(caller, dataset, job)

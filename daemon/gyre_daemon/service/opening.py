@@ -1,0 +1,107 @@
+"""From a request to an open session, as far as its caller may have it."""
+
+from dataclasses import replace
+from functools import partial
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_daemon.access.policy import Policy
+from gyre_daemon.access.principal import Principal
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.errors import InvalidRequest, NotAllowed
+from gyre_daemon.order.cursor import joined_at
+from gyre_daemon.order.planner import Order
+from gyre_daemon.service import requests
+from gyre_daemon.sessions.request import SessionRequest
+from gyre_daemon.sessions.session import Session
+from gyre_daemon.sessions.table import SessionTable
+
+
+class SessionOpener:
+    """Finds datasets and opens sessions for callers, by the policy."""
+
+    def __init__(
+        self, catalog: Catalog, sessions: SessionTable, policy: Policy, prefetch_batches: int
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            catalog: the datasets.
+            sessions: gets the sessions.
+            policy: tells what each caller may do.
+            prefetch_batches: the window of a session that asks for none; 0 for the default.
+        """
+        self._catalog = catalog
+        self._sessions = sessions
+        self._policy = policy
+        self._prefetch_batches = prefetch_batches
+
+    async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
+        """Open a session, which begins to fetch at once.
+
+        Args:
+            owner: who asks.
+            request: what for.
+
+        Raises:
+            NotAllowed: the owner may not read the dataset with this job.
+            GyreError: as `resolve`, `Catalog.open` and `SessionTable.open`.
+        """
+        order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
+        name, config = self.resolve(request.dataset, owner)
+        self._policy.check_job(owner, name, reader.job)
+        dataset = await self._catalog.open(name, config)
+        session = await self._sessions.open(
+            SessionRequest(
+                owner,
+                dataset,
+                self._joined(owner, request, order, dataset),
+                reader,
+                request.num_epochs,
+                request.cursor,
+                request.prefetch_batches or self._prefetch_batches,
+                request.step if request.HasField("step") else None,
+            )
+        )
+        try:
+            self._policy.check_session(owner, dataset.name, reader.job)
+        except NotAllowed as reason:  # a reload has changed the rules meanwhile
+            self._sessions.close(session.session_id, reason)
+            raise
+        return session
+
+    def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
+        """The dataset that a request names; one that its caller may not read does not exist.
+
+        Raises:
+            UnknownDataset: the caller may read no dataset of this name.
+            NotAllowed: the caller may not define a dataset.
+            InvalidRequest: the request names none, or defines one that makes no sense.
+        """
+        match ref.WhichOneof("ref"):
+            case "name":
+                return self._catalog.resolve(ref.name, self._policy.readable(caller))
+            case "ad_hoc":
+                name, config = self._catalog.resolve_ad_hoc(requests.to_ad_hoc(ref.ad_hoc))
+                if not self._policy.is_admin(caller):
+                    raise NotAllowed("only the owner of a private daemon may define datasets")
+                return name, config
+        raise InvalidRequest("the request names no dataset")
+
+    def _joined(
+        self, owner: Principal, request: pb.OpenSessionRequest, order: Order, dataset: Dataset
+    ) -> Order:
+        """The order, starting where a running job reads if the request asks to join one."""
+        if request.join != pb.JOIN_ROTATE:
+            return order
+        if request.cursor:
+            return replace(order, start_position=joined_at(request.cursor))
+        if request.reader.rank:
+            raise InvalidRequest(
+                f"rank {request.reader.rank} cannot choose where its job joins; "
+                "open rank 0 first and load its state_dict() on every rank"
+            )
+        may_read = partial(self._policy.may_read, owner)
+        return replace(order, start_position=self._sessions.hot_position(dataset, order, may_read))
