@@ -138,9 +138,10 @@ class _Daemon:
             allow_ad_hoc=is_private,
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
         )
+        self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         resources = DaemonResources(
             Budget(config.memory_budget),
-            ArenaRegistry(config.memory_budget, copy_workers),
+            self._registry,
             workers,
             metrics,
             config.session_memory,
@@ -209,6 +210,7 @@ class _Daemon:
                 task.cancel()
         self._scrapes.stop()
         self._catalog.close()
+        self._registry.files.close()
         if self._cache:
             await self._cache.close()
         log_event("stopped")

@@ -1,8 +1,12 @@
 """The memory budget that all sessions of a daemon share."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Collection
 
 from gyre_daemon.errors import Overloaded
+
+_NUM_NAMED = 3  # users in an error message
 
 
 class Budget:
@@ -12,13 +16,16 @@ class Budget:
         freed: set whenever bytes become free; waiters clear it.
         limit_bytes: the whole budget.
         reserved_bytes: reserved by sessions.
-        abandoned_bytes: size of the arenas that the daemon has closed and clients still map.
+        abandoned_bytes: size of the arenas that the daemon has closed and that clients may keep.
+        abandoned_by: the same by user. Where several users may keep an arena, it counts for each of
+            them in equal parts, since the kernel does not tell which of them do.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         self.abandoned_bytes = 0
+        self.abandoned_by: Counter[str] = Counter()
         self.freed = asyncio.Event()
 
     @property
@@ -60,15 +67,25 @@ class Budget:
         if num_bytes < 0:
             self.freed.set()
 
-    def abandon(self, num_bytes: int) -> None:
-        """Count bytes as abandoned; as no longer abandoned if negative."""
+    def abandon(self, num_bytes: int, users: Collection[str]) -> None:
+        """Count bytes of a closed arena that clients of these users may keep."""
         self.abandoned_bytes += num_bytes
+        for user in users:
+            self.abandoned_by[user] += num_bytes // len(users)
+        self.freed.set()
+
+    def regain(self, num_bytes: int, users: Collection[str]) -> None:
+        """Count bytes no longer that were abandoned by these users."""
+        self.abandoned_bytes -= num_bytes
+        for user in users:
+            self.abandoned_by[user] -= num_bytes // len(users)
+        self.abandoned_by += Counter()  # forgets those who keep nothing
         self.freed.set()
 
     @property
     def _kept(self) -> str:
-        return (
-            f" and {self.abandoned_bytes} are kept by clients whose sessions are over"
-            if self.abandoned_bytes
-            else ""
-        )
+        if not self.abandoned_bytes:
+            return ""
+        most = self.abandoned_by.most_common(_NUM_NAMED)
+        names = ", ".join(f"{user}: {num_bytes}" for user, num_bytes in most)
+        return f" and {self.abandoned_bytes} are kept by clients whose sessions are over ({names})"

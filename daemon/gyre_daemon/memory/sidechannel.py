@@ -42,14 +42,22 @@ class Peer:
         self._is_gone = False
         self._when_gone: list[Callable[[], None]] = []
 
-    def hand_over(self, session_id: str, number: int, descriptor: int) -> bool:
+    def hand_over(self, session_id: str, number: int, arena: Arena) -> bool:
         """Send an arena's descriptor; False where the client is gone or does not take it."""
         if self._is_gone:
+            return False
+        try:
+            descriptor = arena.open_for(self.principal.name)
+        except OSError as error:
+            facts = {"session": session_id, "reason": error.strerror}
+            log_event("arena not shared", facts, logging.WARNING)
             return False
         try:
             socket.send_fds(self.connection, [f"{session_id} {number}".encode()], [descriptor])
         except OSError:
             return False
+        finally:
+            os.close(descriptor)
         return True
 
     def when_gone(self, act: Callable[[], None]) -> None:
@@ -94,9 +102,7 @@ class ShownArenas:
             None where the arena cannot be handed over.
         """
         number = self._numbers.get(arena)
-        if number is None and self._peer.hand_over(
-            self._session_id, self._num_shown, arena.descriptor
-        ):
+        if number is None and self._peer.hand_over(self._session_id, self._num_shown, arena):
             number = self._numbers[arena] = self._num_shown
             self._num_shown += 1
             arena.add_client(self.arena_left)

@@ -31,6 +31,7 @@ async def make_room(
     wanted_bytes = request.wanted_share(resources.arena_limit_bytes).reserved_bytes
     if wanted_bytes <= budget.free_bytes // 2:
         return
+    await resources.registry.settle()
     kept_bytes = budget.abandoned_bytes  # nobody can say when that comes back
     fair_bytes = _fair_bytes(request, sessions, resources)
     if 2 * _found_bytes(request, resources) < fair_bytes:
