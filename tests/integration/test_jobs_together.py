@@ -20,6 +20,7 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.arenas import mapped_arena_bytes
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
@@ -125,8 +126,7 @@ def test_a_stall_is_told_while_it_lasts(gyred: StartDaemon, storage: ObjectServe
 def arena_bytes(daemon: Daemon) -> int:
     """The memory of batches that the daemon's process has, also of sessions that have ended."""
     assert daemon.process
-    lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
+    return mapped_arena_bytes(daemon.process.pid)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.arenas import mapped_arena_bytes
 from tests.conftest import Daemon, StartDaemon
 
 PAGE = mmap.PAGESIZE
@@ -118,14 +119,6 @@ def status(daemon: Daemon) -> pb.DaemonStatus:
         return connection.status()
 
 
-def arena_bytes(daemon: Daemon) -> int:
-    """The memory of arenas that the daemon maps. (A shard on tmpfs is shared memory, too.)"""
-    assert daemon.process
-    lines = Path(f"/proc/{daemon.process.pid}/maps").read_text().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if "gyre-arena" in line]
-    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
-
-
 def test_a_small_batch_of_each_of_many_loaders_keeps_no_arena(daemon: Daemon) -> None:
     kept, wanted = [], []
     for seed in range(30):
@@ -137,7 +130,8 @@ def test_a_small_batch_of_each_of_many_loaders_keeps_no_arena(daemon: Daemon) ->
     assert mapped_files() == set()
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
     assert status(daemon).memory_reserved_bytes == 0
-    until(lambda: arena_bytes(daemon) == 0)
+    assert (process := daemon.process)
+    until(lambda: mapped_arena_bytes(process.pid) == 0)
     assert all(torch.equal(batch, other) for batch, other in zip(kept, wanted, strict=True))
     daemon.kill()
     assert all(torch.equal(batch, other) for batch, other in zip(kept, wanted, strict=True))
