@@ -41,7 +41,7 @@ async def _serve(
 def test_waiting_flows_never_differ_by_more_than_their_largest_turns(
     wanted: list[tuple[int, float, int]], weights: tuple[float, float, float]
 ) -> None:
-    flows = [Flow(str(index), weight) for index, weight in enumerate(weights)]
+    flows = [Flow(str(index), weight=weight) for index, weight in enumerate(weights)]
     turns = [(flows[which], cost, urgency) for which, cost, urgency in wanted]
     granted = asyncio.run(_serve(FairQueue(1), turns))
     assert sorted(granted, key=str) == sorted(turns, key=str)
@@ -149,8 +149,8 @@ def test_a_thread_keeps_its_turn_until_its_work_is_done() -> None:
 def test_a_user_with_many_jobs_gets_as_much_as_one_with_few(
     num_one: int, num_other: int, weight: float
 ) -> None:
-    ones = [Flow(f"one-{index}", weight, "one") for index in range(num_one)]
-    others = [Flow(f"other-{index}", user="other") for index in range(num_other)]
+    ones = [Flow(f"one-{index}", "one", weight) for index in range(num_one)]
+    others = [Flow(f"other-{index}", "other") for index in range(num_other)]
     turns = [(flow, 1.0, 0) for flow in (*ones, *others) for _ in range(60)]
     granted = asyncio.run(_serve(FairQueue(1), turns))[:40]
     of_one = [flow for flow, _, _ in granted if flow.user == "one"]

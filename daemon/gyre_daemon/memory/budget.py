@@ -3,10 +3,54 @@
 import asyncio
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from gyre_daemon.errors import Overloaded
 
 _NUM_NAMED = 3  # users in an error message
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a user or a job may still reserve.
+
+    Attributes:
+        who: the user or job.
+        key: the limit's name in the configuration.
+        taken_bytes: what it has already, abandoned memory included.
+        limit_bytes: the most that it may have now.
+        most_bytes: the most that it might have if nobody else had any.
+    """
+
+    who: str
+    key: str
+    taken_bytes: int
+    limit_bytes: int
+    most_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """How many bytes it may still reserve."""
+        return self.limit_bytes - self.taken_bytes
+
+    def check(self, num_bytes: int, purpose: str) -> None:
+        """Refuse what is beyond the limit.
+
+        Raises:
+            Overloaded: it may not reserve so many bytes now.
+        """
+        if num_bytes > self.free_bytes:
+            raise Overloaded(
+                f"{purpose} needs {num_bytes} bytes, but {self.who} has {self.taken_bytes} and may "
+                f"have {self.limit_bytes} now ({self.key}); close a session, give back what is "
+                "kept of those that are over, or lower the batch size",
+                {
+                    "needed_bytes": num_bytes,
+                    "free_bytes": max(0, self.free_bytes),
+                    "limit_bytes": self.most_bytes,
+                    "who": self.who,
+                },
+            )
 
 
 class Budget:
@@ -33,15 +77,18 @@ class Budget:
         """How many bytes can still be reserved."""
         return self.limit_bytes - self.reserved_bytes - self.abandoned_bytes
 
-    def reserve(self, num_bytes: int, purpose: str) -> None:
+    def reserve(
+        self, num_bytes: int, purpose: str, allowed: Collection[Allowance] = ()
+    ) -> None:
         """Reserve bytes.
 
         Args:
             num_bytes: how many.
             purpose: what needs them, for the error message.
+            allowed: limits that they must be within, too.
 
         Raises:
-            Overloaded: they are not free.
+            Overloaded: they are not free, or beyond a limit.
         """
         if num_bytes > self.free_bytes:
             raise Overloaded(
@@ -54,6 +101,8 @@ class Budget:
                     "limit_bytes": self.limit_bytes,
                 },
             )
+        for each in allowed:
+            each.check(num_bytes, purpose)
         self.reserved_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:

@@ -62,9 +62,7 @@ class MemoryFile:
             self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(self.descriptor, num_bytes)
-                os.fchmod(
-                    self.descriptor, stat.S_IRUSR
-                )  # no other user opens it, and none to write
+                os.fchmod(self.descriptor, stat.S_IRUSR)  # no other user can open it
                 self.address = _map(
                     None,
                     num_bytes,

@@ -30,6 +30,9 @@ from gyre_daemon.runtime.listen import TcpAddress
 # makes room for the next.
 MAX_CONNECTIONS = 16
 _TIMEOUT_S = 5.0
+# Where `accept` fails, for want of descriptors as a rule, the scraper still waits in the backlog:
+# without a pause the event loop would try again all the time.
+_ACCEPT_PAUSE_S = 1.0
 
 _Environment = dict[str, Any]
 _StartResponse = Callable[[str, list[tuple[str, str]]], object]
@@ -64,8 +67,8 @@ class ScrapeServer:
                 f"metrics_listen: cannot listen on {target}: {reason}; is another process using it?"
             ) from error
         server.set_app(_logging_failures(make_wsgi_app(self._registry)))
-        asyncio.get_running_loop().add_reader(server.fileno(), server.handle_request)
         self._server = server
+        self._listen()
         return f"tcp:{address.host}:{server.server_port}"
 
     def stop(self) -> None:
@@ -73,12 +76,28 @@ class ScrapeServer:
         if self._server:
             asyncio.get_running_loop().remove_reader(self._server.fileno())
             self._server.server_close()
+            self._server = None
+
+    def _listen(self) -> None:
+        if self._server:
+            asyncio.get_running_loop().add_reader(self._server.fileno(), self._serve_one)
+
+    def _serve_one(self) -> None:
+        assert self._server
+        self._server.handle_request()
+        if self._server.cannot_accept:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._server.fileno())
+            loop.call_later(_ACCEPT_PAUSE_S, self._listen)
 
 
 class _Server(ThreadingWSGIServer):
     """A thread per connection, up to `MAX_CONNECTIONS`.
 
     One more takes the place of the oldest whose request has not arrived, or is closed at once.
+
+    Attributes:
+        cannot_accept: whether the last attempt to accept a connection failed.
     """
 
     request_queue_size = MAX_CONNECTIONS
@@ -87,11 +106,22 @@ class _Server(ThreadingWSGIServer):
     def __init__(self, address: TcpAddress, timeout_s: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._lock = threading.Lock()  # guards the two below
+        self.cannot_accept = False
         self._places: set[socket.socket] = set()
         self._expected: dict[socket.socket, None] = {}  # no whole request yet; the oldest first
         handler = type("Handler", (_Handler,), {"timeout": timeout_s})
         super().__init__((address.host, address.port), handler)
         self.socket.setblocking(False)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        self.cannot_accept = False
+        try:
+            return super().get_request()
+        except BlockingIOError:  # it has gone meanwhile
+            raise
+        except OSError:
+            self.cannot_accept = True
+            raise
 
     def verify_request(self, request: Any, client_address: object) -> bool:
         with self._lock:

@@ -1,11 +1,11 @@
 """Weighted fair sharing of threads and of requests to an endpoint.
 
-Each job is a flow. The next turn goes to the waiting user with the lowest virtual time, and there
-to the waiting flow with the lowest: the cost of the turns that it had, divided by its weight (stride
-scheduling, Waldspurger and Weihl 1995). A user's virtual time grows as that of its flows does, so a
-user with ten jobs of weight 1 gets as much as one with one such job. Who was idle begins at the
-current virtual time, so idling earns no credit. Within a flow the most urgent request goes first,
-and of equally urgent ones the oldest.
+Each job is a flow. The next turn goes to the waiting user with the lowest virtual time, and of its
+waiting flows to the one with the lowest: the cost of the turns that it had, divided by its weight
+(stride scheduling, Waldspurger and Weihl 1995). The virtual time of a user grows with each turn of
+its flows. So a user with ten jobs gets as much as one with a single job of the same weight. A user
+or a flow that was idle begins at the current virtual time, so idling earns no credit. Within a flow
+the most urgent request goes first, and of equally urgent ones the oldest.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ class Flow:
 
     Attributes:
         name: of the job.
+        user: whose job it is: the name of a principal.
         weight: its share relative to other flows, above 0. It may be changed at any time and counts
             from the next turn.
-        user: the name of the job's user, with whom all jobs of that user share.
     """
 
     name: str
-    weight: float = 1.0
     user: str = ""
+    weight: float = 1.0
 
 
 NO_JOB = Flow("")  # for the daemon's own work, such as indexes and probes

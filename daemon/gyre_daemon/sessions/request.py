@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import MAX_PREFETCH_BATCHES
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
@@ -34,7 +35,7 @@ class Reader:
     """The rank of a job that reads.
 
     Attributes:
-        job: the job's name.
+        job: the job's name, which is unique among those of one user.
         rank: its number, in `[0, world_size)`.
         world_size: the number of ranks.
         generation: grows with every attempt of the same rank; the newest wins.
@@ -51,6 +52,7 @@ class SessionRequest:
     """What a client asks for.
 
     Attributes:
+        owner: who asks; nobody else may use the session.
         dataset: an open one.
         order: how to go through it.
         reader: the rank that reads.
@@ -61,6 +63,7 @@ class SessionRequest:
         step: the step to begin at, instead of the cursor's; None for the cursor's.
     """
 
+    owner: Principal
     dataset: Dataset
     order: Order
     reader: Reader

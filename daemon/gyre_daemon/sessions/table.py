@@ -13,6 +13,7 @@ from gyre_daemon.order.planner import Order, planner_for
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import NO_JOB, Flow
 from gyre_daemon.sessions.request import Reader, SessionRequest
+from gyre_daemon.sessions.allowance import allowances
 from gyre_daemon.sessions.room import make_room
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
@@ -180,7 +181,7 @@ class SessionTable:
         """All sessions of a job are one flow."""
         flow = self._flows.get(job)
         if flow is None:
-            flow = self._flows[job] = Flow(job, self._weight(job))
+            flow = self._flows[job] = Flow(job, weight=self._weight(job))
         return flow
 
     def _weight(self, job: str) -> float:
