@@ -1,4 +1,4 @@
-"""SIGHUP: the daemon takes over the datasets and job weights of its configuration file.
+"""SIGHUP: the daemon takes over datasets, job weights and limits of its configuration file.
 
 A file that is being written may be valid and yet lack datasets. So a file without any dataset is
 refused where some are served, and a dataset is removed only when two readings a second apart are
@@ -111,6 +111,7 @@ class Reloader:
             "removed": removed,
             "changed": changed,
             "reweighed": sorted(reweighed),
+            "limits_changed": running.limits != wanted.limits,
             "need_restart": [
                 key for key in SCALAR_KEYS if getattr(running, key) != getattr(wanted, key)
             ],
@@ -119,7 +120,13 @@ class Reloader:
         log_event("reloaded", facts)
         self._catalog.replace(wanted.datasets)
         self._sessions.reweigh(wanted.job_weights)
-        self._running = replace(running, datasets=wanted.datasets, job_weights=wanted.job_weights)
+        self._sessions.resources.limits.replace(wanted.limits)
+        self._running = replace(
+            running,
+            datasets=wanted.datasets,
+            job_weights=wanted.job_weights,
+            limits=wanted.limits,
+        )
 
 
 def _differences(

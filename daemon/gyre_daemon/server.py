@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from gyre_daemon.access.limits import Limits
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
@@ -31,9 +32,11 @@ from gyre_daemon.reload import Reloader
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
+from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.notify import notify, ping_watchdog
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
+from gyre_daemon.service.identity import Callers
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
@@ -95,16 +98,24 @@ async def serve(
         if owner:
             cleanup.callback(shutil.rmtree, owner.socket_dir, ignore_errors=True)
             _stop_with(owner.pid, stopping)
+        # a private daemon has one user, who takes nothing from anybody
+        limits = Limits(None if owner else config.limits)
         listeners = []
         addresses = [parse_address(text) for text in config.listen]
         for address in addresses:
             if isinstance(address, UnixAddress):
-                listeners.append(UnixListener(address))
+                listeners.append(UnixListener(address, limits.why_no_connection))
                 cleanup.callback(listeners[-1].close)
         executor = ThreadPoolExecutor(config.num_io_threads, thread_name_prefix="gyre-io")
         cleanup.callback(executor.shutdown, wait=False, cancel_futures=True)
         daemon = _Daemon(
-            config, fallback_index_dir, executor, listeners, copy_workers, is_private=bool(owner)
+            config,
+            fallback_index_dir,
+            executor,
+            listeners,
+            copy_workers,
+            limits,
+            is_private=bool(owner),
         )
         await daemon.run(addresses, reread, stopping)
 
@@ -119,6 +130,7 @@ class _Daemon:
         executor: ThreadPoolExecutor,
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
+        limits: Limits,
         *,
         is_private: bool,
     ) -> None:
@@ -146,6 +158,7 @@ class _Daemon:
             metrics,
             config.session_memory,
             config.lease_s,
+            limits=limits,
         )
         self._sessions = SessionTable(resources, config.job_weights)
         self._loop_lag = LoopLag()
@@ -155,7 +168,7 @@ class _Daemon:
         self._service = LoaderService(
             self._catalog,
             self._sessions,
-            [each.side_channel for each in listeners],
+            Callers([each.side_channel for each in listeners], limits),
             copy_workers,
             config.prefetch_batches,
         )
@@ -220,7 +233,8 @@ class _Daemon:
 
         A server that runs takes no further address, so a socket that is restored gets a new one.
         """
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        max_connections = ("grpc.max_allowed_incoming_connections", descriptor_shares().clients)
+        server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_connections])
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(

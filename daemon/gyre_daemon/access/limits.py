@@ -2,7 +2,7 @@
 
 import fnmatch
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gyre_daemon.access.principal import Principal
@@ -30,6 +30,10 @@ class Limits:
         """
         self._config = config
         self._requests = Rates(clock)
+
+    def replace(self, config: LimitsConfig) -> None:
+        """These limits count from now on; what is beyond them already stays as it is."""
+        self._config = config
 
     def of_user(self, name: str) -> UserLimits | None:
         """The limits of a user; None for none."""
@@ -141,9 +145,7 @@ class Rates:
     def _forget_full(self, now: float) -> None:
         for bucket in self._buckets.values():
             bucket.fill(now)
-        self._buckets = {
-            key: bucket for key, bucket in self._buckets.items() if not bucket.is_full
-        }
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if not bucket.is_full}
 
 
 def _check_sessions(who: str, num_open: int, limit: int, key: str) -> None:

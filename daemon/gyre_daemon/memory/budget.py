@@ -1,6 +1,7 @@
 """The memory budget that all sessions of a daemon share."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,6 +9,9 @@ from dataclasses import dataclass
 from gyre_daemon.errors import Overloaded
 
 _NUM_NAMED = 3  # users in an error message
+# How long a user has to unmap arenas before its sessions find no memory. A client does it within
+# milliseconds, unless its machine is busy.
+_MAX_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,7 @@ class Budget:
         """How many bytes can still be reserved."""
         return self.limit_bytes - self.reserved_bytes - self.abandoned_bytes
 
-    def reserve(
-        self, num_bytes: int, purpose: str, allowed: Collection[Allowance] = ()
-    ) -> None:
+    def reserve(self, num_bytes: int, purpose: str, allowed: Collection[Allowance] = ()) -> None:
         """Reserve bytes.
 
         Args:
@@ -116,6 +118,27 @@ class Budget:
         if num_bytes < 0:
             self.freed.set()
 
+    async def settle(self, user: str) -> None:
+        """Wait until a user's reserved memory can be used, but no longer than some seconds.
+
+        A session whose stream ends goes on in another, with other arenas and the same reserved
+        memory. A client that keeps the arenas of each stream would take more than there is.
+
+        Raises:
+            Overloaded: more is reserved and abandoned than there is, and the user keeps some.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_WAIT_S):
+                while self._is_overdrawn_by(user):
+                    self.freed.clear()
+                    await self.freed.wait()
+        if self._is_overdrawn_by(user):
+            raise Overloaded(
+                f"{user} keeps {self.abandoned_by[user]} bytes of arenas that it was asked to "
+                f"unmap, and the daemon's memory_budget of {self.limit_bytes} bytes is used up; "
+                "unmap them and close their descriptors"
+            )
+
     def abandon(self, num_bytes: int, users: Collection[str]) -> None:
         """Count bytes of a closed arena that clients of these users may keep."""
         self.abandoned_bytes += num_bytes
@@ -130,6 +153,9 @@ class Budget:
             self.abandoned_by[user] -= num_bytes // len(users)
         self.abandoned_by += Counter()  # forgets those who keep nothing
         self.freed.set()
+
+    def _is_overdrawn_by(self, user: str) -> bool:
+        return self.free_bytes < 0 and self.abandoned_by[user] > 0
 
     @property
     def _kept(self) -> str:

@@ -37,6 +37,8 @@ _LOG_PAUSE_S = 10.0
 # What a client gets instead of a token, before the reason. A token has no colon.
 _REFUSED = "refused: "
 
+MayConnect = Callable[[Principal, int], str]
+
 
 class Peer:
     """A client on the same machine, as long as it may read shared memory.
@@ -146,7 +148,7 @@ class ShownArenas:
 class SideChannel:
     """Listens beside a Unix socket of the daemon and knows the clients that are connected."""
 
-    def __init__(self, path: Path, may_connect: Callable[[Principal, int], str]) -> None:
+    def __init__(self, path: Path, may_connect: MayConnect) -> None:
         """Listen.
 
         Args:

@@ -10,10 +10,11 @@ from weakref import WeakValueDictionary
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
 from gyre_daemon.order.planner import Order, planner_for
+from gyre_daemon.runtime.descriptors import check_descriptors
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import NO_JOB, Flow
-from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.allowance import allowances
+from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.room import make_room
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
@@ -33,7 +34,7 @@ class SessionTable:
         self._weights = weights
         self._sessions: dict[str, Session] = {}
         self._counted_as: dict[str, str] = {}  # the job's name in the metrics, by session
-        self._flows: WeakValueDictionary[str, Flow] = WeakValueDictionary()
+        self._flows: WeakValueDictionary[tuple[str, str], Flow] = WeakValueDictionary()
         self._empty = asyncio.Event()
         self._empty.set()
         self.draining = False
@@ -48,6 +49,8 @@ class SessionTable:
         Raises:
             Fenced: a newer generation of this rank is here already.
             Draining: the daemon takes no new session.
+            Overloaded: its user or its job has as many sessions as it may, or opens them too often,
+                or the daemon has too few descriptors left.
             GyreError: see `Session`.
         """
         if self.draining:
@@ -56,9 +59,11 @@ class SessionTable:
             )
         request.check()
         resources = self.resources
+        resources.limits.count_job_request(request.owner.name, request.reader.job)
         planner = await resources.workers.run(
             NO_JOB, 0, 0, lambda: planner_for(request.order, request.dataset.index)
         )
+        check_descriptors()
         await make_room(request, self._sessions.values(), resources)
         reader = request.reader
         for other in self:
@@ -74,7 +79,9 @@ class SessionTable:
                 other.session_id,
                 Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"),
             )
-        session = Session(request, planner, self._flow(reader.job), resources)
+        self._check_number(request)
+        allowed = list(allowances(request, self._sessions.values(), resources))
+        session = Session(request, planner, self._flow(request), resources, allowed)
         self._sessions[session.session_id] = session
         self._counted_as[session.session_id] = resources.metrics.jobs.open(reader.job)
         self._empty.clear()
@@ -115,8 +122,8 @@ class SessionTable:
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """These weights count from now on, for jobs that read already too."""
         self._weights = weights
-        for job, flow in list(self._flows.items()):
-            flow.weight = self._weight(job)
+        for flow in list(self._flows.values()):
+            flow.weight = self._weight(flow.name)
 
     def by_job(self) -> Iterator[tuple[str, Session]]:
         """All sessions that are open, each with the name of its job in the metrics."""
@@ -177,11 +184,17 @@ class SessionTable:
                 Draining("the daemon stopped; open the session again with the last cursor"),
             )
 
-    def _flow(self, job: str) -> Flow:
-        """All sessions of a job are one flow."""
-        flow = self._flows.get(job)
+    def _check_number(self, request: SessionRequest) -> None:
+        owner, job = request.owner.name, request.reader.job
+        own = [each.request.reader.job for each in self if each.request.owner.name == owner]
+        self.resources.limits.check_sessions(owner, len(own), job, own.count(job))
+
+    def _flow(self, request: SessionRequest) -> Flow:
+        """All sessions of a user's job are one flow."""
+        key = request.owner.name, request.reader.job
+        flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[job] = Flow(job, weight=self._weight(job))
+            flow = self._flows[key] = Flow(key[1], key[0], self._weight(key[1]))
         return flow
 
     def _weight(self, job: str) -> float:
