@@ -162,7 +162,7 @@ def check_nothing_can_be_written(descriptor: int, size: int) -> None:
         lambda: fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
     ):
         with pytest.raises(
-            OSError, match="not permitted|Permission denied|Bad file descriptor|Invalid argument"
+            OSError, match=r"not permitted|Permission denied|Bad file descriptor|Invalid argument"
         ):
             attempt()
 

@@ -123,6 +123,10 @@ class Rates:
     clock: Callable[[], float] = time.monotonic
     _buckets: dict[str, _Bucket] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        """How many callers are remembered."""
+        return len(self._buckets)
+
     def take(self, key: str, per_s: float) -> float:
         """Take a token of a caller who may call so often.
 

@@ -260,7 +260,7 @@ class SideChannel:
         except BlockingIOError:
             return
         except OSError:
-            self._note_refusal(error.strerror)
+            self._note_refusal(f"the daemon cannot accept connections: {error.strerror}")
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener)
             loop.call_later(_REFUSED_PAUSE_S, self._listen_again, self._listener)

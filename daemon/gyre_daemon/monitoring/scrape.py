@@ -97,6 +97,7 @@ class _Server(ThreadingWSGIServer):
     One more takes the place of the oldest whose request has not arrived, or is closed at once.
 
     Attributes:
+        timeout_s: how long a request may take to arrive, and the answer to be taken.
         cannot_accept: whether the last attempt to accept a connection failed.
     """
 
@@ -109,6 +110,7 @@ class _Server(ThreadingWSGIServer):
         self.cannot_accept = False
         self._places: set[socket.socket] = set()
         self._expected: dict[socket.socket, None] = {}  # no whole request yet; the oldest first
+        self.timeout_s = timeout_s
         handler = type("Handler", (_Handler,), {"timeout": timeout_s})
         super().__init__((address.host, address.port), handler)
         self.socket.setblocking(False)
@@ -187,12 +189,11 @@ class _Arriving(io.RawIOBase):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout: float
     server: _Server
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(_Arriving(self.connection, self.timeout))
+        self.rfile = io.BufferedReader(_Arriving(self.connection, self.server.timeout_s))
 
     def parse_request(self) -> bool:
         is_good = super().parse_request()
