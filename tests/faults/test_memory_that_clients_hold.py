@@ -155,7 +155,6 @@ def keep_until_refused(daemon: Daemon, holder: Holder) -> tuple[int, str]:
             try:
                 descriptor, num_bytes = open_and_close(stub, user, number, 1000)
             except grpc.RpcError as refused:
-                assert refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
                 return kept_bytes, str(refused.details())
             holder.give(descriptor)
             kept_bytes += num_bytes

@@ -56,7 +56,6 @@ def open_until_refused(stub: pb_grpc.LoaderStub, user: OtherUser) -> tuple[int, 
         try:
             open_session(stub, user, f"job-{number}")
         except grpc.RpcError as refused:
-            assert refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             return number, str(refused.details())
     raise AssertionError("nothing bounds the sessions of one user")
 

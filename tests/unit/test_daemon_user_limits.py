@@ -66,6 +66,20 @@ def test_callers_that_are_not_heard_of_again_are_forgotten() -> None:
     assert len(rates) <= 1024
 
 
+def test_large_messages_slow_a_control_stream_down_and_small_ones_do_not() -> None:
+    now = 0.0
+    limits = Limits(LimitsConfig(UserLimits(requests_per_s=200.0)), clock=lambda: now)
+    pause_s = limits.pace("uid:7")
+    for _ in range(20_000):
+        now += 1 / 2000
+        assert pause_s(100) == 0.0
+    num_read = 0
+    for _ in range(1000):
+        now += 1 / 200
+        num_read += pause_s(64 << 10) == 0.0
+    assert num_read < 150, "of 1,000 in five seconds"
+
+
 def test_a_private_daemon_has_no_limits() -> None:
     limits = Limits(None)
     for _ in range(10_000):

@@ -12,6 +12,12 @@ from gyre_daemon.errors import Overloaded
 # A user or job that was silent may make the requests of this many seconds at once: the ranks of a
 # job begin together. With more, a burst keeps the event loop busy for longer.
 _BURST_S = 5.0
+# A message on a control stream costs this part of a request, and again for each so many bytes: a
+# message of 64 KiB may release thousands of batches. A user who sends more is not refused but read
+# later. Jobs of small batches need some hundred messages per second; with a smaller number of
+# messages per request they would wait.
+_MESSAGES_PER_REQUEST = 50
+_MESSAGE_BYTES = 64
 # Beyond this many buckets those that are full are dropped, since a full one says nothing.
 _MAX_BUCKETS = 1024
 
@@ -68,6 +74,23 @@ class Limits:
         if limits := self.of_job:
             self._count(f"{user} {job}", limits.requests_per_s, f"job {job!r} of {user}")
 
+    def pace(self, user: str) -> Callable[[int], float]:
+        """How a user's control stream is slowed down.
+
+        Returns:
+            A function that takes the size of a message that was handled, in bytes, and returns for
+            how many seconds the next is not to be read.
+        """
+
+        def pause_s(num_bytes: int) -> float:
+            if limits is None:
+                return 0.0
+            per_s = _MESSAGES_PER_REQUEST * limits.requests_per_s
+            return self._requests.take(key, per_s, 1.0 + num_bytes / _MESSAGE_BYTES)
+
+        limits, key = self.of_user(user), f"{user} messages"
+        return pause_s
+
     def why_no_connection(self, caller: Principal, num_open: int) -> str:
         """Why a user who has so many connections may have no further one; empty if it may."""
         limits = self.of_user(caller.name)
@@ -100,7 +123,7 @@ class Limits:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A token bucket: `level` tokens at `filled_at`; a request takes one."""
+    """A token bucket: `level` tokens at `filled_at`, negative where some are owed."""
 
     level: float
     filled_at: float
@@ -127,11 +150,11 @@ class Rates:
         """How many callers are remembered."""
         return len(self._buckets)
 
-    def take(self, key: str, per_s: float) -> float:
-        """Take a token of a caller who may call so often.
+    def take(self, key: str, per_s: float, num: float = 1.0) -> float:
+        """Take tokens of a caller who gets so many per second; some may be owed afterwards.
 
         Returns:
-            0, or the seconds until the next token where there is none.
+            0, or the seconds until there is a token where there is none. Then none is taken.
         """
         now = self.clock()
         bucket = self._buckets.get(key)
@@ -143,7 +166,7 @@ class Rates:
         bucket.fill(now)
         if bucket.level < 1.0:
             return (1.0 - bucket.level) / per_s
-        bucket.level -= 1.0
+        bucket.level -= num
         return 0.0
 
     def _forget_full(self, now: float) -> None:

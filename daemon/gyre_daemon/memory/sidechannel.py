@@ -31,6 +31,7 @@ SUFFIX = ".side"
 # would try again all the time.
 _BACKLOG = 128
 _REFUSED_PAUSE_S = 1.0
+_MOST_OF_PEERS = 7  # eighths that one user may have; the rest is for a user who comes later
 # Refusals are logged at most once in this time, with their number. An attacker connects thousands
 # of times in a second.
 _LOG_PAUSE_S = 10.0
@@ -164,6 +165,7 @@ class SideChannel:
         self._peers: dict[str, Peer] = {}
         self._num_by_user: Counter[str] = Counter()
         self._max_peers = descriptor_shares().clients
+        self._max_per_user = -(-self._max_peers * _MOST_OF_PEERS // 8)
         self._spare = SpareDescriptor()
         self._num_refused = 0
         self._refused_logged_at = -math.inf
@@ -249,7 +251,14 @@ class SideChannel:
                 "more; close some, or raise its limit of descriptors (LimitNOFILE= of the unit, or "
                 "ulimit -n)"
             )
-        return self._may_connect(principal, self._num_by_user[principal.name])
+        num = self._num_by_user[principal.name]
+        if num >= self._max_per_user:
+            return (
+                f"{principal.name} has {num} of the {self._max_peers} connections that the "
+                "daemon's descriptors allow; close some, or raise its limit (LimitNOFILE= of the "
+                "unit, or ulimit -n)"
+            )
+        return self._may_connect(principal, num)
 
     def _refuse_one(self, error: OSError) -> None:
         """Tell a client that it cannot be accepted, by means of the spare descriptor."""
