@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre_daemon import __version__
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import missing_datasets, open_datasets
-from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, load
+from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, LimitsConfig, load
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.errors import ConfigError
@@ -171,6 +172,7 @@ def _print_config(effective: EffectiveConfig) -> None:
     config = effective.config
     for key in SCALAR_KEYS:
         print(f"{key} = {json.dumps(getattr(config, key))}  # {effective.origins[key]}")
+    _print_limits(config.limits)
     if config.job_weights:
         print("\n[job_weights]")
         for pattern, weight in config.job_weights.items():
@@ -187,6 +189,15 @@ def _print_config(effective: EffectiveConfig) -> None:
             print(f"{key} = {json.dumps(value)}")
         if dataset.storage:
             print(f"# storage settings: {', '.join(sorted(dataset.storage))}")
+
+
+def _print_limits(limits: LimitsConfig) -> None:
+    tables = {"user": limits.user, "job": limits.job}
+    tables |= {f"users.{json.dumps(pattern)}": each for pattern, each in limits.users.items()}
+    for name, each in tables.items():
+        print(f"\n[limits.{name}]")
+        for field in fields(each):
+            print(f"{field.name} = {json.dumps(getattr(each, field.name))}")
 
 
 def _open_datasets(config: DaemonConfig) -> int:

@@ -8,8 +8,8 @@ import difflib
 import re
 import tomllib
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -33,6 +33,7 @@ _AtLeast0 = Annotated[int, Meta(ge=0)]
 _AtLeast1 = Annotated[int, Meta(ge=1)]
 _Positive = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
 _COMMON_KEYS = ("uri", "format", "storage", "cache", "allow")
+_Fraction = Annotated[float, Meta(gt=0, le=1)]
 _Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -63,6 +64,55 @@ class DatasetConfig:
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: bool = True
     allow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """What one job may take.
+
+    Attributes:
+        memory: of the memory budget, as a fraction.
+        sessions: that are open at once.
+        requests_per_s: sessions that are opened, in the long run.
+    """
+
+    memory: _Fraction = 1.0
+    sessions: _AtLeast1 = 1024
+    requests_per_s: _Positive = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class UserLimits:
+    """What one user may take, with all jobs.
+
+    Attributes:
+        memory: of the memory that other users do not have, as a fraction. The rest is left for a
+            user who comes later.
+        sessions: that are open at once.
+        connections: to the side channel at once.
+        requests_per_s: calls in the long run.
+    """
+
+    memory: _Fraction = 0.875
+    sessions: _AtLeast1 = 2048
+    connections: _AtLeast1 = 2048
+    requests_per_s: _Positive = 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """The table `limits`.
+
+    Attributes:
+        user: of each user.
+        job: of each job.
+        users: of users whose name matches a pattern, such as "uid:1004" or "token:*"; the first
+            that matches counts, with the values of `user` where it says nothing.
+    """
+
+    user: UserLimits = UserLimits()
+    job: JobLimits = JobLimits()
+    users: Mapping[str, UserLimits] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +157,7 @@ class DaemonConfig:
         datasets: by name.
         job_weights: a job's share of reading and decoding relative to other jobs, by pattern of the
             job's name; 1 where no pattern matches.
+        limits: what one user and one job may take.
     """
 
     listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
@@ -135,6 +186,7 @@ class DaemonConfig:
     audit_log: str = ""
     datasets: Mapping[str, DatasetConfig] = field(default_factory=dict)
     job_weights: Mapping[str, float] = field(default_factory=dict)
+    limits: LimitsConfig = LimitsConfig()
 
     def __post_init__(self) -> None:
         """Refuse values that are fine one by one and that no daemon can run with."""
@@ -151,7 +203,9 @@ class DaemonConfig:
 
 
 SCALAR_KEYS = tuple(
-    each.name for each in fields(DaemonConfig) if each.name not in ("datasets", "job_weights")
+    each.name
+    for each in fields(DaemonConfig)
+    if each.name not in ("datasets", "job_weights", "limits")
 )
 
 
@@ -179,6 +233,7 @@ def load(
     table = _read_toml(path) if path else {}
     datasets = _convert(table.pop("datasets", {}), dict[str, Any], "datasets")
     weights = _convert(table.pop("job_weights", {}), dict[str, Any], "job_weights")
+    limits = parse_limits(table.pop("limits", {}))
     variables = {key: ENVIRONMENT_PREFIX + key.upper() for key in SCALAR_KEYS}
     set_by: list[tuple[Origin, dict[str, Any], dict[str, str]]] = [
         ("file", table, {key: f"{key} in {path}" for key in table}),
@@ -205,6 +260,7 @@ def load(
             pattern: _convert(value, _Positive, f"job_weights.{pattern}")
             for pattern, value in weights.items()
         },
+        limits=limits,
     )
     return EffectiveConfig(config, origins)
 
@@ -224,6 +280,31 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
         )
     common = {key: rest.pop(key) for key in _COMMON_KEYS if key in rest}
     return _build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")
+
+
+def parse_limits(table: object) -> LimitsConfig:
+    """Check the table `limits`.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is out of range.
+    """
+    tables = _converted_tables(table)
+    user = _build(UserLimits, tables.get("user", {}), "limits.user", "limits.user.{}")
+    job = _build(JobLimits, tables.get("job", {}), "limits.job", "limits.job.{}")
+    users = {}
+    for pattern, entry in tables.get("users", {}).items():
+        where = f"limits.users.{pattern}"
+        given = _convert(entry, dict[str, Any], where)
+        names = {key: f"{where}.{key}" for key in given}
+        users[pattern] = replace(user, **_converted(UserLimits, given, where, names))
+    return LimitsConfig(user, job, users)
+
+
+def _converted_tables(table: object) -> dict[str, dict[str, Any]]:
+    names = {each.name: f"limits.{each.name}" for each in fields(LimitsConfig)}
+    given = _convert(table, dict[str, Any], "limits")
+    _check_keys(given, names, "limits")
+    return {key: _convert(value, dict[str, Any], names[key]) for key, value in given.items()}
 
 
 def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> Options:
@@ -277,11 +358,15 @@ def _converted(
 ) -> dict[str, Any]:
     """A table's values in the types that the dataclass annotates; errors use the keys' `names`."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    for key in table.keys() - hints.keys():
-        close = difflib.get_close_matches(key, hints, n=1)
-        advice = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(sorted(hints))}"
-        raise ConfigError(f"unknown key `{key}` in {where}; {advice}")
+    _check_keys(table, hints, where)
     return {key: _convert(value, hints[key], names[key]) for key, value in table.items()}
+
+
+def _check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    for key in table.keys() - set(known):
+        close = difflib.get_close_matches(key, known, n=1)
+        advice = f"did you mean `{close[0]}`?" if close else f"known are {', '.join(sorted(known))}"
+        raise ConfigError(f"unknown key `{key}` in {where}; {advice}")
 
 
 def _convert(value: Any, hint: Any, name: str) -> Any:

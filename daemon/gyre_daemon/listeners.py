@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.memory.sidechannel import SideChannel
+from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.listen import SocketClaim, UnixAddress
 
@@ -27,8 +27,12 @@ class UnixListener:
         side_channel: bound.
     """
 
-    def __init__(self, address: UnixAddress) -> None:
+    def __init__(self, address: UnixAddress, may_connect: MayConnect) -> None:
         """Claim the address and bind its side channel.
+
+        Args:
+            address: a Unix socket's.
+            may_connect: see `SideChannel`.
 
         Raises:
             ConfigError: another daemon has the address, or it cannot be used.
@@ -36,7 +40,7 @@ class UnixListener:
         self.address = address
         self._claim = SocketClaim(address)
         try:
-            self.side_channel = SideChannel(address.path)
+            self.side_channel = SideChannel(address.path, may_connect)
         except ConfigError:
             self._claim.give_up()
             raise

@@ -1,4 +1,4 @@
-"""SIGHUP: the daemon takes over datasets, operators and job weights of its configuration file.
+"""SIGHUP: the daemon takes over datasets, operators, job weights and limits of its configuration.
 
 The sessions of a user who may no longer read their dataset end.
 
@@ -119,6 +119,7 @@ class Reloader:
             "removed": removed,
             "changed": changed,
             "reweighed": sorted(reweighed),
+            "limits_changed": running.limits != wanted.limits,
             "need_restart": [
                 key
                 for key in SCALAR_KEYS
@@ -130,12 +131,14 @@ class Reloader:
         self._catalog.replace(wanted.datasets)
         self._sessions.reweigh(wanted.job_weights)
         self._policy.replace(wanted)
+        self._sessions.resources.limits.replace(wanted.limits)
         self._end_sessions_without_access()
         self._running = replace(
             running,
             datasets=wanted.datasets,
             job_weights=wanted.job_weights,
             admin=wanted.admin,
+            limits=wanted.limits,
         )
 
     def _end_sessions_without_access(self) -> None:

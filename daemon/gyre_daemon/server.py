@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copy_workers import CopyWorkers
@@ -34,6 +35,7 @@ from gyre_daemon.runtime.audit import AuditFile
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
+from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.notify import notify, ping_watchdog
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
@@ -99,11 +101,13 @@ async def serve(
         if owner:
             cleanup.callback(shutil.rmtree, owner.socket_dir, ignore_errors=True)
             _stop_with(owner.pid, stopping)
+        # a private daemon has one user, who takes nothing from anybody
+        limits = Limits(None if owner else config.limits)
         listeners = []
         addresses = [parse_address(text) for text in config.listen]
         for address in addresses:
             if isinstance(address, UnixAddress):
-                listeners.append(UnixListener(address))
+                listeners.append(UnixListener(address, limits.why_no_connection))
                 cleanup.callback(listeners[-1].close)
         if config.audit_log:
             cleanup.callback(AuditFile(Path(config.audit_log)).close)
@@ -116,6 +120,7 @@ async def serve(
             listeners,
             copy_workers,
             stopping,
+            limits,
             is_private=bool(owner),
         )
         await daemon.run(addresses, reread)
@@ -132,6 +137,7 @@ class _Daemon:
         listeners: Sequence[UnixListener],
         copy_workers: CopyWorkers,
         stopping: asyncio.Event,
+        limits: Limits,
         *,
         is_private: bool,
     ) -> None:
@@ -151,13 +157,15 @@ class _Daemon:
             allow_ad_hoc=is_private,
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
         )
+        self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         resources = DaemonResources(
             Budget(config.memory_budget),
-            ArenaRegistry(config.memory_budget, copy_workers),
+            self._registry,
             workers,
             metrics,
             config.session_memory,
             config.lease_s,
+            limits=limits,
         )
         self._sessions = SessionTable(resources, config.job_weights)
         self._policy = Policy(config)
@@ -166,7 +174,7 @@ class _Daemon:
         self._service = LoaderService(
             self._catalog,
             self._sessions,
-            Callers([each.side_channel for each in listeners]),
+            Callers([each.side_channel for each in listeners], limits),
             self._policy,
             copy_workers,
             config.prefetch_batches,
@@ -225,6 +233,7 @@ class _Daemon:
                 task.cancel()
         self._scrapes.stop()
         self._catalog.close()
+        self._registry.files.close()
         if self._cache:
             await self._cache.close()
         log_event("stopped")
@@ -247,7 +256,8 @@ class _Daemon:
 
         A server that runs takes no further address, so a socket that is restored gets a new one.
         """
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        max_connections = ("grpc.max_allowed_incoming_connections", descriptor_shares().clients)
+        server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_connections])
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(

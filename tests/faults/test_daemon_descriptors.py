@@ -1,6 +1,9 @@
 """A daemon that may open few descriptors: its reading leaves room for clients."""
 
 import contextlib
+import itertools
+import resource
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from gyre_client import Loader
+from gyre_client.errors import Overloaded
 
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
@@ -112,3 +116,68 @@ def test_new_clients_connect_and_read_while_others_load_it(daemon: Daemon) -> No
         1024,
     )
     assert not [event for event in daemon.events() if event["event"] == "side channel refused"]
+
+
+@contextlib.contextmanager
+def silent(daemon: Daemon, kind: socket.SocketKind, suffix: str, num: int) -> Iterator[None]:
+    """Connections to a socket of the daemon that say nothing."""
+    path = daemon.address.removeprefix("unix:") + suffix
+    with contextlib.ExitStack() as stack:
+        for _ in range(num):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+            connection.settimeout(0.2)
+            with contextlib.suppress(OSError):  # the backlog is full
+                connection.connect(path)
+        yield
+
+
+def test_who_is_connected_goes_on_and_newcomers_are_told(daemon: Daemon) -> None:
+    with Loader("local", batch_size=64, address=daemon.address) as loader:
+        check_batch(loader)
+        with silent(daemon, socket.SOCK_SEQPACKET, ".side", 100):
+            with pytest.raises(Overloaded, match="has 28 of the 32 connections"):
+                next(Loader("local", batch_size=64, address=daemon.address, reattach_timeout_s=0.1))
+            for _ in range(50):
+                check_batch(loader)
+        with silent(daemon, socket.SOCK_STREAM, "", 400):
+            for _ in range(50):
+                check_batch(loader)
+        with Loader("local", batch_size=64, seed=1, address=daemon.address) as other:
+            check_batch(other)
+    assert len(daemon.events()) < 50
+
+
+def test_without_any_descriptor_newcomers_are_told_and_it_recovers(daemon: Daemon) -> None:
+    assert daemon.process
+    pid = daemon.process.pid
+    with Loader("local", batch_size=64, address=daemon.address) as loader:
+        check_batch(loader)
+        begin = daemon.log_path.stat().st_size
+        with silent(daemon, socket.SOCK_STREAM, "", 20):
+            answers: set[str] = set()
+            while REFUSAL not in answers:  # the daemon closes shards, and has descriptors again
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_without_holes(pid), LIMIT))
+                answers |= {answer(daemon) for _ in range(100)}
+        assert daemon.log_path.stat().st_size - begin < 64 << 10
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        with Loader("local", batch_size=64, seed=1, address=daemon.address) as other:
+            check_batch(other)
+        for _ in range(50):
+            check_batch(loader)
+
+
+REFUSAL = "refused: the daemon cannot accept connections: Too many open files"
+
+
+def answer(daemon: Daemon) -> str:
+    """What the side channel says to a newcomer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side:
+        side.settimeout(120)
+        side.connect(daemon.address.removeprefix("unix:") + ".side")
+        return side.recv(4096).decode()
+
+
+def num_without_holes(pid: int) -> int:
+    """The limit under which a process that has these descriptors finds no free number."""
+    numbers = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    return next(number for number in itertools.count() if number not in numbers)

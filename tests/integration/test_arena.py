@@ -153,21 +153,54 @@ def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Ch
     return descriptor, opened.arena_bytes, stub, channel
 
 
+def check_nothing_can_be_written(descriptor: int, size: int) -> None:
+    for attempt in (
+        lambda: os.pwrite(descriptor, b"x", 0),
+        lambda: os.ftruncate(descriptor, 0),
+        lambda: os.ftruncate(descriptor, size * 2),
+        lambda: mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE),
+        lambda: fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+    ):
+        with pytest.raises(
+            OSError, match=r"not permitted|Permission denied|Bad file descriptor|Invalid argument"
+        ):
+            attempt()
+
+
+OPENS_AS_ANOTHER_USER = """
+import ctypes, os, sys
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+PR_SET_DUMPABLE = 4
+ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # or it cannot look into its own /proc/self
+os.stat(f"/proc/self/fd/{sys.argv[1]}")
+for flags in (os.O_RDONLY, os.O_RDWR):
+    try:
+        os.open(f"/proc/self/fd/{sys.argv[1]}", flags)
+    except PermissionError:
+        continue
+    sys.exit(f"it was opened with flags {flags}")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
+def test_another_user_cannot_open_an_arena_again(daemon: Daemon) -> None:
+    descriptor, _, _, channel = receive_arena(daemon)
+    with channel:
+        command = [sys.executable, "-c", OPENS_AS_ANOTHER_USER, str(descriptor)]
+        subprocess.run(command, pass_fds=[descriptor], check=True)
+    os.close(descriptor)
+
+
 def test_a_client_can_neither_write_to_an_arena_nor_resize_it(daemon: Daemon) -> None:
     descriptor, size, _, channel = receive_arena(daemon)
     with channel:
-        for attempt in (
-            lambda: os.pwrite(descriptor, b"x", 0),
-            lambda: os.ftruncate(descriptor, 0),
-            lambda: os.ftruncate(descriptor, size * 2),
-            lambda: mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE),
-            lambda: fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
-        ):
-            with pytest.raises(PermissionError):
-                attempt()
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        check_nothing_can_be_written(descriptor, size)
+        os.fchmod(descriptor, 0o600)  # its owner may; the seals hold all the same
         again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
-        with pytest.raises(PermissionError):
-            os.pwrite(again, b"x", 0)
+        check_nothing_can_be_written(again, size)
         os.close(again)
         mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)[0] = 1
     os.close(descriptor)

@@ -41,7 +41,7 @@ class Things(Collector):
 
 @asynccontextmanager
 async def serving(
-    timeout_s: float = 30.0, things: Things | None = None, host: str = "127.0.0.1"
+    timeout_s: float = 30.0, things: Collector | None = None, host: str = "127.0.0.1"
 ) -> AsyncIterator[int]:
     registry = CollectorRegistry()
     registry.register(things or Things())
@@ -199,21 +199,76 @@ async def is_turned_away(port: int) -> bool:
     return not answered
 
 
-def test_connections_are_bounded_and_freed_when_the_silent_ones_are_gone() -> None:
+class Slow(Collector):
+    """A metric that is collected when the test says so."""
+
+    def __init__(self) -> None:
+        self.num_begun = threading.Semaphore(0)
+        self.may_end = threading.Event()
+
+    def collect(self) -> Iterable[Metric]:
+        self.num_begun.release()
+        self.may_end.wait()
+        return [GaugeMetricFamily("gyre_things", "", 1)]
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+def test_connections_are_bounded_and_freed_when_they_are_answered() -> None:
     async def test() -> None:
-        async with serving() as port:
-            silent = [
-                await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)
-            ]
-            while not await is_turned_away(port):
-                pass  # not all of them have been accepted
-            for _, writer in silent:
-                writer.close()
-                await writer.wait_closed()
+        slow = Slow()
+        async with serving(things=slow) as port:
+            asked = [asyncio.create_task(ask(port, ASK)) for _ in range(MAX_CONNECTIONS)]
+            for _ in range(MAX_CONNECTIONS):
+                await asyncio.to_thread(slow.num_begun.acquire)
+            assert await is_turned_away(port)
+            slow.may_end.set()
+            for answer in await asyncio.gather(*asked):
+                assert answer.endswith(SAMPLE)
             while await is_turned_away(port):
                 pass  # the server does not know yet that all of them are gone
 
     run(test)
+
+
+def test_clients_that_send_a_byte_now_and_then_shut_no_scraper_out() -> None:
+    async def test() -> None:
+        async with serving() as port:
+            slow = [
+                await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * MAX_CONNECTIONS)
+            ]
+            for _ in range(10):
+                for _, writer in slow:
+                    with suppress(ConnectionError):
+                        writer.write(b"G")
+                assert (await ask(port, ASK)).endswith(SAMPLE)
+            for _, writer in slow:
+                writer.close()
+
+    run(test)
+
+
+def test_a_request_that_arrives_byte_by_byte_is_given_up() -> None:
+    async def test() -> None:
+        async with serving(timeout_s=0.5) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            sending = asyncio.create_task(send_for_ever(writer))
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            writer.close()
+
+    run(test)
+
+
+async def send_for_ever(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"GET /metrics HTTP/1.1\r\nX: ")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.05)
 
 
 def test_nothing_listens_after_the_server_was_stopped() -> None:

@@ -156,8 +156,8 @@ def test_a_batch_of_a_session_that_failed_keeps_no_arena_while_the_loader_is_ope
 
 def open_session(
     daemon: Daemon, side: socket.socket, channel: grpc.Channel, batch_size: int = 4
-) -> pb.SessionOpened:
-    """Open a session by the bare contract; receive and close its first arena's descriptor."""
+) -> tuple[pb.SessionOpened, int]:
+    """Open a session by the bare contract, with its first arena's descriptor."""
     side.settimeout(10)
     side.connect(daemon.address.removeprefix("unix:") + ".side")
     token = side.recv(100).decode()
@@ -171,8 +171,7 @@ def open_session(
         request, metadata=(("gyre-side-token", token),), timeout=10
     )
     _, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)
-    os.close(descriptor)
-    return opened
+    return opened, descriptor
 
 
 def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemon: Daemon) -> None:
@@ -180,7 +179,7 @@ def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemo
         identified_channel(daemon.address) as channel,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
     ):
-        opened = open_session(daemon, side, channel)
+        opened, descriptor = open_session(daemon, side, channel)
         assert status(daemon).memory_abandoned_bytes == 0
         pb_grpc.LoaderStub(channel).CloseSession(
             pb.CloseSessionRequest(session_id=opened.session_id), timeout=10
@@ -204,16 +203,19 @@ def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemo
                 if line.startswith("gyre_memory_abandoned_bytes ")
             )
         assert float(value.split()[1]) == opened.arena_bytes
+    os.close(descriptor)
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
 
 
 def test_what_clients_keep_counts_against_the_budget(daemon: Daemon) -> None:
     """A client that keeps everything is refused at the end of the budget, and told why."""
     sides = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
+    descriptors = []
     with identified_channel(daemon.address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             for side in sides:
-                opened = open_session(daemon, side, channel, batch_size=256)
+                opened, descriptor = open_session(daemon, side, channel, batch_size=256)
+                descriptors.append(descriptor)
                 pb_grpc.LoaderStub(channel).CloseSession(
                     pb.CloseSessionRequest(session_id=opened.session_id), timeout=10
                 )
@@ -226,6 +228,8 @@ def test_what_clients_keep_counts_against_the_budget(daemon: Daemon) -> None:
         assert "kept by clients whose sessions are over" in str(refused.value.details())
     for side in sides:
         side.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
     with Loader("tokens", batch_size=256, address=daemon.address) as loader:
         next(loader)

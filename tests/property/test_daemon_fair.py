@@ -41,7 +41,7 @@ async def _serve(
 def test_waiting_flows_never_differ_by_more_than_their_largest_turns(
     wanted: list[tuple[int, float, int]], weights: tuple[float, float, float]
 ) -> None:
-    flows = [Flow(str(index), weight) for index, weight in enumerate(weights)]
+    flows = [Flow(str(index), weight=weight) for index, weight in enumerate(weights)]
     turns = [(flows[which], cost, urgency) for which, cost, urgency in wanted]
     granted = asyncio.run(_serve(FairQueue(1), turns))
     assert sorted(granted, key=str) == sorted(turns, key=str)
@@ -143,3 +143,17 @@ def test_a_thread_keeps_its_turn_until_its_work_is_done() -> None:
                 await second
 
     asyncio.run(run())
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1.0, 4.0]))
+def test_a_user_with_many_jobs_gets_as_much_as_one_with_few(
+    num_one: int, num_other: int, weight: float
+) -> None:
+    ones = [Flow(f"one-{index}", "one", weight) for index in range(num_one)]
+    others = [Flow(f"other-{index}", "other") for index in range(num_other)]
+    turns = [(flow, 1.0, 0) for flow in (*ones, *others) for _ in range(60)]
+    granted = asyncio.run(_serve(FairQueue(1), turns))[:40]
+    of_one = [flow for flow, _, _ in granted if flow.user == "one"]
+    assert abs(len(of_one) - 40 * weight / (1 + weight)) <= 2, "the jobs' weights count"
+    of_each = [of_one.count(flow) for flow in ones]
+    assert max(of_each) - min(of_each) <= 1, "its jobs share alike"

@@ -10,11 +10,13 @@ import os
 import select
 import socket
 
-from gyre_client.errors import DaemonUnavailable
+from gyre_client.errors import DaemonUnavailable, Overloaded
 from gyre_client.transport.address import Address
 
 TOKEN_KEY = "gyre-side-token"
 TOKEN_BYTES = 32
+REFUSED = "refused: "  # what the daemon says instead of a token, before the reason
+MAX_ANSWER_BYTES = 4096
 TIMEOUT_S = 10.0  # the daemon answers within a millisecond; a stuck one must not hang the client
 
 
@@ -46,20 +48,26 @@ class SideChannel:
 
     @classmethod
     def connect(cls, address: Address, timeout_s: float = TIMEOUT_S) -> "SideChannel | None":
-        """Returns a connection; None if the daemon is on another machine or cannot be reached."""
+        """Returns a connection; None if the daemon is on another machine or cannot be reached.
+
+        Raises:
+            Overloaded: The daemon takes no further connection, for the reason that it says.
+        """
         if address.side_path is None:
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(min(timeout_s, TIMEOUT_S))
             connection.connect(address.side_path)
-            token = connection.recv(TOKEN_BYTES + 1).decode()
+            token = connection.recv(MAX_ANSWER_BYTES).decode()
             connection.settimeout(TIMEOUT_S)
         except (OSError, UnicodeDecodeError):
             token = ""
         if len(token) == TOKEN_BYTES:
             return cls(connection, token)
         connection.close()
+        if token.startswith(REFUSED):
+            raise Overloaded(token.removeprefix(REFUSED))
         return None
 
     def receive(self, session_id: str, number: int) -> int:

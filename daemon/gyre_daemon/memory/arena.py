@@ -4,6 +4,11 @@
 there holds a lease: a thread while its work runs, a coroutine while it waits for bytes that land
 there, a payload until it was sent. When the arena is closed and the last lease was returned, the
 memory is given back at once, even if a frame or a traceback still refers to a slot.
+
+[Note: What clients keep] A client gets a descriptor that only reads. What it does with it the
+daemon cannot see: it may keep it after it said that it has unmapped the arena, or pass it on to
+another process. So an arena that was handed over counts against the budget, and against the users
+who were handed it, until the kernel says that the file is gone.
 """
 
 import bisect
@@ -14,6 +19,7 @@ from dataclasses import dataclass
 
 from gyre_daemon.copy_workers import new_key
 from gyre_daemon.memory.budget import Budget
+from gyre_daemon.memory.file_watch import FileWatch
 from gyre_daemon.memory.memfile import MemoryFile
 from gyre_daemon.memory.pages import whole_pages
 from gyre_daemon.storage.base import ArenaClosed
@@ -50,14 +56,19 @@ class Arena:
         num_bytes: its size.
         address: of its first byte.
         held_bytes: size of the slots that are taken.
+        is_closed: no further batch is put here.
+        is_kept: whether a client was handed it and the kernel has not said that it is gone.
     """
 
-    def __init__(self, num_bytes: int, budget: Budget | None = None) -> None:
+    def __init__(
+        self, num_bytes: int, budget: Budget | None = None, files: FileWatch | None = None
+    ) -> None:
         """Map an empty file; `allocate` gives it memory, `seal` makes slots available.
 
         Args:
             num_bytes: at least, rounded up to whole pages.
-            budget: told when only clients still map the arena.
+            budget: told what clients keep of it; see [Note: What clients keep].
+            files: tells when the file is gone.
 
         Raises:
             Overloaded: the machine has no such memory.
@@ -70,9 +81,12 @@ class Arena:
         self._free = [(0, self.num_bytes)]
         self.held_bytes = 0
         self._budget = budget or Budget(0)
+        self._files = files or FileWatch()
+        self._users: frozenset[str] = frozenset()  # names of those who were handed it
         self._clients: list[Callable[[Arena], None]] = []  # once for each mapping
-        self._is_closed = False
+        self.is_closed = self.is_kept = False
         self._when_unmapped: list[Callable[[], object]] = []
+        self._when_gone: list[Callable[[], object]] = []
         self._lock = threading.Lock()  # guards the number of leases
         self._num_leases = 1  # the maker's, until `close`
 
@@ -155,19 +169,37 @@ class Arena:
         """Call `act` once the memory is unmapped, in the thread that returns the last lease."""
         self._when_unmapped.append(act)
 
+    def when_gone(self, act: Callable[[], object]) -> None:
+        """Call `act` on the event loop once no client keeps the arena; call it only if one does."""
+        self._when_gone.append(act)
+
     def close(self) -> None:
         """Put no further batch here, and give the memory back with the last lease.
 
-        As long as clients map the arena, it counts as abandoned. A second call changes nothing.
+        As long as a client may keep the arena, it counts as abandoned. A second call changes
+        nothing.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._free.clear()
-        if self._clients:
-            self._budget.abandon(self.num_bytes)
+        if self.is_kept:
+            self._budget.abandon(self.num_bytes, self._users)
         self.leave()
         self.release()
+
+    def open_for(self, user: str) -> int:
+        """A descriptor for a client of this user; the caller closes it.
+
+        Raises:
+            OSError: no descriptor is left, or the kernel cannot tell when the arena is gone.
+        """
+        if not self.is_kept:
+            self._files.add(self.descriptor, self._file_gone)
+            self.is_kept = True
+        descriptor = self._file.open_for_reading()
+        self._users |= {user}
+        return descriptor
 
     def leave(self) -> None:
         """Tell clients that no further batch is put here, so that they unmap it."""
@@ -179,7 +211,11 @@ class Arena:
         self._clients.append(on_left)
 
     def remove_client(self, on_left: "Callable[[Arena], None]") -> None:
-        """Count a client no longer, which has unmapped the arena."""
+        """Count a client no longer, which has unmapped the arena, as it says."""
         self._clients.remove(on_left)
-        if self._is_closed and not self._clients:
-            self._budget.abandon(-self.num_bytes)
+
+    def _file_gone(self) -> None:
+        self.is_kept = False
+        self._budget.regain(self.num_bytes, self._users)
+        for act in self._when_gone:
+            act()

@@ -7,6 +7,7 @@ from functools import partial
 
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.memory.arena import Arena
+from gyre_daemon.memory.file_watch import FileWatch
 from gyre_daemon.runtime.events import log_event
 
 # Closed arenas keep their memory until their leases are returned and copy workers have unmapped
@@ -16,27 +17,29 @@ _MAX_WAIT_FOR_ROOM_S = 2.0
 
 
 class ArenaRegistry:
-    """All arenas of a daemon that have memory, closed ones with leases included.
+    """All arenas of a daemon that have memory, closed ones included.
 
     Attributes:
         num_bytes: size of those arenas.
+        files: tells when an arena that clients were handed is gone.
     """
 
     def __init__(self, limit_bytes: int, copy_workers: CopyWorkers = NO_COPY_WORKERS) -> None:
         self.num_bytes = 0
+        self.files = FileWatch()
         self._limit_bytes = limit_bytes
         self._copy_workers = copy_workers
-        self._in_copy_workers: set[int] = set()
+        self._own: set[Arena] = set()  # those that this process or its copy workers map
+        self._in_copy_workers: set[Arena] = set()
         self._unmapping: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
 
     def add(self, arena: Arena) -> None:
-        """Count an arena until its memory is given back and copy workers have unmapped it."""
+        """Count an arena until no process has its memory any more."""
         self.num_bytes += arena.num_bytes
+        self._own.add(arena)
         loop = asyncio.get_running_loop()
-        arena.when_unmapped(
-            partial(_call_in, loop, partial(self._gone, arena.key, arena.num_bytes))
-        )
+        arena.when_unmapped(partial(_call_in, loop, partial(self._unmapped, arena)))
 
     def map_in_copy_workers(self, arena: Arena) -> None:
         """Have copy workers map an arena that is not sealed yet; waits until each is idle.
@@ -45,7 +48,7 @@ class ArenaRegistry:
             ArenaClosed: the arena was closed meanwhile.
         """
         with arena.lease():
-            self._in_copy_workers.add(arena.key)
+            self._in_copy_workers.add(arena)
             self._copy_workers.map(arena.key, arena.descriptor)
 
     async def room(self, num_bytes: int) -> None:
@@ -58,24 +61,43 @@ class ArenaRegistry:
         log_event(
             "memory not given back yet", {"mapped_bytes": self.num_bytes, "needed_bytes": num_bytes}
         )
+        await self._wait_until(lambda: self.num_bytes + num_bytes <= self._limit_bytes)
+
+    async def settle(self) -> None:
+        """Wait until this process has given back all closed arenas, for some seconds at most.
+
+        Then what is abandoned is what clients keep.
+        """
+        await self._wait_until(lambda: not any(arena.is_closed for arena in self._own))
+
+    async def _wait_until(self, holds: Callable[[], bool]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_MAX_WAIT_FOR_ROOM_S):
-                while self.num_bytes + num_bytes > self._limit_bytes:
+                while not holds():
                     self._changed.clear()
                     await self._changed.wait()
 
-    def _gone(self, key: int, num_bytes: int) -> None:
-        if key not in self._in_copy_workers:
-            self._count_down(num_bytes)
+    def _unmapped(self, arena: Arena) -> None:
+        if arena not in self._in_copy_workers:
+            self._given_back(arena)
             return
-        self._in_copy_workers.remove(key)
-        task = asyncio.create_task(self._unmap(key, num_bytes))
+        self._in_copy_workers.remove(arena)
+        task = asyncio.create_task(self._unmap(arena))
         self._unmapping.add(task)
         task.add_done_callback(self._unmapping.discard)
 
-    async def _unmap(self, key: int, num_bytes: int) -> None:
-        await asyncio.to_thread(self._copy_workers.unmap, key)
-        self._count_down(num_bytes)
+    async def _unmap(self, arena: Arena) -> None:
+        await asyncio.to_thread(self._copy_workers.unmap, arena.key)
+        self._given_back(arena)
+
+    def _given_back(self, arena: Arena) -> None:
+        self.files.look()
+        self._own.remove(arena)
+        if arena.is_kept:
+            arena.when_gone(partial(self._count_down, arena.num_bytes))
+            self._changed.set()
+        else:
+            self._count_down(arena.num_bytes)
 
     def _count_down(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes

@@ -206,7 +206,8 @@ class Arenas:
 
     async def _make(self, num_bytes: int, flow: Flow) -> None:
         await self._registry.room(num_bytes)
-        arena = Arena(num_bytes, self._budget)
+        await self._budget.settle(flow.user)
+        arena = Arena(num_bytes, self._budget, self._registry.files)
         self._registry.add(arena)
         try:
             await self._allocate(arena, flow)

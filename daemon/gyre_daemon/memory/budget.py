@@ -1,8 +1,60 @@
 """The memory budget that all sessions of a daemon share."""
 
 import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from gyre_daemon.errors import Overloaded
+
+_NUM_NAMED = 3  # users in an error message
+# How long a user has to unmap arenas before its sessions find no memory. A client does it within
+# milliseconds, unless its machine is busy.
+_MAX_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a user or a job may still reserve.
+
+    Attributes:
+        who: the user or job.
+        key: the limit's name in the configuration.
+        taken_bytes: what it has already, abandoned memory included.
+        limit_bytes: the most that it may have now.
+        most_bytes: the most that it might have if nobody else had any.
+    """
+
+    who: str
+    key: str
+    taken_bytes: int
+    limit_bytes: int
+    most_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """How many bytes it may still reserve."""
+        return self.limit_bytes - self.taken_bytes
+
+    def check(self, num_bytes: int, purpose: str) -> None:
+        """Refuse what is beyond the limit.
+
+        Raises:
+            Overloaded: it may not reserve so many bytes now.
+        """
+        if num_bytes > self.free_bytes:
+            raise Overloaded(
+                f"{purpose} needs {num_bytes} bytes, but {self.who} has {self.taken_bytes} and may "
+                f"have {self.limit_bytes} now ({self.key}); close a session, give back what is "
+                "kept of those that are over, or lower the batch size",
+                {
+                    "needed_bytes": num_bytes,
+                    "free_bytes": max(0, self.free_bytes),
+                    "limit_bytes": self.most_bytes,
+                    "who": self.who,
+                },
+            )
 
 
 class Budget:
@@ -12,13 +64,16 @@ class Budget:
         freed: set whenever bytes become free; waiters clear it.
         limit_bytes: the whole budget.
         reserved_bytes: reserved by sessions.
-        abandoned_bytes: size of the arenas that the daemon has closed and clients still map.
+        abandoned_bytes: size of the arenas that the daemon has closed and that clients may keep.
+        abandoned_by: the same by user. Where several users may keep an arena, it counts for each of
+            them in equal parts, since the kernel does not tell which of them do.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         self.abandoned_bytes = 0
+        self.abandoned_by: Counter[str] = Counter()
         self.freed = asyncio.Event()
 
     @property
@@ -26,15 +81,16 @@ class Budget:
         """How many bytes can still be reserved."""
         return self.limit_bytes - self.reserved_bytes - self.abandoned_bytes
 
-    def reserve(self, num_bytes: int, purpose: str) -> None:
+    def reserve(self, num_bytes: int, purpose: str, allowed: Collection[Allowance] = ()) -> None:
         """Reserve bytes.
 
         Args:
             num_bytes: how many.
             purpose: what needs them, for the error message.
+            allowed: limits that they must be within, too.
 
         Raises:
-            Overloaded: they are not free.
+            Overloaded: they are not free, or beyond a limit.
         """
         if num_bytes > self.free_bytes:
             raise Overloaded(
@@ -47,6 +103,8 @@ class Budget:
                     "limit_bytes": self.limit_bytes,
                 },
             )
+        for each in allowed:
+            each.check(num_bytes, purpose)
         self.reserved_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -60,15 +118,49 @@ class Budget:
         if num_bytes < 0:
             self.freed.set()
 
-    def abandon(self, num_bytes: int) -> None:
-        """Count bytes as abandoned; as no longer abandoned if negative."""
+    async def settle(self, user: str) -> None:
+        """Wait until a user's reserved memory can be used, but no longer than some seconds.
+
+        A session whose stream ends goes on in another, with other arenas and the same reserved
+        memory. A client that keeps the arenas of each stream would take more than there is.
+
+        Raises:
+            Overloaded: more is reserved and abandoned than there is, and the user keeps some.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_WAIT_S):
+                while self._is_overdrawn_by(user):
+                    self.freed.clear()
+                    await self.freed.wait()
+        if self._is_overdrawn_by(user):
+            raise Overloaded(
+                f"{user} keeps {self.abandoned_by[user]} bytes of arenas that it was asked to "
+                f"unmap, and the daemon's memory_budget of {self.limit_bytes} bytes is used up; "
+                "unmap them and close their descriptors"
+            )
+
+    def abandon(self, num_bytes: int, users: Collection[str]) -> None:
+        """Count bytes of a closed arena that clients of these users may keep."""
         self.abandoned_bytes += num_bytes
+        for user in users:
+            self.abandoned_by[user] += num_bytes // len(users)
         self.freed.set()
+
+    def regain(self, num_bytes: int, users: Collection[str]) -> None:
+        """Count bytes no longer that were abandoned by these users."""
+        self.abandoned_bytes -= num_bytes
+        for user in users:
+            self.abandoned_by[user] -= num_bytes // len(users)
+        self.abandoned_by += Counter()  # forgets those who keep nothing
+        self.freed.set()
+
+    def _is_overdrawn_by(self, user: str) -> bool:
+        return self.free_bytes < 0 and self.abandoned_by[user] > 0
 
     @property
     def _kept(self) -> str:
-        return (
-            f" and {self.abandoned_bytes} are kept by clients whose sessions are over"
-            if self.abandoned_bytes
-            else ""
-        )
+        if not self.abandoned_bytes:
+            return ""
+        most = self.abandoned_by.most_common(_NUM_NAMED)
+        names = ", ".join(f"{user}: {num_bytes}" for user, num_bytes in most)
+        return f" and {self.abandoned_bytes} are kept by clients whose sessions are over ({names})"

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Iterator
 
@@ -61,6 +62,7 @@ class MemoryFile:
             self.descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(self.descriptor, num_bytes)
+                os.fchmod(self.descriptor, stat.S_IRUSR)  # no other user can open it
                 self.address = _map(
                     None,
                     num_bytes,
@@ -93,10 +95,18 @@ class MemoryFile:
         """Allow no further mapping for writing, and no change of the size."""
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
+    def open_for_reading(self) -> int:
+        """A descriptor that only reads, with a file description of its own; the caller closes it.
+
+        Raises:
+            OSError: this process or the machine has no descriptor left.
+        """
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
     def close(self) -> None:
         """Unmap the memory and close the descriptor.
 
-        The kernel frees the memory as soon as no other process maps it.
+        The kernel frees the memory as soon as no other process has it open or maps it.
         """
         descriptor, self.descriptor = self.descriptor, -1
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE

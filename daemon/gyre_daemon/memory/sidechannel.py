@@ -7,25 +7,38 @@ memory can be used again, even if the client was killed.
 """
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from gyre_daemon.access.principal import Principal, peer_principal
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.arena import Arena
+from gyre_daemon.runtime.descriptors import SpareDescriptor
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.limits import descriptor_shares
 
 SUFFIX = ".side"
-# A client takes a descriptor, so their number is bounded. Where `accept` fails, for want of
-# descriptors as a rule, the client still waits in the backlog: without a pause the event loop would
-# try again all the time.
+# A client takes a descriptor, so their number is bounded. Where `accept` fails although the spare
+# descriptor was given up, the client still waits in the backlog: without a pause the event loop
+# would try again all the time.
 _BACKLOG = 128
-_MAX_PEERS = 4096
 _REFUSED_PAUSE_S = 1.0
+_MOST_OF_PEERS = 7  # eighths that one user may have; the rest is for a user who comes later
+# Refusals are logged at most once in this time, with their number. An attacker connects thousands
+# of times in a second.
+_LOG_PAUSE_S = 10.0
+# What a client gets instead of a token, before the reason. A token has no colon.
+_REFUSED = "refused: "
+
+MayConnect = Callable[[Principal, int], str]
 
 
 class Peer:
@@ -42,14 +55,22 @@ class Peer:
         self._is_gone = False
         self._when_gone: list[Callable[[], None]] = []
 
-    def hand_over(self, session_id: str, number: int, descriptor: int) -> bool:
+    def hand_over(self, session_id: str, number: int, arena: Arena) -> bool:
         """Send an arena's descriptor; False where the client is gone or does not take it."""
         if self._is_gone:
+            return False
+        try:
+            descriptor = arena.open_for(self.principal.name)
+        except OSError as error:
+            facts = {"session": session_id, "reason": error.strerror}
+            log_event("arena not shared", facts, logging.WARNING)
             return False
         try:
             socket.send_fds(self.connection, [f"{session_id} {number}".encode()], [descriptor])
         except OSError:
             return False
+        finally:
+            os.close(descriptor)
         return True
 
     def when_gone(self, act: Callable[[], None]) -> None:
@@ -94,9 +115,7 @@ class ShownArenas:
             None where the arena cannot be handed over.
         """
         number = self._numbers.get(arena)
-        if number is None and self._peer.hand_over(
-            self._session_id, self._num_shown, arena.descriptor
-        ):
+        if number is None and self._peer.hand_over(self._session_id, self._num_shown, arena):
             number = self._numbers[arena] = self._num_shown
             self._num_shown += 1
             arena.add_client(self.arena_left)
@@ -130,17 +149,26 @@ class ShownArenas:
 class SideChannel:
     """Listens beside a Unix socket of the daemon and knows the clients that are connected."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, may_connect: MayConnect) -> None:
         """Listen.
 
         Args:
             path: the daemon's socket, which it has claimed; the side channel's has a suffix more.
+            may_connect: why a user who has so many connections may have no further one; empty
+                where it may.
 
         Raises:
             ConfigError: the socket cannot be bound.
         """
         self._path = path.with_name(path.name + SUFFIX)
+        self._may_connect = may_connect
         self._peers: dict[str, Peer] = {}
+        self._num_by_user: Counter[str] = Counter()
+        self._max_peers = descriptor_shares().clients
+        self._max_per_user = -(-self._max_peers * _MOST_OF_PEERS // 8)
+        self._spare = SpareDescriptor()
+        self._num_refused = 0
+        self._refused_logged_at = -math.inf
         self._bind()
 
     @property
@@ -189,25 +217,26 @@ class SideChannel:
         self._listener.close()
         for token in list(self._peers):
             self._drop(token)
+        self._spare.close()
         if is_reachable:
             self._path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
+        except BlockingIOError:  # it has gone meanwhile
+            return
         except OSError as error:
-            log_event("side channel refused", {"reason": error.strerror}, logging.WARNING)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._listener)
-            loop.call_later(_REFUSED_PAUSE_S, self._listen_again, self._listener)
+            self._refuse_one(error)
             return
         connection.setblocking(False)
         principal = peer_principal(connection)
-        token = secrets.token_hex(16)
-        if len(self._peers) >= _MAX_PEERS:
-            connection.close()
+        if reason := self._reason_to_refuse(principal):
+            self._refuse(connection, reason)
             return
+        token = secrets.token_hex(16)
         self._peers[token] = Peer(connection, principal)
+        self._num_by_user[principal.name] += 1
         # a client has nothing to send: what arrives is its end, or nonsense that ends it
         asyncio.get_running_loop().add_reader(connection, self._drop, token)
         try:
@@ -215,11 +244,57 @@ class SideChannel:
         except OSError:
             self._drop(token)
 
+    def _reason_to_refuse(self, principal: Principal) -> str:
+        if len(self._peers) >= self._max_peers:
+            return (
+                f"the daemon has {self._max_peers} connections to its side channel and takes no "
+                "more; close some, or raise its limit of descriptors (LimitNOFILE= of the unit, or "
+                "ulimit -n)"
+            )
+        num = self._num_by_user[principal.name]
+        if num >= self._max_per_user:
+            return (
+                f"{principal.name} has {num} of the {self._max_peers} connections that the "
+                "daemon's descriptors allow; close some, or raise its limit (LimitNOFILE= of the "
+                "unit, or ulimit -n)"
+            )
+        return self._may_connect(principal, num)
+
+    def _refuse_one(self, error: OSError) -> None:
+        """Tell a client that it cannot be accepted, by means of the spare descriptor."""
+        try:
+            with self._spare.lent():
+                connection, _ = self._listener.accept()
+                self._refuse(connection, f"the daemon cannot accept connections: {error.strerror}")
+        except BlockingIOError:
+            return
+        except OSError:
+            self._note_refusal(f"the daemon cannot accept connections: {error.strerror}")
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_REFUSED_PAUSE_S, self._listen_again, self._listener)
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.setblocking(False)
+            connection.send((_REFUSED + reason).encode())
+        self._note_refusal(reason)
+
+    def _note_refusal(self, reason: str) -> None:
+        self._num_refused += 1
+        now = time.monotonic()
+        if now >= self._refused_logged_at + _LOG_PAUSE_S:
+            facts = {"reason": reason, "times": self._num_refused}
+            log_event("side channel refused", facts, logging.WARNING)
+            self._num_refused, self._refused_logged_at = 0, now
+
     def _listen_again(self, listener: socket.socket) -> None:
         if listener is self._listener and listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def _drop(self, token: str) -> None:
         peer = self._peers.pop(token)
+        self._num_by_user[peer.principal.name] -= 1
+        self._num_by_user += Counter()  # forgets those who have none
         asyncio.get_running_loop().remove_reader(peer.connection)
         peer.hang_up()

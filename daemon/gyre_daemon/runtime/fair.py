@@ -1,9 +1,11 @@
 """Weighted fair sharing of threads and of requests to an endpoint.
 
-Each job is a flow. The next turn goes to the waiting flow with the lowest virtual time: the cost of
-the turns that it had, divided by its weight (stride scheduling, Waldspurger and Weihl 1995). A flow
-that was idle begins at the current virtual time, so idling earns no credit. Within a flow the most
-urgent request goes first, and of equally urgent ones the oldest.
+Each job is a flow. The next turn goes to the waiting user with the lowest virtual time, and of its
+waiting flows to the one with the lowest: the cost of the turns that it had, divided by its weight
+(stride scheduling, Waldspurger and Weihl 1995). The virtual time of a user grows with each turn of
+its flows. So a user with ten jobs gets as much as one with a single job of the same weight. A user
+or a flow that was idle begins at the current virtual time, so idling earns no credit. Within a flow
+the most urgent request goes first, and of equally urgent ones the oldest.
 """
 
 import asyncio
@@ -16,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-# Flows that do not wait are remembered only for their virtual time. Beyond this many queues, those
-# that wait for nothing and owe nothing are dropped; a larger bound only makes that rarer.
+# Users and flows that do not wait are remembered only for their virtual time. Beyond this many,
+# those that wait for nothing and owe nothing are dropped; a larger bound only makes that rarer.
 _MAX_IDLE_QUEUES = 64
 
 Result = TypeVar("Result")
@@ -29,14 +31,14 @@ class Flow:
 
     Attributes:
         name: of the job.
+        user: whose job it is: the name of a principal.
         weight: its share relative to other flows, above 0. It may be changed at any time and counts
             from the next turn.
-        user: whose job it is: the name of a principal.
     """
 
     name: str
-    weight: float = 1.0
     user: str = ""
+    weight: float = 1.0
 
 
 NO_JOB = Flow("")  # for the daemon's own work, such as indexes and probes
@@ -59,12 +61,22 @@ class Turn:
 class _FlowQueue:
     """What one flow waits for: a heap of (urgency, arrival, cost, turn)."""
 
-    virtual_time: float
+    virtual_time: float  # among the flows of its user
     waiting: list[tuple[int, int, float, Turn]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _UserQueue:
+    """What the flows of one user wait for."""
+
+    virtual_time: float  # among the users
+    now: float = 0.0  # virtual, for its flows
+    num_waiting: int = 0
+    flows: dict[Flow, _FlowQueue] = field(default_factory=dict)
+
+
 class FairQueue:
-    """Grants turns to flows fairly. Used from one event loop.
+    """Grants turns fairly to users, and to the flows of each. Used from one event loop.
 
     Attributes:
         num_taken: turns that are taken now.
@@ -80,7 +92,7 @@ class FairQueue:
         self._capacity = capacity
         self.num_taken = 0
         self._now = 0.0  # virtual
-        self._queues: dict[Flow, _FlowQueue] = {}
+        self._users: dict[str, _UserQueue] = {}
         self._arrivals = itertools.count()
         self.num_waiting = 0
         self._is_serving = False
@@ -133,14 +145,18 @@ class FairQueue:
             None where the turn was granted at once; then `granted` is not called. Otherwise the
             turn, so that it can be cancelled.
         """
-        queue = self._queue_of(flow)
+        user = self._users.get(flow.user) or self._new_user(flow.user)
+        queue = user.flows.get(flow) or _new_flow(user, flow)
         if self.num_taken < self._capacity and not self.num_waiting:
-            self._charge(flow, queue, cost)
+            self._charge(user, queue, cost / flow.weight)
             return None
+        if not user.num_waiting:
+            user.virtual_time = max(user.virtual_time, self._now)
         if not queue.waiting:
-            queue.virtual_time = max(queue.virtual_time, self._now)
+            queue.virtual_time = max(queue.virtual_time, user.now)
         turn = Turn(granted)
         heapq.heappush(queue.waiting, (urgency, next(self._arrivals), cost, turn))
+        user.num_waiting += 1
         self.num_waiting += 1
         if self.num_taken < self._capacity:
             self._serve()  # all that waited before may have cancelled
@@ -161,21 +177,21 @@ class FairQueue:
         finally:
             self.release()
 
-    def _queue_of(self, flow: Flow) -> _FlowQueue:
-        queue = self._queues.get(flow)
-        if queue is None:
-            if len(self._queues) >= _MAX_IDLE_QUEUES:
-                self._queues = {
-                    other: its_queue
-                    for other, its_queue in self._queues.items()
-                    if its_queue.waiting or its_queue.virtual_time > self._now
-                }
-            queue = self._queues[flow] = _FlowQueue(self._now)
-        return queue
+    def _new_user(self, name: str) -> _UserQueue:
+        if len(self._users) >= _MAX_IDLE_QUEUES:
+            self._users = {
+                other: user
+                for other, user in self._users.items()
+                if user.num_waiting or user.virtual_time > self._now
+            }
+        user = self._users[name] = _UserQueue(self._now)
+        return user
 
-    def _charge(self, flow: Flow, queue: _FlowQueue, cost: float) -> None:
-        self._now = max(self._now, queue.virtual_time)
-        queue.virtual_time = max(queue.virtual_time, self._now) + cost / flow.weight
+    def _charge(self, user: _UserQueue, queue: _FlowQueue, cost: float) -> None:
+        self._now = max(self._now, user.virtual_time)
+        user.virtual_time = self._now + cost
+        user.now = max(user.now, queue.virtual_time)
+        queue.virtual_time = user.now + cost
         self.num_taken += 1
 
     def _serve(self) -> None:
@@ -184,19 +200,34 @@ class FairQueue:
         self._is_serving = True
         try:
             while self.num_waiting and self.num_taken < self._capacity:
-                flow, queue = self._next()
+                user, flow = self._next()
+                queue = user.flows[flow]
                 _, _, cost, turn = heapq.heappop(queue.waiting)
+                user.num_waiting -= 1
                 self.num_waiting -= 1
                 if granted := turn.granted:
-                    self._charge(flow, queue, cost)
+                    self._charge(user, queue, cost / flow.weight)
                     granted()
         finally:
             self._is_serving = False
 
-    def _next(self) -> tuple[Flow, _FlowQueue]:
-        """The waiting flow with the lowest virtual time."""
-        waiting = (each for each in self._queues.items() if each[1].waiting)
-        return min(waiting, key=lambda each: each[1].virtual_time)
+    def _next(self) -> tuple[_UserQueue, Flow]:
+        """The waiting user with the lowest virtual time, and its waiting flow with the lowest."""
+        users = (user for user in self._users.values() if user.num_waiting)
+        user = min(users, key=lambda user: user.virtual_time)
+        flows = (flow for flow, queue in user.flows.items() if queue.waiting)
+        return user, min(flows, key=lambda flow: user.flows[flow].virtual_time)
+
+
+def _new_flow(user: _UserQueue, flow: Flow) -> _FlowQueue:
+    if len(user.flows) >= _MAX_IDLE_QUEUES:
+        user.flows = {
+            other: queue
+            for other, queue in user.flows.items()
+            if queue.waiting or queue.virtual_time > user.now
+        }
+    queue = user.flows[flow] = _FlowQueue(user.now)
+    return queue
 
 
 class FairExecutor:

@@ -9,13 +9,14 @@ from gyre_daemon.errors import ConfigError
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
-# A quarter of the descriptors may be connections to object storage, and a quarter open shards. The
-# other half is kept for clients and arenas, which take two each, and for the daemon itself, which
-# has some 55 open with four copy workers. Without that reserve, clients cannot connect while others
-# read: under a limit of 256, one dataset in object storage took 237. Limits are usually in the
-# thousands, where nothing runs short.
+# A quarter of the descriptors may be connections to object storage, and a quarter open shards. An
+# eighth may be connections of clients to gRPC, and an eighth to the side channel. The rest is kept
+# for arenas, and for the daemon itself, which has some 55 open with four copy workers. Without that
+# reserve, clients cannot connect while others read: under a limit of 256, one dataset in object
+# storage took 237. Limits are usually in the thousands, where nothing runs short.
 _SHARE_OF_CONNECTIONS = 4
 _SHARE_OF_SHARDS = 4
+_SHARE_OF_CLIENTS = 8
 _DESCRIPTORS_PER_SHARD = 2  # Python's mapping of the file duplicates its descriptor
 _UNLIMITED = 1 << 30
 _MAX_SHARDS = 32768  # half of the mappings that Linux allows a process
@@ -29,18 +30,25 @@ class DescriptorShares:
         limit: of the process.
         connections: to object storage, over all endpoints; so this bounds requests in flight, too.
         shards: local files that may be open at once, over all datasets.
+        clients: connections of clients, to gRPC and to the side channels each.
     """
 
     limit: int
     connections: int
     shards: int
+    clients: int
 
     @classmethod
     def of(cls, limit: int) -> "DescriptorShares":
         """The shares under a limit, which may be `RLIM_INFINITY`."""
         limit = _UNLIMITED if limit == resource.RLIM_INFINITY else limit
         shards = limit // _SHARE_OF_SHARDS // _DESCRIPTORS_PER_SHARD
-        return cls(limit, max(1, limit // _SHARE_OF_CONNECTIONS), max(1, min(_MAX_SHARDS, shards)))
+        return cls(
+            limit,
+            max(1, limit // _SHARE_OF_CONNECTIONS),
+            max(1, min(_MAX_SHARDS, shards)),
+            max(1, limit // _SHARE_OF_CLIENTS),
+        )
 
 
 def descriptor_shares() -> DescriptorShares:

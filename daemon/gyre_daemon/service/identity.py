@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.principal import ANONYMOUS, Principal
 from gyre_daemon.errors import LeaseExpired, NotAllowed
 from gyre_daemon.memory.sidechannel import Peer, SideChannel
@@ -19,8 +20,9 @@ class Callers:
     says it on the side channel. So each of these calls carries the token of a connection there.
     """
 
-    def __init__(self, side_channels: Sequence[SideChannel]) -> None:
+    def __init__(self, side_channels: Sequence[SideChannel], limits: Limits) -> None:
         self._side_channels = side_channels
+        self._limits = limits
 
     def identify(self, context: Context) -> Principal:
         """The caller; over TCP, where no credential is given, `ANONYMOUS`.
@@ -28,9 +30,12 @@ class Callers:
         Raises:
             NotAllowed: a call over a Unix socket carries no token.
             LeaseExpired: it carries the token of a connection that has ended.
+            Overloaded: the caller calls too often.
         """
         peer = self.peer(context)
-        return peer.principal if peer else ANONYMOUS
+        caller = peer.principal if peer else ANONYMOUS
+        self._limits.count_request(caller)
+        return caller
 
     def peer(self, context: Context) -> Peer | None:
         """The caller's connection to the side channel; None over TCP.

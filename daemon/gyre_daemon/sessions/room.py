@@ -1,15 +1,19 @@
 """Room for one session more: the others give some of their memory to a newcomer.
 
-Where a newcomer would find less than half of its fair part, the largest of the others halve their
-shares, one after the other, until there is enough. No session goes below a few batches, and no
-batch is lost: memory is given back as batches are released. The newcomer waits for that, for some
-seconds at most, and takes what is there.
+The budget is divided among the users in equal parts, and the part of each user among its sessions.
+A newcomer that would find less than half of that makes others halve their shares until there is
+enough: the largest session of the user who has most, again and again. A user who has no more than
+its part gives nothing to another. No session goes below a few batches, and no batch is lost: memory
+is given back as batches are released. The newcomer waits for that, for some seconds at most, and
+takes what is there.
 """
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Collection
 
+from gyre_daemon.sessions.allowance import free_bytes, taken_by_user
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
@@ -27,59 +31,114 @@ async def make_room(
         sessions: all that are open.
         resources: the daemon's.
     """
-    budget = resources.budget
+    room = _Room(request, sessions, resources)
     wanted_bytes = request.wanted_share(resources.arena_limit_bytes).reserved_bytes
-    if wanted_bytes <= budget.free_bytes // 2:
+    if wanted_bytes <= room.free_bytes // 2:
         return
-    kept_bytes = budget.abandoned_bytes  # nobody can say when that comes back
-    fair_bytes = _fair_bytes(request, sessions, resources)
-    if 2 * _found_bytes(request, resources) < fair_bytes:
-        _halve_the_largest(fair_bytes, sessions, resources)
-        await _wait_for(fair_bytes, kept_bytes, resources)
+    await resources.registry.settle()
+    kept_bytes = resources.budget.abandoned_bytes  # nobody can say when that comes back
+    fair_bytes = room.fair_bytes
+    if 2 * room.found_bytes < fair_bytes:
+        room.halve_the_largest(fair_bytes)
+        await room.wait_for(fair_bytes, kept_bytes)
 
 
-def _found_bytes(request: SessionRequest, resources: DaemonResources) -> int:
-    """What the newcomer would reserve now; 0 where that is too much."""
-    free_bytes = resources.budget.free_bytes
-    share = request.scarce_share(resources.arena_limit_bytes, free_bytes)
-    return share.reserved_bytes if share.reserved_bytes <= free_bytes else 0
+class _Room:
+    """What one newcomer finds, and what the others can give it."""
 
+    def __init__(
+        self, request: SessionRequest, sessions: Collection[Session], resources: DaemonResources
+    ) -> None:
+        self._request = request
+        self._sessions = sessions
+        self._resources = resources
+        self._budget = resources.budget
+        self._user = request.owner.name
 
-def _fair_bytes(
-    request: SessionRequest, sessions: Collection[Session], resources: DaemonResources
-) -> int:
-    """What it would have if all had the same, or all that the others can do without.
+    @property
+    def free_bytes(self) -> int:
+        return free_bytes(self._request, self._sessions, self._resources)
 
-    0 where that is less than one batch.
-    """
-    budget = resources.budget
-    all_bytes = budget.limit_bytes - budget.abandoned_bytes
-    most_bytes = all_bytes - sum(session.least_bytes for session in sessions)
-    fair_bytes = min(resources.arena_limit_bytes, all_bytes // (1 + len(sessions)))
-    needed_bytes = request.wanted_share(fair_bytes, scarce=True).reserved_bytes
-    if needed_bytes > most_bytes:
-        needed_bytes = request.wanted_share(most_bytes, scarce=True).reserved_bytes
-    return needed_bytes if needed_bytes <= most_bytes else 0
+    @property
+    def found_bytes(self) -> int:
+        """What the newcomer would reserve now; 0 where that is too much."""
+        free_bytes = self.free_bytes
+        share = self._request.scarce_share(self._resources.arena_limit_bytes, free_bytes)
+        return share.reserved_bytes if share.reserved_bytes <= free_bytes else 0
 
+    @property
+    def fair_bytes(self) -> int:
+        """What it would have if all had the same, or all that the others can do without.
 
-def _halve_the_largest(
-    needed_bytes: int, sessions: Collection[Session], resources: DaemonResources
-) -> None:
-    """Until enough is free, or will be once batches are released."""
-    others = set(sessions)
-    while others and resources.budget.free_bytes + resources.leaving_bytes < needed_bytes:
-        largest = max(others, key=lambda session: session.share.reserved_bytes)
-        if not largest.halve():
-            others.remove(largest)
+        0 where that is less than one batch.
+        """
+        all_bytes = self._budget.limit_bytes - self._budget.abandoned_bytes
+        most_bytes = min(self._most_bytes, all_bytes - sum(self._least_by_user.values()))
+        num_own = 1 + sum(each.request.owner.name == self._user for each in self._sessions)
+        fair_bytes = min(self._resources.arena_limit_bytes, self._part_bytes // num_own)
+        needed_bytes = self._request.wanted_share(fair_bytes, scarce=True).reserved_bytes
+        if needed_bytes > most_bytes:
+            needed_bytes = self._request.wanted_share(most_bytes, scarce=True).reserved_bytes
+        return needed_bytes if needed_bytes <= most_bytes else 0
 
+    def halve_the_largest(self, needed_bytes: int) -> None:
+        """Until the newcomer may have so many bytes, or may once batches are released."""
+        resources = self._resources
+        others = set(self._sessions)
+        while self.free_bytes + resources.leaving_bytes < needed_bytes:
+            is_budget_short = self._budget.free_bytes + resources.leaving_bytes < needed_bytes
+            taken = taken_by_user(self._sessions, self._budget)
+            givers = [each for each in others if self._gives(each, taken, is_budget_short)]
+            if not givers:
+                return
+            largest = max(
+                givers,
+                key=lambda each: (taken[each.request.owner.name], each.share.reserved_bytes),
+            )
+            if not largest.halve():
+                others.remove(largest)
 
-async def _wait_for(num_bytes: int, kept_bytes: int, resources: DaemonResources) -> None:
-    """Until this much is free, or nothing more is about to become free, but not for long."""
-    budget = resources.budget
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_MAX_WAIT_S):
-            while budget.free_bytes < num_bytes and (
-                resources.leaving_bytes or budget.abandoned_bytes > kept_bytes
-            ):
-                budget.freed.clear()
-                await budget.freed.wait()
+    async def wait_for(self, num_bytes: int, kept_bytes: int) -> None:
+        """Until so much is free, or nothing more is about to become free, but not for long."""
+        budget = self._budget
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_WAIT_S):
+                while self.free_bytes < num_bytes and (
+                    self._resources.leaving_bytes or budget.abandoned_bytes > kept_bytes
+                ):
+                    budget.freed.clear()
+                    await budget.freed.wait()
+
+    @property
+    def _part_bytes(self) -> int:
+        """What each user has if all have the same."""
+        users = {self._user, *(each.request.owner.name for each in self._sessions)}
+        return (self._budget.limit_bytes - self._budget.abandoned_bytes) // len(users)
+
+    @property
+    def _least_by_user(self) -> Counter[str]:
+        """What each user has in any case, abandoned memory apart."""
+        least: Counter[str] = Counter()
+        taken: Counter[str] = Counter()
+        for session in self._sessions:
+            least[session.request.owner.name] += session.least_bytes
+            taken[session.request.owner.name] += session.share.reserved_bytes
+        for user in least.keys() - {self._user}:
+            least[user] = max(least[user], min(taken[user], self._part_bytes))
+        return least
+
+    @property
+    def _most_bytes(self) -> int:
+        """What its user's limit leaves it where the others have what they have in any case."""
+        limits = self._resources.limits.of_user(self._user)
+        if limits is None:
+            return self._budget.limit_bytes
+        least = self._least_by_user
+        own_bytes = least.pop(self._user, 0) + self._budget.abandoned_by[self._user]
+        others_bytes = least.total() + self._budget.abandoned_bytes
+        others_bytes -= self._budget.abandoned_by[self._user]
+        return int(limits.memory * (self._budget.limit_bytes - others_bytes)) - own_bytes
+
+    def _gives(self, session: Session, taken: Counter[str], is_budget_short: bool) -> bool:
+        user = session.request.owner.name
+        return user == self._user or (is_budget_short and taken[user] > self._part_bytes)

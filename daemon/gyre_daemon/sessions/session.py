@@ -19,6 +19,7 @@ from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.prefetch import Spec
 from gyre_daemon.memory.arena import Arena
+from gyre_daemon.memory.budget import Allowance
 from gyre_daemon.memory.share import Share
 from gyre_daemon.memory.sidechannel import Peer, ShownArenas
 from gyre_daemon.monitoring.jobs import SessionGauges, SessionTotals
@@ -82,6 +83,7 @@ class Session:
         planner: BatchPlanner,
         flow: Flow,
         resources: DaemonResources,
+        allowed: Collection[Allowance] = (),
     ) -> None:
         """Check the request, reserve memory, and join a shared stream or open one.
 
@@ -122,7 +124,7 @@ class Session:
         self._seen = self.opened_at = self._resources.clock()
         self._occupancy = Occupancy(self._seen)
         self._recorder = Recorder(self._seen)
-        self.share = self._granted = self._reserve()
+        self.share = self._granted = self._reserve(allowed)
         wished = request.prefetch_batches
         spec = Spec(request.dataset, order, reader.rank, reader.world_size, planner, wished)
         self._streams = self._resources.streams_of(spec)
@@ -367,14 +369,16 @@ class Session:
         self._resources.budget.give_back(before - share.reserved_bytes)
         return True
 
-    def _reserve(self) -> Share:
-        """Reserve what the session wants, or less if that is more than half of what is free."""
+    def _reserve(self, allowed: Collection[Allowance]) -> Share:
+        """Reserve what the session wants, or less if that is more than half of what it may have."""
         request, budget = self.request, self._resources.budget
         limit_bytes = self._resources.arena_limit_bytes
+        free_bytes = min([budget.free_bytes, *(each.free_bytes for each in allowed)])
         share = request.wanted_share(limit_bytes)
-        if share.reserved_bytes > budget.free_bytes // 2:
-            share = request.scarce_share(limit_bytes, budget.free_bytes)
-        budget.reserve(share.reserved_bytes, f"a session on `{request.dataset.name}`")
+        if share.reserved_bytes > free_bytes // 2:
+            share = request.scarce_share(limit_bytes, free_bytes)
+        purpose = f"a session on `{request.dataset.name}`"
+        budget.reserve(share.reserved_bytes, purpose, allowed)
         return share
 
     def _release_all(self) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
+from gyre_daemon.access.limits import Limits
 from gyre_daemon.errors import GyreError, first_error
 from gyre_daemon.fetching.fetch import BatchGroup, Fetch
 from gyre_daemon.fetching.prefetch import GroupResult, Prefetcher, Spec, SpecKey
@@ -49,6 +50,7 @@ class DaemonResources:
         clock: returns the time in seconds.
         streams: the shared streams of each spec that somebody reads, by the spec's key.
         timings: how long the last batches took, for `gyre why`.
+        limits: what one user and one job may take.
     """
 
     budget: Budget
@@ -60,6 +62,7 @@ class DaemonResources:
     clock: Callable[[], float] = time.monotonic
     streams: "dict[SpecKey, SharedStreams]" = field(default_factory=dict)
     timings: BatchTimings = field(default_factory=BatchTimings)
+    limits: Limits = field(default_factory=Limits)
 
     @property
     def leaving_bytes(self) -> int:

@@ -13,7 +13,9 @@ from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
 from gyre_daemon.monitoring.jobs import JobKey
 from gyre_daemon.order.planner import Order, planner_for
 from gyre_daemon.runtime.audit import audit_event
+from gyre_daemon.runtime.descriptors import check_descriptors
 from gyre_daemon.runtime.fair import NO_JOB, Flow
+from gyre_daemon.sessions.allowance import allowances
 from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.room import make_room
 from gyre_daemon.sessions.session import Session
@@ -49,6 +51,8 @@ class SessionTable:
         Raises:
             Fenced: a newer generation of this rank is here already.
             Draining: the daemon takes no new session.
+            Overloaded: its user or its job has as many sessions as it may, or opens them too often,
+                or the daemon has too few descriptors left.
             GyreError: see `Session`.
         """
         if self.draining:
@@ -57,9 +61,11 @@ class SessionTable:
             )
         request.check()
         resources = self.resources
+        resources.limits.count_job_request(request.owner.name, request.reader.job)
         planner = await resources.workers.run(
             NO_JOB, 0, 0, lambda: planner_for(request.order, request.dataset.index)
         )
+        check_descriptors()
         await make_room(request, self._sessions.values(), resources)
         reader, owner = request.reader, request.owner
         for other in self:
@@ -77,8 +83,10 @@ class SessionTable:
                 other.session_id,
                 Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"),
             )
+        self._check_number(request)
+        allowed = list(allowances(request, self._sessions.values(), resources))
         key = JobKey(owner.name, reader.job)
-        session = Session(request, planner, self._flow(key), resources)
+        session = Session(request, planner, self._flow(key), resources, allowed)
         self._sessions[session.session_id] = session
         self._counted_as[session.session_id] = resources.metrics.jobs.open(key)
         self._empty.clear()
@@ -183,11 +191,16 @@ class SessionTable:
                 Draining("the daemon stopped; open the session again with the last cursor"),
             )
 
+    def _check_number(self, request: SessionRequest) -> None:
+        owner, job = request.owner.name, request.reader.job
+        own = [each.request.reader.job for each in self if each.request.owner.name == owner]
+        self.resources.limits.check_sessions(owner, len(own), job, own.count(job))
+
     def _flow(self, key: JobKey) -> Flow:
         """All sessions of a user's job are one flow."""
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = Flow(key.name, self._weight(key.name), key.user)
+            flow = self._flows[key] = Flow(key.name, key.user, self._weight(key.name))
         return flow
 
     def _weight(self, job: str) -> float:

@@ -1,0 +1,184 @@
+"""What one user, and one job, may take of a daemon."""
+
+import fnmatch
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gyre_daemon.access.principal import Principal
+from gyre_daemon.config import JobLimits, LimitsConfig, UserLimits
+from gyre_daemon.errors import Overloaded
+
+# A user or job that was silent may make the requests of this many seconds at once: the ranks of a
+# job begin together. With more, a burst keeps the event loop busy for longer.
+_BURST_S = 5.0
+# A message on a control stream costs this part of a request, and again for each so many bytes: a
+# message of 64 KiB may release thousands of batches. A user who sends more is not refused but read
+# later. Jobs of small batches need some hundred messages per second; with a smaller number of
+# messages per request they would wait.
+_MESSAGES_PER_REQUEST = 50
+_MESSAGE_BYTES = 64
+# Beyond this many buckets those that are full are dropped, since a full one says nothing.
+_MAX_BUCKETS = 1024
+
+
+class Limits:
+    """The limits of all users and jobs, and how fast each of them calls."""
+
+    def __init__(
+        self, config: LimitsConfig | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Nobody has called yet.
+
+        Args:
+            config: what the operator says; None for no limits at all, on a private daemon.
+            clock: returns the time in seconds.
+        """
+        self._config = config
+        self._requests = Rates(clock)
+
+    def replace(self, config: LimitsConfig) -> None:
+        """These limits count from now on; what is beyond them already stays as it is."""
+        self._config = config
+
+    def of_user(self, name: str) -> UserLimits | None:
+        """The limits of a user; None for none."""
+        if self._config is None:
+            return None
+        overrides = self._config.users.items()
+        return next(
+            (limits for pattern, limits in overrides if fnmatch.fnmatchcase(name, pattern)),
+            self._config.user,
+        )
+
+    @property
+    def of_job(self) -> JobLimits | None:
+        """The limits of each job; None for none."""
+        return self._config.job if self._config else None
+
+    def count_request(self, caller: Principal) -> None:
+        """Count a request of a user.
+
+        Raises:
+            Overloaded: the user calls too often.
+        """
+        if limits := self.of_user(caller.name):
+            self._count(caller.name, limits.requests_per_s, caller.name)
+
+    def count_job_request(self, user: str, job: str) -> None:
+        """Count a request of a user's job.
+
+        Raises:
+            Overloaded: the job calls too often.
+        """
+        if limits := self.of_job:
+            self._count(f"{user} {job}", limits.requests_per_s, f"job {job!r} of {user}")
+
+    def pace(self, user: str) -> Callable[[int], float]:
+        """How a user's control stream is slowed down.
+
+        Returns:
+            A function that takes the size of a message that was handled, in bytes, and returns for
+            how many seconds the next is not to be read.
+        """
+
+        def pause_s(num_bytes: int) -> float:
+            if limits is None:
+                return 0.0
+            per_s = _MESSAGES_PER_REQUEST * limits.requests_per_s
+            return self._requests.take(key, per_s, 1.0 + num_bytes / _MESSAGE_BYTES)
+
+        limits, key = self.of_user(user), f"{user} messages"
+        return pause_s
+
+    def why_no_connection(self, caller: Principal, num_open: int) -> str:
+        """Why a user who has so many connections may have no further one; empty if it may."""
+        limits = self.of_user(caller.name)
+        if limits is None or num_open < limits.connections:
+            return ""
+        return (
+            f"{caller.name} has {num_open} connections to the daemon, and may have "
+            f"{limits.connections} (limits.user.connections); close some"
+        )
+
+    def check_sessions(self, user: str, num_of_user: int, job: str, num_of_job: int) -> None:
+        """Refuse a further session of a user and job that have so many.
+
+        Raises:
+            Overloaded: one of them has all that it may have.
+        """
+        if limits := self.of_user(user):
+            _check_sessions(user, num_of_user, limits.sessions, "user")
+        if of_job := self.of_job:
+            _check_sessions(f"job {job!r} of {user}", num_of_job, of_job.sessions, "job")
+
+    def _count(self, key: str, per_s: float, who: str) -> None:
+        wait_s = self._requests.take(key, per_s)
+        if wait_s:
+            raise Overloaded(
+                f"{who} makes more than {per_s:g} requests per second; try again in {wait_s:.1f} s",
+                {"limit_per_s": per_s, "who": who, "retry_after_s": round(wait_s, 3)},
+            )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A token bucket: `level` tokens at `filled_at`, negative where some are owed."""
+
+    level: float
+    filled_at: float
+    per_s: float
+
+    def fill(self, now: float) -> None:
+        most = max(1.0, self.per_s * _BURST_S)
+        self.level = min(most, self.level + self.per_s * (now - self.filled_at))
+        self.filled_at = now
+
+    @property
+    def is_full(self) -> bool:
+        return self.level >= max(1.0, self.per_s * _BURST_S)
+
+
+@dataclass(slots=True)
+class Rates:
+    """How often each caller has called lately: a token bucket each."""
+
+    clock: Callable[[], float] = time.monotonic
+    _buckets: dict[str, _Bucket] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """How many callers are remembered."""
+        return len(self._buckets)
+
+    def take(self, key: str, per_s: float, num: float = 1.0) -> float:
+        """Take tokens of a caller who gets so many per second; some may be owed afterwards.
+
+        Returns:
+            0, or the seconds until there is a token where there is none. Then none is taken.
+        """
+        now = self.clock()
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            if len(self._buckets) >= _MAX_BUCKETS:
+                self._forget_full(now)
+            bucket = self._buckets[key] = _Bucket(max(1.0, per_s * _BURST_S), now, per_s)
+        bucket.per_s = per_s
+        bucket.fill(now)
+        if bucket.level < 1.0:
+            return (1.0 - bucket.level) / per_s
+        bucket.level -= num
+        return 0.0
+
+    def _forget_full(self, now: float) -> None:
+        for bucket in self._buckets.values():
+            bucket.fill(now)
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if not bucket.is_full}
+
+
+def _check_sessions(who: str, num_open: int, limit: int, key: str) -> None:
+    if num_open >= limit:
+        raise Overloaded(
+            f"{who} has {num_open} sessions, and may have {limit} (limits.{key}.sessions); close "
+            "one",
+            {"needed_sessions": num_open + 1, "limit_sessions": limit, "who": who},
+        )

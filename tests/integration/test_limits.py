@@ -1,0 +1,163 @@
+"""Limits per user and job: nobody takes everything, and who is refused is told what it has."""
+
+import contextlib
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
+from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
+
+from tests.conftest import Daemon, StartDaemon
+from tests.other_user import NEEDS_ROOT, OtherUser, other_user
+
+LENGTH = 1024  # a sample is 2 KiB
+
+pytestmark = NEEDS_ROOT
+
+
+@pytest.fixture
+def token_path(tmp_path: Path) -> Path:
+    samples = np.arange(8000, dtype="<u2")[:, None] + np.zeros(LENGTH, "<u2")
+    samples.tofile(tmp_path / "tokens.bin")
+    return tmp_path / "tokens.bin"
+
+
+def started(gyred: StartDaemon, path: Path, **config: object) -> Daemon:
+    tokens = {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": LENGTH}
+    return gyred({"lease_s": 600.0, **config, "datasets": {"tokens": tokens}})
+
+
+def status(daemon: Daemon) -> pb.DaemonStatus:
+    with Connection(parse_address(daemon.address)) as connection:
+        return connection.status()
+
+
+def open_session(
+    stub: pb_grpc.LoaderStub, user: OtherUser, job: str, rank: int = 0, batch_size: int = 64
+) -> pb.SessionOpened:
+    order = pb.OrderSpec(global_batch_size=batch_size * 1000, seed=sum(job.encode()))
+    request = pb.OpenSessionRequest(
+        dataset=pb.DatasetRef(name="tokens"),
+        order=order,
+        reader=pb.Reader(job=job, rank=rank, world_size=1000),
+    )
+    opened: pb.SessionOpened = stub.OpenSession(request, metadata=user.metadata, timeout=120)
+    return opened
+
+
+def open_until_refused(stub: pb_grpc.LoaderStub, user: OtherUser) -> tuple[int, str]:
+    """How many sessions were opened, each of a job of its own, and why no more are."""
+    for number in range(1000):
+        try:
+            open_session(stub, user, f"job-{number}")
+        except grpc.RpcError as refused:
+            return number, str(refused.details())
+    raise AssertionError("nothing bounds the sessions of one user")
+
+
+def test_who_comes_later_finds_memory_whatever_one_user_takes(
+    gyred: StartDaemon, token_path: Path
+) -> None:
+    daemon = started(gyred, token_path, memory_budget="48MiB")
+    with other_user(daemon.address) as user, grpc.insecure_channel(daemon.address) as channel:
+        num_opened, reason = open_until_refused(pb_grpc.LoaderStub(channel), user)
+        assert num_opened >= 12
+        assert "uid:65534" in reason
+        assert "limits.user.memory" in reason
+        now = status(daemon)
+        assert now.memory_reserved_bytes <= 0.875 * now.memory_budget_bytes
+        with Loader("tokens", batch_size=64, address=daemon.address) as loader:
+            for _ in range(20):
+                batch = next(loader)
+                assert (batch["tokens"] == batch["sample_id"][:, None]).all()
+
+
+def test_a_user_with_many_sessions_leaves_another_its_part(
+    gyred: StartDaemon, token_path: Path
+) -> None:
+    daemon = started(gyred, token_path, memory_budget="64MiB", session_memory="64MiB")
+    with (
+        Loader("tokens", batch_size=64, prefetch_batches=1000, address=daemon.address) as loader,
+        other_user(daemon.address) as user,
+        grpc.insecure_channel(daemon.address) as channel,
+    ):
+        next(loader)
+        (before,) = status(daemon).sessions
+        assert before.memory_limit_bytes > 40 << 20
+        num_opened, _ = open_until_refused(pb_grpc.LoaderStub(channel), user)
+        assert num_opened >= 12
+        limits = {each.reader.job: each.memory_limit_bytes for each in status(daemon).sessions}
+        mine = limits[before.reader.job]
+        assert mine > 0.4 * before.memory_limit_bytes, "halved once, for the part of the other"
+        assert sum(limits.values()) <= 64 << 20
+        for _ in range(20):
+            next(loader)
+
+
+@pytest.fixture
+def narrow(gyred: StartDaemon, token_path: Path) -> Daemon:
+    limits = {
+        "job": {"sessions": 3},
+        "users": {
+            "uid:65534": {"sessions": 5},
+            "uid:65533": {"requests_per_s": 0.2},
+            "uid:6553*": {"connections": 2},
+        },
+    }
+    return started(gyred, token_path, limits=limits)
+
+
+def refusal(stub: pb_grpc.LoaderStub, user: OtherUser, job: str, rank: int) -> str:
+    with pytest.raises(grpc.RpcError) as refused:
+        open_session(stub, user, job, rank)
+    assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    return str(refused.value.details())
+
+
+def test_sessions_are_bounded_for_each_job_and_each_user(narrow: Daemon) -> None:
+    with other_user(narrow.address) as user, grpc.insecure_channel(narrow.address) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+        for rank in range(3):
+            open_session(stub, user, "wide", rank)
+        assert "job 'wide' of uid:65534 has 3 sessions, and may have 3" in refusal(
+            stub, user, "wide", 3
+        )
+        opened = [open_session(stub, user, "other", rank) for rank in range(2)]
+        assert "uid:65534 has 5 sessions, and may have 5" in refusal(stub, user, "third", 0)
+        open_session(stub, user, "wide", 2)  # again: it takes the place of the older one
+        request = pb.CloseSessionRequest(session_id=opened[0].session_id)
+        stub.CloseSession(request, metadata=user.metadata, timeout=120)
+        open_session(stub, user, "third", 0)
+
+
+def test_who_calls_too_often_is_told_when_to_call_again(narrow: Daemon) -> None:
+    with (
+        other_user(narrow.address, 65533) as user,
+        grpc.insecure_channel(narrow.address) as channel,
+        contextlib.ExitStack() as stack,
+    ):
+        stub = pb_grpc.LoaderStub(channel)
+
+        def ask() -> None:
+            stub.GetStatus(pb.GetStatusRequest(), metadata=user.metadata, timeout=120)
+
+        refused = stack.enter_context(pytest.raises(grpc.RpcError))
+        for _ in range(100):
+            ask()
+    assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "uid:65533 makes more than 0.2 requests per second" in str(refused.value.details())
+    assert status(narrow).pid, "others are served"
+
+
+def test_connections_are_bounded_for_each_user(narrow: Daemon) -> None:
+    with contextlib.ExitStack() as stack:
+        users = [stack.enter_context(other_user(narrow.address, 65532)) for _ in range(3)]
+        assert [len(user.answer) for user in users[:2]] == [32, 32], "tokens"
+        assert users[2].answer.startswith("refused: uid:65532 has 2 connections")
+        assert len(stack.enter_context(other_user(narrow.address, 1)).answer) == 32
+    assert [event["reason"] for event in narrow.events() if "refused" in event["event"]]
