@@ -15,6 +15,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
+from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.checks import missing_datasets, open_datasets
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, load
 from gyre_daemon.copy_workers import CopyWorkers
@@ -27,7 +28,7 @@ from gyre_daemon.runtime.limits import (
     memory_limit_bytes,
     raise_descriptor_limit,
 )
-from gyre_daemon.runtime.listen import parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import check_tls, parse_address, parse_metrics_address
 from gyre_daemon.server import Owner, serve
 from gyre_daemon.storage.location import parse_location
 
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_config_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
-    text = "unix:PATH or tcp:HOST:PORT; repeat the flag for several"
+    text = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeat the flag for several"
     command.add_argument("--listen", action="append", metavar="ADDRESS", help=text)
     for key in _FLAG_KEYS:
         flag, metavar = f"--{key.replace('_', '-')}", key.rpartition("_")[2].upper()
@@ -106,8 +107,11 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"], "metrics_listen": ""}
     effective = load(parsed.config, os.environ, flags)
     config = effective.config
-    for address in config.listen:
-        parse_address(address)
+    check_tls(
+        [parse_address(address) for address in config.listen],
+        has_certificate=bool(config.tls_certificate),
+        has_credentials=bool(config.tls_client_ca or config.tokens),
+    )
     if config.metrics_listen:
         parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
     for name, dataset in config.datasets.items():
@@ -155,6 +159,7 @@ def _log_descriptor_shortage(shares: DescriptorShares, config: DaemonConfig) -> 
 def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
+    Credentials.of(effective.config)
     _print_config(effective)
     if parsed.open:
         return _open_datasets(effective.config)
@@ -171,6 +176,10 @@ def _print_config(effective: EffectiveConfig) -> None:
         print("\n[job_weights]")
         for pattern, weight in config.job_weights.items():
             print(f"{json.dumps(pattern)} = {weight:g}")
+    if config.tokens:
+        print("\n[tokens]")
+        for name, path in config.tokens.items():
+            print(f"{json.dumps(name)} = {json.dumps(path)}")
     for name, dataset in sorted(config.datasets.items()):
         print(f"\n[datasets.{name}]")
         values = {"uri": parse_location(dataset.uri).text, "format": dataset.format}

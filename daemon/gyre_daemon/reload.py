@@ -112,7 +112,9 @@ class Reloader:
             "changed": changed,
             "reweighed": sorted(reweighed),
             "need_restart": [
-                key for key in SCALAR_KEYS if getattr(running, key) != getattr(wanted, key)
+                key
+                for key in (*SCALAR_KEYS, "tokens")
+                if getattr(running, key) != getattr(wanted, key)
             ],
             "sessions_on_replaced": dict(replaced),
         }

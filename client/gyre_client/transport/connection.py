@@ -7,7 +7,6 @@ socket, a proxy, a deadline) gets its class from the call's status.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TypeVar, cast
 
 import grpc
@@ -27,11 +26,15 @@ from gyre_client.errors import (
     InvalidRequest,
     LeaseExpired,
     NotAllowed,
+    NotAuthenticated,
     Overloaded,
+    StorageUnavailable,
     UnknownDataset,
 )
 from gyre_client.transport.address import Address
+from gyre_client.transport.credentials import CredentialFiles
 from gyre_client.transport.frames import MAX_FRAME_BYTES
+from gyre_client.transport.handshake import why_refused
 from gyre_client.transport.side_channel import TOKEN_KEY
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
@@ -41,6 +44,7 @@ CALL_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 600.0
 INDEX_TIMEOUT_S = 24 * 3600.0
 CLOSE_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 5.0
 # How long one attempt to connect may take. A daemon whose processor is busy accepts late; where
 # nobody listens, the attempt fails at once.
 CONNECT_TIMEOUT_MS = 10_000
@@ -67,7 +71,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: UnknownDataset,
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
-    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
+    grpc.StatusCode.UNAUTHENTICATED: NotAuthenticated,
     grpc.StatusCode.FAILED_PRECONDITION: CursorRejected,
     grpc.StatusCode.DATA_LOSS: CorruptSample,
     grpc.StatusCode.ABORTED: LeaseExpired,
@@ -137,7 +141,12 @@ class Connection:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._files = CredentialFiles.of_environment()
+        self._channel = (
+            grpc.secure_channel(address.target, self._files.channel_credentials(), _OPTIONS)
+            if address.is_tls
+            else grpc.insecure_channel(address.target, _OPTIONS)
+        )
         self._stub = LoaderStub(self._channel)
         self._read_payload = self._channel.unary_stream(
             "/gyre_protos.v1.Loader/ReadPayload",
@@ -174,9 +183,10 @@ class Connection:
         request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
         _check_length(request)
         try:
-            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)
+            metadata = self._files.metadata(self.address)
+            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as failure:
-            raise error_from(failure, self.address) from None
+            raise self._error(failure, INDEX_TIMEOUT_S) from None
 
     def plan_step(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
         """Returns the sample ids of one step."""
@@ -200,7 +210,7 @@ class Connection:
             side_token: The token of a side channel; the daemon then passes its arenas there.
         """
         metadata = ((TOKEN_KEY, side_token),) if side_token else ()
-        return self._call(partial(self._stub.OpenSession, metadata=metadata), request, timeout_s)
+        return self._call(self._stub.OpenSession, request, timeout_s, metadata)
 
     def close_session(self, session_id: str) -> None:
         """Ends a session, if the daemon still answers and knows it."""
@@ -220,20 +230,53 @@ class Connection:
         self, requests: Iterator[pb.StreamRequest]
     ) -> "grpc.CallIterator[pb.StreamResponse]":
         """Starts the control stream of a session; see `error_from` for its grpc.RpcErrors."""
-        return self._stub.Stream(requests)
+        return self._stub.Stream(requests, metadata=self._files.metadata(self.address))
 
     def read_payload(self, session_id: str) -> "grpc.CallIterator[bytes]":
         """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
-        return self._read_payload(pb.ReadPayloadRequest(session_id=session_id))
+        request = pb.ReadPayloadRequest(session_id=session_id)
+        return self._read_payload(request, metadata=self._files.metadata(self.address))
 
     def _call(
-        self, method: Callable[..., _Response], request: Message, timeout_s: float
+        self,
+        method: Callable[..., _Response],
+        request: Message,
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...] = (),
     ) -> _Response:
         _check_length(request)
+        metadata += self._files.metadata(self.address)
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as failure:
-            raise error_from(failure, self.address) from None
+            raise self._error(failure, timeout_s) from None
+
+    def _error(self, failure: grpc.RpcError, timeout_s: float) -> GyreError:
+        """Returns the error of a call; asks the daemon again if the failure leaves the reason open.
+
+        Args:
+            failure: Of the call.
+            timeout_s: The call's deadline.
+        """
+        error = error_from(failure, self.address)
+        if failure.code() is grpc.StatusCode.UNAVAILABLE and type(error) is DaemonUnavailable:
+            return why_refused(self.address, self._files) or error
+        if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._is_up():
+            return StorageUnavailable(
+                f"the daemon at {self.address.text} is up, and did not finish the call within "
+                f"{timeout_s:.0f} s: it waits for its storage, or has much to index; `gyre index` "
+                "shows the progress, and `gyre status` the requests to the storage"
+            )
+        return error
+
+    def _is_up(self) -> bool:
+        """Whether the daemon answers a call that needs nothing but the daemon."""
+        check = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            check(b"", timeout=HEALTH_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+        return True
 
 
 def _check_length(request: Message) -> None:
