@@ -28,7 +28,13 @@ from gyre_daemon.runtime.limits import (
     memory_limit_bytes,
     raise_descriptor_limit,
 )
-from gyre_daemon.runtime.listen import check_tls, parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import (
+    TcpAddress,
+    check_tls,
+    parse_address,
+    parse_metrics_address,
+)
+from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import Owner, serve
 from gyre_daemon.storage.location import parse_location
 
@@ -86,8 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     text = "exit 0 if the daemon at an address serves, 1 if not"
     command = commands.add_parser("health", help=text)
     command.set_defaults(run=_health)
-    text = "unix:PATH or tcp:HOST:PORT"
+    text = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
     command.add_argument("--address", required=True, metavar="ADDRESS", help=text)
+    text = "with tls: the roots of the daemon's certificate, instead of the public ones"
+    command.add_argument("--ca", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -205,7 +213,7 @@ def _open_datasets(config: DaemonConfig) -> int:
 
 
 def _health(parsed: argparse.Namespace) -> int:
-    with grpc.insecure_channel(parse_address(parsed.address).grpc_target) as channel:
+    with _channel(parsed.address, parsed.ca) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE_S
@@ -217,6 +225,14 @@ def _health(parsed: argparse.Namespace) -> int:
     is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
     print("serving" if is_serving else "not serving")
     return 0 if is_serving else 1
+
+
+def _channel(text: str, ca: Path | None) -> grpc.Channel:
+    address = parse_address(text)
+    if not (isinstance(address, TcpAddress) and address.is_tls):
+        return grpc.insecure_channel(address.grpc_target)
+    roots = read_file(ca, "--ca", is_secret=False) if ca else None
+    return grpc.secure_channel(address.grpc_target, grpc.ssl_channel_credentials(roots))
 
 
 def _index_dir() -> Path:

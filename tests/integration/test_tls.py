@@ -158,7 +158,7 @@ def test_a_client_without_a_valid_certificate_is_refused_at_once(
     with environment(ca=mutual.authority.path, pair=pair):
         error = failure(mutual.address)
     assert type(error) is NotAuthenticated
-    assert "refuses this client's certificate" in str(error)
+    assert "asks for a client certificate, and has none that it accepts" in str(error)
     assert "GYRE_CERTIFICATE_FILE" in str(error)
 
 
@@ -279,8 +279,8 @@ def test_roots_of_clients_that_change_count_without_a_restart(
 
 def test_health_is_told_without_a_token(secure: SecureDaemon) -> None:
     command = [sys.executable, "-m", "gyre_daemon", "health", "--address", secure.address]
-    with environment(ca=secure.authority.path):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--ca", str(secure.authority.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stdout) == (0, "serving\n")
 
 
@@ -289,7 +289,7 @@ def test_a_token_is_not_sent_in_clear(tmp_path: Path, caplog: pytest.LogCaptureF
     with (
         environment(token=token),
         caplog.at_level(logging.DEBUG),
-        pytest.raises(InvalidRequest, match="would travel to tcp:192.0.2.1:80 in clear"),
+        pytest.raises(InvalidRequest, match="would travel to tcp:192[.]0[.]2[.]1:80 in clear"),
         Connection(parse_address("tcp:192.0.2.1:80")) as connection,
     ):
         connection.status()

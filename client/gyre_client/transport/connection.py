@@ -271,7 +271,11 @@ class Connection:
 
     def _is_up(self) -> bool:
         """Whether the daemon answers a call that needs nothing but the daemon."""
-        check = self._channel.unary_unary("/grpc.health.v1.Health/Check")
+        check = self._channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=None,
+            response_deserializer=None,
+        )
         try:
             check(b"", timeout=HEALTH_TIMEOUT_S)
         except grpc.RpcError:

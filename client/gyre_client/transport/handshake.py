@@ -20,19 +20,23 @@ from gyre_client.transport.credentials import (
 # A server answers a handshake within milliseconds; a silent one must not hold up the client.
 _TIMEOUT_S = 5.0
 _PROTOCOLS = ["h2"]
+# A daemon that is just ending closes a connection too, but does not accept the next one.
+_NUM_TRIES = 2
 
 
 def why_refused(address: Address, files: CredentialFiles) -> GyreError | None:
     """Returns why no connection to `address` can succeed; None where another attempt may."""
     if address.host_and_port is None:
         return None
+    reason: GyreError | None = None
     try:
-        with socket.create_connection(address.host_and_port, _TIMEOUT_S) as connection:
-            if address.is_tls:
-                return _why_tls_fails(connection, address, files)
-            return _why_plain_fails(connection, address)
+        for _ in range(_NUM_TRIES):
+            with socket.create_connection(address.host_and_port, _TIMEOUT_S) as connection:
+                why = _why_tls_fails if address.is_tls else _why_plain_fails
+                reason = why(connection, address, files)
     except OSError:
         return None  # nobody listens, or not now
+    return reason
 
 
 def _why_tls_fails(
@@ -52,30 +56,34 @@ def _why_tls_fails(
     context.set_alpn_protocols(_PROTOCOLS)
     try:
         with context.wrap_socket(connection, server_hostname=address.host_and_port[0]) as secure:
-            # TLS 1.3: the server judges the client's certificate after the client's handshake.
-            secure.recv(1)
+            # With TLS 1.3 a server judges the client's certificate when the client's handshake is
+            # over. One that accepts it speaks first (RFC 9113, section 3.4).
+            if not secure.recv(1):
+                return _certificate_refused(where)
     except ssl.SSLCertVerificationError as error:
         return NotAuthenticated(
             f"{where} proves with no valid certificate who it is: {error.verify_message}; check "
             f"the address, and {CA_VARIABLE} for the roots of its certificate"
         )
     except ssl.SSLError as error:
-        return _refused(where, error)
+        reason = error.reason or ""
+        if "WRONG_VERSION" in reason or "RECORD_LAYER" in reason:
+            return InvalidRequest(f"{where} does not speak TLS; use a tcp: address for it")
+        if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:
+            return _certificate_refused(where)
     return None
 
 
-def _refused(where: str, error: ssl.SSLError) -> GyreError | None:
-    reason = (error.reason or "").lower().replace("_", " ")
-    if "wrong version" in reason or "record layer" in reason:
-        return InvalidRequest(f"{where} does not speak TLS; use a tcp: address for it")
-    if "certificate" in reason or "unknown ca" in reason:
-        return NotAuthenticated(
-            f"{where} refuses this client's certificate ({reason}); check {CERTIFICATE_VARIABLE}"
-        )
-    return None
+def _certificate_refused(where: str) -> NotAuthenticated:
+    return NotAuthenticated(
+        f"{where} ends the connection after the handshake: it asks for a client certificate, and "
+        f"has none that it accepts; check {CERTIFICATE_VARIABLE}"
+    )
 
 
-def _why_plain_fails(connection: socket.socket, address: Address) -> GyreError | None:
+def _why_plain_fails(
+    connection: socket.socket, address: Address, _: CredentialFiles
+) -> GyreError | None:
     """Returns an error if the port answers a TLS handshake."""
     context = ssl.create_default_context()
     context.check_hostname = False

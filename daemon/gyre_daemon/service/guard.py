@@ -28,7 +28,7 @@ class _Undecodable:
         return InvalidRequest(f"the request is no message of the protocol: {self._error}")
 
 
-class Guard(grpc.aio.ServerInterceptor):
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses callers with a wrong credential, and messages that cannot be decoded."""
 
     def __init__(self, authenticator: Authenticator) -> None:

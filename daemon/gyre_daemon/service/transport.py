@@ -25,7 +25,9 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         return _configuration(served)
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(served), changed, require_client_authentication=bool(served.client_ca)
+        _configuration(served),
+        changed,  # type: ignore[arg-type]  # None stands for no change
+        require_client_authentication=bool(served.client_ca),
     )
 
 
