@@ -289,7 +289,7 @@ def test_a_token_is_not_sent_in_clear(tmp_path: Path, caplog: pytest.LogCaptureF
     with (
         environment(token=token),
         caplog.at_level(logging.DEBUG),
-        pytest.raises(InvalidRequest, match="would travel to tcp:192[.]0[.]2[.]1:80 in clear"),
+        pytest.raises(InvalidRequest, match=r"would travel to tcp:192\.0\.2\.1:80 in clear"),
         Connection(parse_address("tcp:192.0.2.1:80")) as connection,
     ):
         connection.status()

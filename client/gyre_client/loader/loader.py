@@ -33,6 +33,7 @@ from gyre_client.transport.requests import (
     choice,
     dataset_ref,
     reader,
+    seconds,
     whole,
 )
 from gyre_client.transport.requests import order as order_spec
@@ -179,7 +180,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
             join=choice("join", join, JOINS),
         )
-        self._reattach_timeout_s = reattach_timeout_s
+        self._reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
         self._one_thread = OneThread("this Loader")
         self._token_dtype = token_dtype
         self._cursor = b""  # resumes after the last batch yielded; empty before the first session

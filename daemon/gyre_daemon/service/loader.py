@@ -229,6 +229,7 @@ class LoaderService(pb_grpc.LoaderServicer):
 
     def _joined(self, request: pb.OpenSessionRequest, order: Order, dataset: Dataset) -> Order:
         """The order, starting where a running job reads if the request asks to join one."""
+        requests.check_join(request.join)
         if request.join != pb.JOIN_ROTATE:
             return order
         if request.cursor:
@@ -248,9 +249,11 @@ class LoaderService(pb_grpc.LoaderServicer):
 
     async def _listen(self, session: Session, messages: AsyncIterator[pb.StreamRequest]) -> None:
         """Act on the client's messages until it ends the stream."""
-        async for message in messages:
-            control.handle(session, message)
-        self._close(session.session_id)
+        try:
+            async for message in messages:
+                control.handle(session, message)
+        finally:
+            self._close(session.session_id)
 
     def _close(self, session_id: str) -> None:
         self._sessions.close(session_id, GyreError("the client ended its stream"))
