@@ -43,6 +43,7 @@ from gyre_daemon.service import (
     register,
     server_credentials,
 )
+from gyre_daemon.service.identity import Callers
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
@@ -153,15 +154,16 @@ class _Daemon:
         self._scrapes = ScrapeServer(
             new_registry(lambda: take_census(self._sessions, self._loop_lag))
         )
+        self._credentials = Credentials.of(config)
+        authenticator = Authenticator(self._credentials.tokens)
+        self._guard = Guard(authenticator)
         self._service = LoaderService(
             self._catalog,
             self._sessions,
-            [each.side_channel for each in listeners],
+            Callers([each.side_channel for each in listeners], authenticator),
             copy_workers,
             config.prefetch_batches,
         )
-        self._credentials = Credentials.of(config)
-        self._guard = Guard(Authenticator(self._credentials.tokens))
         self._health = HealthServicer()
         self._servers: list[grpc.aio.Server] = []
 

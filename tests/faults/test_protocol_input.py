@@ -12,7 +12,9 @@ from gyre_client.errors import InvalidRequest
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
-from tests.conftest import Daemon, StartDaemon
+from tests.channels import identified_channel
+from tests.conftest import Daemon, to_toml
+from tests.preloaded.interpreter import Interpreter
 
 DEADLINE_S = 120.0
 LEASE_S = 3600.0  # what waits for the end of a lease fails in these tests
@@ -28,17 +30,34 @@ MALFORMED = {
 }
 
 
-@pytest.fixture
-def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
-    path = tmp_path / "numbers.bin"
-    np.arange(800, dtype=np.int16).tofile(path)
-    dataset = {"uri": str(path), "format": "tokens", "dtype": "int16", "sequence_length": 8}
-    return gyred({"lease_s": LEASE_S, "datasets": {"numbers": dataset}})
+@pytest.fixture(scope="module")
+def daemon(interpreter: Interpreter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon for all tests of this file: none of them may harm it."""
+    folder = tmp_path_factory.mktemp("daemon")
+    np.arange(800, dtype=np.int16).tofile(folder / "numbers.bin")
+    config: dict[str, Any] = {
+        "listen": [f"unix:{folder}/run/gyre.sock"],
+        "index_dir": str(folder / "index"),
+        "lease_s": LEASE_S,
+        "datasets": {
+            "numbers": {
+                "uri": str(folder / "numbers.bin"),
+                "format": "tokens",
+                "dtype": "int16",
+                "sequence_length": 8,
+            }
+        },
+    }
+    path = folder / "gyre.toml"
+    path.write_text(to_toml(config))
+    daemon = Daemon(path, config["listen"][0], folder / "log", {}, interpreter=interpreter).start()
+    yield daemon
+    assert daemon.stop() == 0
 
 
 @pytest.fixture
 def channel(daemon: Daemon) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         yield channel
 
 

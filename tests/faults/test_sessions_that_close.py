@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import grpc
 import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
+from tests.channels import identified_channel
 from tests.conftest import StartDaemon
 
 DEADLINE_S = 120.0
@@ -20,7 +20,7 @@ def test_reads_of_sessions_that_close_are_counted_as_abandoned(
     np.arange(8 << 20, dtype=np.int32).tofile(path)
     dataset = {"uri": str(path), "format": "tokens", "dtype": "int32", "sequence_length": 1024}
     daemon = gyred({"datasets": {"numbers": dataset}, "num_io_threads": 1, "num_copy_workers": 0})
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         stub = LoaderStub(channel)
         for number in range(NUM_SESSIONS):
             request = pb.OpenSessionRequest(
