@@ -66,7 +66,7 @@ def refusal(method: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode,
     with pytest.raises(grpc.RpcError) as refused:
         answers = method(request, timeout=DEADLINE_S, **options)
         list(answers)  # where it has several
-    return refused.value.code(), refused.value.details()
+    return refused.value.code(), refused.value.details() or ""
 
 
 def good_request() -> pb.OpenSessionRequest:
