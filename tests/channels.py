@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 from gyre_client.transport.address import parse_address
+from gyre_client.transport.credentials import CredentialFiles
 from gyre_client.transport.identity import Identity
 from gyre_client.transport.side_channel import TOKEN_KEY
 
@@ -39,6 +40,6 @@ class _Identified(
 @contextlib.contextmanager
 def identified_channel(address: str) -> Iterator[grpc.Channel]:
     """A channel to a daemon at a Unix socket, whose calls say who calls, as a client's do."""
-    identity = Identity(parse_address(address))
+    identity = Identity(parse_address(address), CredentialFiles())
     with contextlib.closing(identity), grpc.insecure_channel(address) as channel:
         yield grpc.intercept_channel(channel, _Identified(identity))

@@ -5,6 +5,7 @@
     ├── ConfigError (also a ValueError)      a dataset's configuration is wrong
     ├── UnknownDataset                       no dataset of that name, or nothing at its location
     ├── ShardMissing                         a shard of the dataset is gone
+    ├── NotAuthenticated                     over TCP: who calls, or who answers, is not proven
     ├── NotAllowed                           the daemon does not serve the dataset to this reader
     ├── StorageUnavailable                   the daemon could not reach the storage in time
     ├── CorruptSample                        a sample cannot be read: shard, sample, offset, reason
@@ -58,6 +59,13 @@ class UnknownDataset(GyreError):
 
 class ShardMissing(GyreError):
     """A shard that belongs to the dataset is gone."""
+
+
+class NotAuthenticated(GyreError):
+    """Over TCP: the daemon refuses the token or certificate, or its own certificate is not valid.
+
+    The message says which, and what to check.
+    """
 
 
 class NotAllowed(GyreError):

@@ -16,6 +16,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
+from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import missing_datasets, open_datasets
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, LimitsConfig, load
@@ -29,7 +30,13 @@ from gyre_daemon.runtime.limits import (
     memory_limit_bytes,
     raise_descriptor_limit,
 )
-from gyre_daemon.runtime.listen import parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import (
+    TcpAddress,
+    check_tls,
+    parse_address,
+    parse_metrics_address,
+)
+from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import Owner, serve
 from gyre_daemon.storage.location import parse_location
 
@@ -87,14 +94,16 @@ def _parser() -> argparse.ArgumentParser:
     text = "exit 0 if the daemon at an address serves, 1 if not"
     command = commands.add_parser("health", help=text)
     command.set_defaults(run=_health)
-    text = "unix:PATH or tcp:HOST:PORT"
+    text = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
     command.add_argument("--address", required=True, metavar="ADDRESS", help=text)
+    text = "with tls: the roots of the daemon's certificate, instead of the public ones"
+    command.add_argument("--ca", type=Path, metavar="FILE", help=text)
     return parser
 
 
 def _add_config_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", type=Path, metavar="FILE", help="TOML file")
-    text = "unix:PATH or tcp:HOST:PORT; repeat the flag for several"
+    text = "unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeat the flag for several"
     command.add_argument("--listen", action="append", metavar="ADDRESS", help=text)
     for key in _FLAG_KEYS:
         flag, metavar = f"--{key.replace('_', '-')}", key.rpartition("_")[2].upper()
@@ -109,8 +118,11 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         flags["admin"] = []  # the owner, whatever the environment says
     effective = load(parsed.config, os.environ, flags)
     config = effective.config
-    for address in config.listen:
-        parse_address(address)
+    check_tls(
+        [parse_address(address) for address in config.listen],
+        has_certificate=bool(config.tls_certificate),
+        has_credentials=bool(config.tls_client_ca or config.tokens),
+    )
     if config.metrics_listen:
         parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
     Policy(config)
@@ -160,6 +172,7 @@ def _log_descriptor_shortage(shares: DescriptorShares, config: DaemonConfig) -> 
 def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
+    Credentials.of(effective.config)
     _print_config(effective)
     if parsed.open:
         return _open_datasets(effective.config)
@@ -177,6 +190,10 @@ def _print_config(effective: EffectiveConfig) -> None:
         print("\n[job_weights]")
         for pattern, weight in config.job_weights.items():
             print(f"{json.dumps(pattern)} = {weight:g}")
+    if config.tokens:
+        print("\n[tokens]")
+        for name, path in config.tokens.items():
+            print(f"{json.dumps(name)} = {json.dumps(path)}")
     for name, dataset in sorted(config.datasets.items()):
         print(f"\n[datasets.{name}]")
         values: dict[str, Any] = {
@@ -192,7 +209,7 @@ def _print_config(effective: EffectiveConfig) -> None:
 
 
 def _print_limits(limits: LimitsConfig) -> None:
-    tables = {"user": limits.user, "job": limits.job}
+    tables: dict[str, Any] = {"user": limits.user, "job": limits.job}
     tables |= {f"users.{json.dumps(pattern)}": each for pattern, each in limits.users.items()}
     for name, each in tables.items():
         print(f"\n[limits.{name}]")
@@ -216,7 +233,7 @@ def _open_datasets(config: DaemonConfig) -> int:
 
 
 def _health(parsed: argparse.Namespace) -> int:
-    with grpc.insecure_channel(parse_address(parsed.address).grpc_target) as channel:
+    with _channel(parsed.address, parsed.ca) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE_S
@@ -228,6 +245,14 @@ def _health(parsed: argparse.Namespace) -> int:
     is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
     print("serving" if is_serving else "not serving")
     return 0 if is_serving else 1
+
+
+def _channel(text: str, ca: Path | None) -> grpc.Channel:
+    address = parse_address(text)
+    if not (isinstance(address, TcpAddress) and address.is_tls):
+        return grpc.insecure_channel(address.grpc_target)
+    roots = read_file(ca, "--ca", is_secret=False) if ca else None
+    return grpc.secure_channel(address.grpc_target, grpc.ssl_channel_credentials(roots))
 
 
 def _index_dir() -> Path:

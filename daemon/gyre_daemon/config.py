@@ -120,7 +120,7 @@ class DaemonConfig:
     """How a daemon runs.
 
     Attributes:
-        listen: addresses, `unix:PATH` or `tcp:HOST:PORT`.
+        listen: addresses, `unix:PATH`, `tcp:HOST:PORT` or `tls:HOST:PORT`.
         memory_budget: bytes that the batch buffers of all sessions may take together.
         session_memory: bytes that the batch buffers of one session may take; a session gets more
             only where a single batch needs it.
@@ -154,6 +154,12 @@ class DaemonConfig:
         admin: operators, who may read and see everything, as `access.rules` says; empty for the
             daemon's user and root.
         audit_log: a file for the lines of the log that say who read what; empty for none.
+        tls_certificate: a file with the certificate of `tls:` addresses, and those that lead to its
+            root; empty for none.
+        tls_key: the file of its private key.
+        tls_client_ca: a file with the roots of clients' certificates; where it is given, clients on
+            `tls:` addresses need one.
+        tokens: files with tokens of callers over TCP, by the name that a token stands for.
         datasets: by name.
         job_weights: a job's share of reading and decoding relative to other jobs, by pattern of the
             job's name; 1 where no pattern matches.
@@ -184,6 +190,10 @@ class DaemonConfig:
     metrics_public: bool = False
     admin: tuple[str, ...] = ()
     audit_log: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    tokens: Mapping[str, str] = field(default_factory=dict)
     datasets: Mapping[str, DatasetConfig] = field(default_factory=dict)
     job_weights: Mapping[str, float] = field(default_factory=dict)
     limits: LimitsConfig = LimitsConfig()
@@ -200,13 +210,14 @@ class DaemonConfig:
                 "cache_dir is set and cache_memory is 0: "
                 "blocks reach the disk through memory; give it some, 64MiB say"
             )
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ConfigError("tls_certificate and tls_key go together; set both or neither")
+        if self.tls_client_ca and not self.tls_certificate:
+            raise ConfigError("tls_client_ca needs tls_certificate and tls_key")
 
 
-SCALAR_KEYS = tuple(
-    each.name
-    for each in fields(DaemonConfig)
-    if each.name not in ("datasets", "job_weights", "limits")
-)
+_TABLES = ("datasets", "job_weights", "limits", "tokens")
+SCALAR_KEYS = tuple(each.name for each in fields(DaemonConfig) if each.name not in _TABLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +245,7 @@ def load(
     datasets = _convert(table.pop("datasets", {}), dict[str, Any], "datasets")
     weights = _convert(table.pop("job_weights", {}), dict[str, Any], "job_weights")
     limits = parse_limits(table.pop("limits", {}))
+    tokens = _convert(table.pop("tokens", {}), dict[str, Any], "tokens")
     variables = {key: ENVIRONMENT_PREFIX + key.upper() for key in SCALAR_KEYS}
     set_by: list[tuple[Origin, dict[str, Any], dict[str, str]]] = [
         ("file", table, {key: f"{key} in {path}" for key in table}),
@@ -261,6 +273,7 @@ def load(
             for pattern, value in weights.items()
         },
         limits=limits,
+        tokens={name: _convert(path, _Text, f"tokens.{name}") for name, path in tokens.items()},
     )
     return EffectiveConfig(config, origins)
 

@@ -6,6 +6,7 @@ GyreError
 │   └── InvalidRequest       a client's request
 ├── UnknownDataset           no dataset of that name
 ├── ShardMissing             a shard that the dataset names is not there
+├── NotAuthenticated         a call over TCP proves with no valid credential who makes it
 ├── NotAllowed               the dataset or the location is not for this client
 ├── StorageUnavailable       the storage does not answer, or not in time
 ├── CorruptSample            bytes that contradict the index or the format
@@ -52,6 +53,10 @@ class UnknownDataset(GyreError):
 
 class ShardMissing(GyreError):
     """A shard of the dataset is not where its location says."""
+
+
+class NotAuthenticated(GyreError):
+    """The caller has no valid token or certificate."""
 
 
 class NotAllowed(GyreError):

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.memory.sidechannel import MayConnect, SideChannel
 from gyre_daemon.runtime.events import log_event
@@ -15,6 +16,9 @@ from gyre_daemon.runtime.listen import SocketClaim, UnixAddress
 # How often the sockets are checked, and so for how long nobody can connect at most. A check takes a
 # few system calls for each address.
 _CHECK_EVERY_S = 1.0
+# How often the files of certificates and tokens are looked at: so long does a token last that was
+# taken away.
+_REFRESH_EVERY_S = 1.0
 
 Listen = Callable[[Sequence[UnixAddress]], Awaitable[object]]
 
@@ -102,3 +106,10 @@ async def watch_listeners(
             log_event("socket lost", {"reason": problem}, logging.ERROR)
         if bool(problem) != bool(before):
             await set_serving(not problem)
+
+
+async def watch_credentials(credentials: Credentials) -> None:
+    """Have certificates and tokens read again when their files change, without end."""
+    while credentials.have_files:
+        await asyncio.sleep(_REFRESH_EVERY_S)
+        await asyncio.to_thread(credentials.refresh)

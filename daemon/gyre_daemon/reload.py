@@ -122,7 +122,7 @@ class Reloader:
             "limits_changed": running.limits != wanted.limits,
             "need_restart": [
                 key
-                for key in SCALAR_KEYS
+                for key in (*SCALAR_KEYS, "tokens")
                 if key != "admin" and getattr(running, key) != getattr(wanted, key)
             ],
             "sessions_on_replaced": dict(replaced),

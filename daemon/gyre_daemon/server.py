@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig
@@ -23,7 +24,7 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedShards
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.listeners import UnixListener, watch_listeners
+from gyre_daemon.listeners import UnixListener, watch_credentials, watch_listeners
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.monitoring.exposition import Census, new_registry
@@ -38,7 +39,15 @@ from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.notify import notify, ping_watchdog
-from gyre_daemon.service import SERVICE_NAME, LoaderService, register
+from gyre_daemon.service import (
+    SERVER_OPTIONS,
+    SERVICE_NAME,
+    Authenticator,
+    Guard,
+    LoaderService,
+    register,
+    server_credentials,
+)
 from gyre_daemon.service.identity import Callers
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.shared_stream import DaemonResources
@@ -48,13 +57,6 @@ from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
 
-_SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # otherwise a second daemon would silently share the port
-    # Control messages are small. A larger limit lets a client fill the daemon's memory.
-    ("grpc.max_receive_message_length", 64 << 10),
-    # Each session has two long-lived calls, so this allows 2,000 sessions on one connection.
-    ("grpc.max_concurrent_streams", 4096),
-]
 # After the drain, how long calls may take to end. Clients have been told to leave, so calls that
 # are open then are stuck; a longer grace only delays the exit.
 _LAST_GRACE_S = 1.0
@@ -171,10 +173,13 @@ class _Daemon:
         self._policy = Policy(config)
         self._loop_lag = LoopLag()
         self._scrapes = ScrapeServer(new_registry(self._census))
+        self._credentials = Credentials.of(config)
+        authenticator = Authenticator(self._credentials.tokens)
+        self._guard = Guard(authenticator)
         self._service = LoaderService(
             self._catalog,
             self._sessions,
-            Callers([each.side_channel for each in listeners], limits),
+            Callers([each.side_channel for each in listeners], authenticator, limits),
             self._policy,
             copy_workers,
             config.prefetch_batches,
@@ -215,6 +220,7 @@ class _Daemon:
                     self._sessions.watch_leases(),
                     self._loop_lag.watch(),
                     ping_watchdog(),
+                    watch_credentials(self._credentials),
                 )
             ]
             if reread:
@@ -257,16 +263,33 @@ class _Daemon:
         A server that runs takes no further address, so a socket that is restored gets a new one.
         """
         max_connections = ("grpc.max_allowed_incoming_connections", descriptor_shares().clients)
-        server = grpc.aio.server(options=[*_SERVER_OPTIONS, max_connections])
+        server = grpc.aio.server(
+            interceptors=(self._guard,), options=[*SERVER_OPTIONS, max_connections]
+        )
         register(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        bound = [_bind(server, address) for address in addresses]
+        bound = [self._bind(server, address) for address in addresses]
         await server.start()
         self._servers.append(server)
         return bound
+
+    def _bind(self, server: grpc.aio.Server, address: UnixAddress | TcpAddress) -> str:
+        certificates = self._credentials.certificates
+        try:
+            if isinstance(address, TcpAddress) and address.is_tls and certificates:
+                target, credentials = address.grpc_target, server_credentials(certificates)
+                return f"tls:{address.host}:{server.add_secure_port(target, credentials)}"
+            port = server.add_insecure_port(address.grpc_target)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {address.grpc_target}: is another process using it?"
+            ) from error
+        if isinstance(address, TcpAddress):
+            return f"tcp:{address.host}:{port}"
+        return f"unix:{address.path}"
 
     async def _drain(self) -> None:
         """Refuse new sessions, finish the batches in flight, and end all calls."""
@@ -290,18 +313,6 @@ def _make_cache(config: DaemonConfig, workers: FairExecutor, metrics: Metrics) -
     has_disk = config.cache_dir and config.cache_disk
     disk = open_disk_cache(Path(config.cache_dir), config.cache_disk) if has_disk else None
     return NodeCache(config.cache_memory, disk, workers, metrics.cache)
-
-
-def _bind(server: grpc.aio.Server, address: UnixAddress | TcpAddress) -> str:
-    try:
-        port = server.add_insecure_port(address.grpc_target)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"cannot listen on {address.grpc_target}: is another process using it?"
-        ) from error
-    if isinstance(address, TcpAddress):
-        return f"tcp:{address.host}:{port}"
-    return f"unix:{address.path}"
 
 
 def _stop_with(owner_pid: int, stopping: asyncio.Event) -> None:

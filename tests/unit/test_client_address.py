@@ -22,10 +22,10 @@ def test_the_two_forms(text: str, target: str) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "neither unix: nor tcp:"),
-        ("localhost:7000", "neither unix: nor tcp:"),
-        ("/run/gyre.sock", "neither unix: nor tcp:"),
-        ("http://localhost", "neither unix: nor tcp:"),
+        ("", "none of unix:, tcp: and tls:"),
+        ("localhost:7000", "none of unix:, tcp: and tls:"),
+        ("/run/gyre.sock", "none of unix:, tcp: and tls:"),
+        ("http://localhost", "none of unix:, tcp: and tls:"),
         ("unix:", "not absolute"),
         ("unix:gyre.sock", "not absolute"),
         ("unix:/a\0b", "NUL"),

@@ -74,7 +74,7 @@ def test_without_a_reason_the_status_decides(code: grpc.StatusCode) -> None:
         grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
         grpc.StatusCode.NOT_FOUND: errors.UnknownDataset,
         grpc.StatusCode.PERMISSION_DENIED: errors.NotAllowed,
-        grpc.StatusCode.UNAUTHENTICATED: errors.NotAllowed,
+        grpc.StatusCode.UNAUTHENTICATED: errors.NotAuthenticated,
         grpc.StatusCode.FAILED_PRECONDITION: errors.CursorRejected,
         grpc.StatusCode.DATA_LOSS: errors.CorruptSample,
         grpc.StatusCode.ABORTED: errors.LeaseExpired,

@@ -64,7 +64,7 @@ def test_addresses_are_parsed(text: str, address: UnixAddress | TcpAddress, targ
     ],
 )
 def test_text_that_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="neither unix:PATH nor tcp:HOST:PORT"):
+    with pytest.raises(ConfigError, match="none of unix:PATH, tcp:HOST:PORT and tls:HOST:PORT"):
         parse_address(text)
 
 
@@ -85,7 +85,7 @@ def test_text_that_is_no_address_is_refused(text: str) -> None:
     ],
 )
 def test_addresses_that_other_hosts_can_reach_are_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match="is open to other hosts, but TCP has no authentication"):
+    with pytest.raises(ConfigError, match="open to other hosts, but `tcp:` has neither"):
         parse_address(f"tcp:{host}:80")
 
 
@@ -114,7 +114,8 @@ def test_metrics_are_served_at_a_port_of_an_ip_address(is_public: bool) -> None:
         "tcp:127.0.0.1",
     ):
         with pytest.raises(
-            ConfigError, match=r"metrics_listen is .*; |neither unix:PATH nor tcp:HOST:PORT"
+            ConfigError,
+            match=r"metrics_listen is .*; |none of unix:PATH, tcp:HOST:PORT and",
         ):
             parse_metrics_address(text, is_public=is_public)
 

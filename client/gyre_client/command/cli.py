@@ -78,7 +78,8 @@ def _target(args: argparse.Namespace) -> Target:
     address = given_address(args.address)
     if address is None:
         raise InvalidRequest(
-            "which daemon? Give --address unix:/path.sock or tcp:host:port, or set GYRE_ADDRESS"
+            "which daemon? Give --address unix:/path.sock, tcp:host:port or tls:host:port, "
+            "or set GYRE_ADDRESS"
         )
     return find_target(address)
 
@@ -86,7 +87,7 @@ def _target(args: argparse.Namespace) -> Target:
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
-        "--address", help="unix:/path.sock or tcp:host:port; GYRE_ADDRESS if absent"
+        "--address", help="unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent"
     )
     common.add_argument("--json", action="store_true", help="print one JSON document")
     dataset = argparse.ArgumentParser(add_help=False, parents=[common])

@@ -33,6 +33,7 @@ from gyre_client.transport.requests import (
     choice,
     dataset_ref,
     reader,
+    seconds,
     whole,
 )
 from gyre_client.transport.requests import order as order_spec
@@ -119,9 +120,11 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             rank: This process's rank, in [0, world_size). If rank and world size are None, they are
                 torch.distributed's, or 0 and 1 where it is not used.
             world_size: The number of ranks that share each batch.
-            address: `unix:/path.sock` or `tcp:host:port`. If None, a dataset's name is looked up at
-                the environment's GYRE_ADDRESS; for a path (with `format`) a private daemon is
-                started, which ends with this process.
+            address: `unix:/path.sock`, `tcp:host:port` or `tls:host:port`. If None, a dataset's
+                name is looked up at the environment's GYRE_ADDRESS; for a path (with `format`) a
+                private daemon is started, which ends with this process. For `tls:`, the environment
+                names the files that prove who is who: GYRE_TOKEN_FILE, GYRE_CA_FILE (for a daemon
+                whose certificate has a root of its own), GYRE_CERTIFICATE_FILE and GYRE_KEY_FILE.
             tail: What happens to samples that do not fill an epoch's last batch. `wrap`: batches
                 run on into the next epoch. `drop`: the samples are left out. `pad`: the batch is
                 filled up with other samples, for which the tensor `mask` is false.
@@ -178,7 +181,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
             join=choice("join", join, JOINS),
         )
-        self._reattach_timeout_s = reattach_timeout_s
+        self._reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
         self._one_thread = OneThread("this Loader")
         self._token_dtype = token_dtype
         self._cursor = b""  # resumes after the last batch yielded; empty before the first session

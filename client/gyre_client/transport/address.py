@@ -1,5 +1,6 @@
-"""Where a daemon listens: `unix:/absolute/path.sock` or `tcp:host:port`."""
+"""Where a daemon listens: `unix:/absolute/path.sock`, `tcp:host:port` or `tls:host:port`."""
 
+import ipaddress
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -10,7 +11,7 @@ SIDE_SUFFIX = ".side"
 # unix(7): sun_path has 108 bytes with its terminating NUL; the side channel's suffix must fit too.
 MAX_SOCKET_PATH_BYTES = 107 - len(SIDE_SUFFIX)
 
-_FORMS = 'an address is "unix:/absolute/path.sock" or "tcp:host:port"'
+_FORMS = 'an address is "unix:/absolute/path.sock", "tcp:host:port" or "tls:host:port"'
 
 
 @dataclass(frozen=True)
@@ -21,27 +22,38 @@ class Address:
         text: The address as users write it and as messages show it.
         target: The address as gRPC wants it.
         side_path: The socket of the daemon's side channel; None over TCP.
+        host_and_port: Over TCP; None for a Unix socket.
+        is_tls: Whether the connection is encrypted, and the daemon proves who it is.
     """
 
     text: str
     target: str
     side_path: str | None
+    host_and_port: tuple[str, int] | None = None
+    is_tls: bool = False
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody between here and the daemon can read along."""
+        return self.host_and_port is None or self.is_tls or _is_loopback(self.host_and_port[0])
 
 
 def parse_address(text: str) -> Address:
     """Returns the address that `text` names.
 
     Raises:
-        InvalidRequest: `text` has neither of the two forms.
+        InvalidRequest: `text` has none of the three forms.
     """
     scheme, _, rest = text.partition(":")
     if "\0" in text:
         raise InvalidRequest(f"the address {text!r} holds a NUL; {_FORMS}")
     if scheme == "unix":
         return Address(text, _unix_target(text, rest), rest + SIDE_SUFFIX)
-    if scheme == "tcp":
-        return Address(text, _tcp_target(text, rest), None)
-    raise InvalidRequest(f"the address {text!r} starts with neither unix: nor tcp:; {_FORMS}")
+    if scheme in ("tcp", "tls"):
+        host, port = _host_and_port(text, rest)
+        target = f"dns:///{host}:{port}"
+        return Address(text, target, None, (host.strip("[]"), port), is_tls=scheme == "tls")
+    raise InvalidRequest(f"the address {text!r} starts with none of unix:, tcp: and tls:; {_FORMS}")
 
 
 def _unix_target(text: str, path: str) -> str:
@@ -56,7 +68,7 @@ def _unix_target(text: str, path: str) -> str:
     return f"unix:{quote(path, errors='surrogateescape')}"
 
 
-def _tcp_target(text: str, rest: str) -> str:
+def _host_and_port(text: str, rest: str) -> tuple[str, int]:
     host, _, port = rest.rpartition(":")
     if not host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
         raise InvalidRequest(
@@ -66,4 +78,11 @@ def _tcp_target(text: str, rest: str) -> str:
         raise InvalidRequest(
             f"the port of the address {text!r} is not a number from 1 to 65535; {_FORMS}"
         )
-    return f"dns:///{host}:{port}"
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

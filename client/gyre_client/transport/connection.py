@@ -27,11 +27,15 @@ from gyre_client.errors import (
     InvalidRequest,
     LeaseExpired,
     NotAllowed,
+    NotAuthenticated,
     Overloaded,
+    StorageUnavailable,
     UnknownDataset,
 )
 from gyre_client.transport.address import Address
+from gyre_client.transport.credentials import CredentialFiles
 from gyre_client.transport.frames import MAX_FRAME_BYTES
+from gyre_client.transport.handshake import why_refused
 from gyre_client.transport.identity import Identity, Metadata
 from gyre_client.transport.side_channel import TOKEN_KEY
 
@@ -42,6 +46,7 @@ CALL_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 600.0
 INDEX_TIMEOUT_S = 24 * 3600.0
 CLOSE_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 5.0
 # How long one attempt to connect may take. A daemon whose processor is busy accepts late; where
 # nobody listens, the attempt fails at once.
 CONNECT_TIMEOUT_MS = 10_000
@@ -69,7 +74,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: UnknownDataset,
     grpc.StatusCode.PERMISSION_DENIED: NotAllowed,
-    grpc.StatusCode.UNAUTHENTICATED: NotAllowed,
+    grpc.StatusCode.UNAUTHENTICATED: NotAuthenticated,
     grpc.StatusCode.FAILED_PRECONDITION: CursorRejected,
     grpc.StatusCode.DATA_LOSS: CorruptSample,
     grpc.StatusCode.ABORTED: LeaseExpired,
@@ -141,9 +146,14 @@ class Connection:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address.target, options=_OPTIONS)
+        self._files = CredentialFiles.of_environment()
+        self._channel = (
+            grpc.secure_channel(address.target, self._files.channel_credentials(), _OPTIONS)
+            if address.is_tls
+            else grpc.insecure_channel(address.target, _OPTIONS)
+        )
         self._stub = LoaderStub(self._channel)
-        self._identity = Identity(address)
+        self._identity = Identity(address, self._files)
         self._read_payload = self._channel.unary_stream(
             "/gyre_protos.v1.Loader/ReadPayload",
             request_serializer=pb.ReadPayloadRequest.SerializeToString,
@@ -183,7 +193,7 @@ class Connection:
             metadata = self._identity.metadata()
             yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as failure:
-            raise error_from(failure, self.address) from None
+            raise self._error(failure, INDEX_TIMEOUT_S) from None
 
     def plan_step(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
         """Returns the sample ids of one step."""
@@ -241,7 +251,10 @@ class Connection:
         return self._read_payload(request, metadata=self._identity.metadata())
 
     def _call(
-        self, method: Callable[..., _Response], request: Message, timeout_s: float
+        self,
+        method: Callable[..., _Response],
+        request: Message,
+        timeout_s: float,
     ) -> _Response:
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -265,7 +278,38 @@ class Connection:
         try:
             return method(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as failure:
-            raise error_from(failure, self.address) from None
+            raise self._error(failure, timeout_s) from None
+
+    def _error(self, failure: grpc.RpcError, timeout_s: float) -> GyreError:
+        """Returns the error of a call; asks the daemon again if the failure leaves the reason open.
+
+        Args:
+            failure: Of the call.
+            timeout_s: The call's deadline.
+        """
+        error = error_from(failure, self.address)
+        if failure.code() is grpc.StatusCode.UNAVAILABLE and type(error) is DaemonUnavailable:
+            return why_refused(self.address, self._files) or error
+        if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._is_up():
+            return StorageUnavailable(
+                f"the daemon at {self.address.text} is up, and did not finish the call within "
+                f"{timeout_s:.0f} s: it waits for its storage, or has much to index; `gyre index` "
+                "shows the progress, and `gyre status` the requests to the storage"
+            )
+        return error
+
+    def _is_up(self) -> bool:
+        """Whether the daemon answers a call that needs nothing but the daemon."""
+        check = self._channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=None,
+            response_deserializer=None,
+        )
+        try:
+            check(b"", timeout=HEALTH_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+        return True
 
 
 def _check_length(request: Message) -> None:

@@ -1,12 +1,14 @@
-"""Tells the daemon which user calls.
+"""Tells the daemon who calls.
 
 A call over a Unix socket carries the token of a connection to the side channel, on which the kernel
-tells the daemon the user and the process.
+tells the daemon the user and the process. A call over TCP carries the token of a file, if there is
+one.
 """
 
 import threading
 
 from gyre_client.transport.address import Address
+from gyre_client.transport.credentials import CredentialFiles
 from gyre_client.transport.side_channel import TIMEOUT_S, TOKEN_KEY, SideChannel
 
 Metadata = tuple[tuple[str, str], ...]
@@ -18,19 +20,23 @@ class Identity:
     It is made for the first call, and again after the daemon was restarted.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, files: CredentialFiles) -> None:
         self._address = address
+        self._files = files
         self._lock = threading.Lock()
         self._side: SideChannel | None = None
 
     def metadata(self, timeout_s: float = TIMEOUT_S) -> Metadata:
-        """Returns what a call must carry; nothing over TCP, or if there is no side channel.
+        """Returns what a call must carry; nothing if there is neither side channel nor token.
 
         Args:
             timeout_s: How long the daemon may take to accept.
+
+        Raises:
+            InvalidRequest: Over TCP: see `CredentialFiles.metadata`.
         """
         if self._address.side_path is None:
-            return ()
+            return self._files.metadata(self._address)
         with self._lock:
             if self._side is None or self._side.is_over:
                 self._drop()

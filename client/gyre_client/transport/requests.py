@@ -15,6 +15,7 @@ from gyre_client.errors import InvalidRequest
 
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
+MAX_SECONDS = 1e9
 
 ORDERS = {
     "full": pb.ORDER_MODE_FULL,
@@ -71,7 +72,12 @@ def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
 
     Its generation is the time in milliseconds, so that a restarted process is newer than the one
     before, and fences it off.
+
+    Raises:
+        InvalidRequest: The job's name is no text, or it has characters that cannot be printed.
     """
+    if job is not None and not (isinstance(job, str) and job.isprintable()):
+        raise InvalidRequest(f"job is {job!r:.200}; it must be text without control characters")
     generation = time.time_ns() // 1_000_000
     return pb.Reader(
         job=job or f"job-{uuid.uuid4().hex[:12]}",
@@ -87,6 +93,8 @@ def whole(name: str, value: SupportsIndex, least: int, most: int) -> int:
     Raises:
         InvalidRequest: `value` is not a whole number in [least, most].
     """
+    if isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {value}; it must be a number")
     try:
         number = operator.index(value)
     except TypeError:
@@ -94,6 +102,19 @@ def whole(name: str, value: SupportsIndex, least: int, most: int) -> int:
     if not least <= number <= most:
         raise InvalidRequest(f"{name} is {number}; it must be from {least} to {most}")
     return number
+
+
+def seconds(name: str, value: float) -> float:
+    """Returns `value` as a float.
+
+    Raises:
+        InvalidRequest: `value` is not a number of seconds in [0, 10^9], which is 30 years.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} is {value!r}; it must be a number of seconds")
+    if not 0 <= value <= MAX_SECONDS:
+        raise InvalidRequest(f"{name} is {value}; it must be from 0 to {MAX_SECONDS:.0f} seconds")
+    return float(value)
 
 
 def choice(argument: str, word: str, values: Mapping[str, _Value]) -> _Value:

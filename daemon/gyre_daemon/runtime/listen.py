@@ -5,6 +5,7 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from gyre_daemon.errors import ConfigError
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f%]")
 _PORT = re.compile(r"[0-9]{1,5}")
+_FORMS = "unix:PATH, tcp:HOST:PORT and tls:HOST:PORT"
 _MAX_SOCKET_PATH_BYTES = 102  # the kernel's 107, less the suffix of the side channel beside it
 
 
@@ -33,19 +35,26 @@ class TcpAddress:
 
     host: str
     port: int
+    is_tls: bool = False
 
     @property
     def grpc_target(self) -> str:
         """The address in gRPC's form."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return _is_loopback(self.host)
+
 
 def parse_address(text: str) -> UnixAddress | TcpAddress:
     """Parse an address on which the daemon serves clients.
 
     Raises:
-        ConfigError: the text is neither `unix:PATH` nor `tcp:HOST:PORT`, the path cannot be that of
-            a socket, or the host is no loopback address: TCP has no authentication or encryption.
+        ConfigError: the text is none of `unix:PATH`, `tcp:HOST:PORT` and `tls:HOST:PORT`, the path
+            cannot be that of a socket, or the host of `tcp:` is no loopback address: what it
+            carries is not encrypted.
     """
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest:
@@ -61,15 +70,44 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
                 "that a Unix socket can have"
             )
         return UnixAddress(path)
-    if kind != "tcp":
-        raise ConfigError(f"address {text!r} is neither unix:PATH nor tcp:HOST:PORT")
-    address = _parse_tcp(text, rest)
-    if not _is_loopback(address.host):
+    if kind not in ("tcp", "tls"):
+        raise ConfigError(f"address {text!r} is none of {_FORMS}")
+    address = _parse_tcp(text, rest, is_tls=kind == "tls")
+    if not (address.is_tls or address.is_loopback):
         raise ConfigError(
-            f"address {text!r} is open to other hosts, but TCP has no authentication; listen on "
-            "127.0.0.1 or a Unix socket"
+            f"address {text!r} is open to other hosts, but `tcp:` has neither encryption nor "
+            f"authentication; listen on tls:{rest} with `tls_certificate`, `tls_key`, and `tokens` "
+            "or `tls_client_ca`; or on 127.0.0.1 or a Unix socket"
         )
     return address
+
+
+def check_tls(
+    addresses: Iterable[UnixAddress | TcpAddress], *, has_certificate: bool, has_credentials: bool
+) -> None:
+    """Refuse `tls:` addresses that the configuration cannot serve, or that anybody could use.
+
+    Args:
+        addresses: where the daemon is to listen.
+        has_certificate: whether there are a certificate and a key.
+        has_credentials: whether callers can prove who they are: with a token, or a certificate.
+
+    Raises:
+        ConfigError: says what is missing.
+    """
+    for address in addresses:
+        if not isinstance(address, TcpAddress) or not address.is_tls:
+            continue
+        text = f"tls:{address.grpc_target}"
+        if not has_certificate:
+            raise ConfigError(
+                f"address {text!r} needs a certificate; set `tls_certificate` and `tls_key`"
+            )
+        if not (address.is_loopback or has_credentials):
+            raise ConfigError(
+                f"address {text!r} is open to other hosts, and nothing says who may call; set "
+                "`tls_client_ca` for clients with certificates, or `tokens` for clients with tokens"
+            )
 
 
 def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
@@ -223,12 +261,12 @@ def _is_at(descriptor: int, path: Path) -> bool:
     return descriptor >= 0 and _is_same(os.fstat(descriptor), path)
 
 
-def _parse_tcp(text: str, rest: str) -> TcpAddress:
+def _parse_tcp(text: str, rest: str, *, is_tls: bool = False) -> TcpAddress:
     host, _, port = rest.rpartition(":")
     host = host.strip("[]")
     if not host or not _PORT.fullmatch(port) or int(port) > 65535:
-        raise ConfigError(f"address {text!r} is neither unix:PATH nor tcp:HOST:PORT")
-    return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port))
+        raise ConfigError(f"address {text!r} is none of {_FORMS}")
+    return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port), is_tls)
 
 
 def _is_ip_address(host: str) -> bool:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from gyre_daemon.access.limits import Limits
-from gyre_daemon.access.principal import ANONYMOUS, Principal
+from gyre_daemon.access.principal import Principal
 from gyre_daemon.errors import LeaseExpired, NotAllowed
 from gyre_daemon.memory.sidechannel import Peer, SideChannel
+from gyre_daemon.service.authentication import Authenticator, is_local
 from gyre_daemon.service.status import Context
 
 TOKEN_KEY = "gyre-side-token"
@@ -18,22 +19,27 @@ class Callers:
 
     A user of this machine calls over a Unix socket. gRPC does not say which one, and the kernel
     says it on the side channel. So each of these calls carries the token of a connection there.
+    Over TCP, a token or a certificate says it.
     """
 
-    def __init__(self, side_channels: Sequence[SideChannel], limits: Limits) -> None:
+    def __init__(
+        self, side_channels: Sequence[SideChannel], authenticator: Authenticator, limits: Limits
+    ) -> None:
         self._side_channels = side_channels
+        self._authenticator = authenticator
         self._limits = limits
 
     def identify(self, context: Context) -> Principal:
-        """The caller; over TCP, where no credential is given, `ANONYMOUS`.
+        """The caller.
 
         Raises:
+            NotAuthenticated, Overloaded: over TCP; see `Authenticator.principal`.
             NotAllowed: a call over a Unix socket carries no token.
             LeaseExpired: it carries the token of a connection that has ended.
             Overloaded: the caller calls too often.
         """
         peer = self.peer(context)
-        caller = peer.principal if peer else ANONYMOUS
+        caller = peer.principal if peer else self._authenticator.principal(context)
         self._limits.count_request(caller)
         return caller
 
@@ -43,7 +49,7 @@ class Callers:
         Raises:
             NotAllowed, LeaseExpired: as for `identify`.
         """
-        if not context.peer().startswith("unix:"):
+        if not is_local(context):
             return None
         token = str(dict(context.invocation_metadata() or ()).get(TOKEN_KEY, ""))
         if not token:

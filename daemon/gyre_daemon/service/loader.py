@@ -261,11 +261,13 @@ class LoaderService(pb_grpc.LoaderServicer):
     async def _listen(self, session: Session, messages: AsyncIterator[pb.StreamRequest]) -> None:
         """Act on the client's messages until it ends the stream."""
         pause_s = self._sessions.resources.limits.pace(session.request.owner.name)
-        async for message in messages:
-            control.handle(session, message)
-            while left_s := pause_s(message.ByteSize()):
-                await asyncio.sleep(left_s)
-        self._close(session.session_id)
+        try:
+            async for message in messages:
+                control.handle(session, message)
+                while left_s := pause_s(message.ByteSize()):  # noqa: ASYNC110  # a rate, no event
+                    await asyncio.sleep(left_s)
+        finally:
+            self._close(session.session_id)
 
     def _close(self, session_id: str) -> None:
         self._sessions.close(session_id, GyreError("the client ended its stream"))

@@ -94,6 +94,7 @@ class SessionOpener:
         self, owner: Principal, request: pb.OpenSessionRequest, order: Order, dataset: Dataset
     ) -> Order:
         """The order, starting where a running job reads if the request asks to join one."""
+        requests.check_join(request.join)
         if request.join != pb.JOIN_ROTATE:
             return order
         if request.cursor:

@@ -10,7 +10,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
 from gyre_daemon.order.planner import Order, OrderMode, Tail
-from gyre_daemon.sessions.request import Reader
+from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
 from gyre_daemon.storage.cache.cached import shared_block_bytes
 
 _TAILS: dict[int, Tail] = {
@@ -83,7 +83,8 @@ def to_reader(message: pb.Reader) -> Reader:
     """The job and rank that read.
 
     Raises:
-        InvalidRequest: the job has no name, or one that is too long; or the generation is absurd.
+        InvalidRequest: the job has no name, or one that is too long or cannot be printed; or the
+            generation is absurd.
     """
     if not 1 <= len(message.job) <= _MAX_JOB_CHARS:
         raise InvalidRequest(
@@ -94,7 +95,22 @@ def to_reader(message: pb.Reader) -> Reader:
             f"generation {message.generation} is too large; it must be at most {_MAX_GENERATION}, "
             "such as a count or a Unix time in milliseconds"
         )
+    if not message.job.isprintable():
+        raise InvalidRequest(
+            f"the job's name {message.job!r} has characters that cannot be printed; "
+            "choose one without control characters"
+        )
     return Reader(message.job, message.rank, message.world_size or 1, message.generation)
+
+
+def check_join(join: int) -> None:
+    """Refuse a way to join that this daemon does not know.
+
+    Raises:
+        InvalidRequest: says which ones it knows.
+    """
+    if join not in pb.Join.values():
+        raise InvalidRequest(f"this daemon does not know join {join}; it knows alone and rotate")
 
 
 def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
@@ -121,6 +137,10 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery
     Raises:
         InvalidRequest: as `to_order`; or a price is negative or not finite.
     """
+    if message.num_epochs > MAX_EPOCHS:
+        raise InvalidRequest(
+            f"num_epochs is {message.num_epochs}; at most {MAX_EPOCHS} can be planned"
+        )
     spec = pb.OrderSpec()
     spec.CopyFrom(message.order)
     spec.mode = pb.ORDER_MODE_BLOCK

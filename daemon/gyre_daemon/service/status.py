@@ -22,6 +22,7 @@ STATUS_CODES: dict[type[errors.GyreError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownDataset: grpc.StatusCode.NOT_FOUND,
     errors.ShardMissing: grpc.StatusCode.NOT_FOUND,
+    errors.NotAuthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     errors.StorageUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.CorruptSample: grpc.StatusCode.DATA_LOSS,
@@ -52,7 +53,7 @@ def answers_errors(method: Method) -> Method:
                 async for response in method(self, request, context):
                     yield response
             except Exception as error:
-                await _abort(context, error)
+                await abort(context, error)
 
         return stream  # type: ignore[return-value]
 
@@ -60,7 +61,7 @@ def answers_errors(method: Method) -> Method:
         try:
             return await method(self, request, context)
         except Exception as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     return unary  # type: ignore[return-value]
 
@@ -89,7 +90,8 @@ def _cut(text: str, max_bytes: int) -> str:
     return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
 
-async def _abort(context: Context, error: Exception) -> NoReturn:
+async def abort(context: Context, error: Exception) -> NoReturn:
+    """End a call with the status of an error; what is no GyreError is logged, and INTERNAL."""
     if isinstance(error, ExceptionGroup):
         error = errors.first_error(error)
     if isinstance(error, grpc.aio.AbortError):

@@ -79,10 +79,14 @@ class SessionRequest:
             InvalidRequest: a number is out of range; it is named.
         """
         check_ranks(self.order, self.reader.rank, self.reader.world_size)
-        if self.num_epochs > MAX_EPOCHS or self.prefetch_batches > MAX_PREFETCH_BATCHES:
+        if self.num_epochs > MAX_EPOCHS:
             raise InvalidRequest(
-                f"at most {MAX_EPOCHS} epochs and {MAX_PREFETCH_BATCHES} prefetched batches can be "
-                "asked for"
+                f"num_epochs is {self.num_epochs}; at most {MAX_EPOCHS} are served"
+            )
+        if self.prefetch_batches > MAX_PREFETCH_BATCHES:
+            raise InvalidRequest(
+                f"prefetch_batches is {self.prefetch_batches}; at most {MAX_PREFETCH_BATCHES} "
+                "batches are prefetched"
             )
         if self.step is not None and self.step * self.order.global_batch_size > MAX_POSITION:
             raise InvalidRequest(

@@ -234,6 +234,9 @@ class StorageOpener:
             raise listing from errors
         except TimeoutError as error:
             raise listing_error(location.text, error) from error
+        except asyncio.CancelledError:
+            outcome = "abandoned"
+            raise
         finally:
             self._count_listing(location.scheme, len(location.paths), outcome)
         if not entries:

@@ -17,7 +17,7 @@ from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, WritableArena
+from gyre_daemon.storage.base import ArenaClosed, ReadPlan, Reads, ShardBounds, WritableArena
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.local.listing import file_error
@@ -143,6 +143,9 @@ class LocalStorage:
             waited_s = await self._workers.run(plan.flow, cost, plan.urgency, work)
             outcome = "ok"
             return waited_s
+        except (asyncio.CancelledError, ArenaClosed):  # the session ended
+            outcome = "abandoned"
+            raise
         finally:
             labels = RequestLabels("file", "read", outcome)
             for reads in worked_out:

@@ -1,0 +1,118 @@
+"""What every call passes before a method sees it: the caller is known, its messages decode."""
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.service.authentication import Authenticator, is_local
+from gyre_daemon.service.status import Context, abort
+
+# Health says nothing about data or jobs, and a probe has no token.
+_OPEN_TO_ALL = "/grpc.health.v1.Health/"
+
+Handler = Any  # grpc.RpcMethodHandler, whose fields have no types
+
+
+class _Undecodable:
+    """Stands for a message that is none of the protocol's, until its call can be answered."""
+
+    def __init__(self, error: DecodeError) -> None:
+        self._error = error
+
+    def refusal(self) -> InvalidRequest:
+        return InvalidRequest(f"the request is no message of the protocol: {self._error}")
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses callers with a wrong credential, and messages that cannot be decoded."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Put the checks before the method's own handler."""
+        handler = await continuation(handler_call_details)
+        if handler is None:  # there is no such method
+            return None
+        is_open = handler_call_details.method.startswith(_OPEN_TO_ALL)
+        return self._guarded(handler, is_open=is_open)
+
+    def _guarded(self, handler: Handler, *, is_open: bool) -> Handler:
+        streams = handler.request_streaming
+        method = next(
+            each
+            for each in (
+                handler.unary_unary,
+                handler.unary_stream,
+                handler.stream_unary,
+                handler.stream_stream,
+            )
+            if each
+        )
+
+        def admit(request: Any, context: Context) -> Any:
+            if not (is_open or is_local(context)):
+                self._authenticator.principal(context)
+            return _decoded(request) if streams else _check(request)
+
+        async def unary(request: Any, context: Context) -> Any:
+            try:
+                return await method(admit(request, context), context)
+            except Exception as error:
+                await abort(context, error)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                answers = method(admit(request, context), context)
+                if inspect.isawaitable(answers):  # it writes its answers to the context
+                    await answers
+                    return
+                async with contextlib.aclosing(answers):
+                    async for answer in answers:
+                        yield answer
+            except Exception as error:
+                await abort(context, error)
+
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[streams, handler.response_streaming]
+        return make(
+            stream if handler.response_streaming else unary,
+            request_deserializer=_tolerant(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _tolerant(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """A deserializer that leaves it to the call to answer what cannot be decoded."""
+
+    def decode_or_mark(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError as error:
+            return _Undecodable(error)
+
+    return decode_or_mark
+
+
+def _check(request: Any) -> Any:
+    if isinstance(request, _Undecodable):
+        raise request.refusal()
+    return request
+
+
+async def _decoded(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _check(request)
