@@ -25,7 +25,8 @@ from tests.soak.history import of_rank, read
 from tests.soak.plan import Job
 from tests.soak.reader import STOP
 
-LEASE_S = 2.0
+# Long enough for a machine on which everybody waits for a processor.
+LEASE_S = 5.0
 BUDGET_BYTES = 256 << 20
 CACHE_BYTES = 4 << 20
 _NUM_DAEMONS = 2
@@ -33,6 +34,7 @@ _MARK = "GYRE_SOAK"  # in the environment of every process of a run
 _DEADLINE_S = 300.0  # until all ranks run, or have ended
 _IDLE_DEADLINE_S = 60.0
 _LOOK_S = 0.05
+_SETTLED_S = 2.0  # in which the daemon notices connections that have ended
 # Steps that every rank reads after the run was told to end: more than one can take until it is told.
 _STEPS_TO_STOP = 150
 _FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
@@ -179,7 +181,7 @@ class Cluster:
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
                 "NO_FAKE_STAT": "1",
             }
-        return Daemon(path, address, folder / "log", environment)
+        return Daemon(path, address, folder / "log", environment, _SERVE)
 
     def _address(self, job: Job, rank: int) -> str:
         daemon = self.daemons[job.daemons[rank]]
@@ -220,14 +222,16 @@ class Cluster:
             assert status == 0, f"{rank.name} ended with {status}: {self._log_of(rank)}"
 
     def state_of(self, number: int) -> dict[str, Any]:
-        """Returns what a daemon has; waits for a while until it has no sessions and no arenas."""
+        """Returns what a daemon has without clients, once it changes no more or after a while."""
         deadline = time.monotonic() + _IDLE_DEADLINE_S
-        while True:
-            state = self._look_at(number)
-            is_idle = not state["sessions"] and not state["arenas"] and not state["reserved_bytes"]
-            if is_idle or time.monotonic() > deadline:
-                return state
-            time.sleep(_LOOK_S)
+        state = self._look_at(number)
+        while time.monotonic() < deadline:
+            time.sleep(_SETTLED_S)
+            before, state = state, self._look_at(number)
+            is_idle = not any(state[key] for key in ("sessions", "arenas", "reserved_bytes"))
+            if is_idle and state["descriptors"] >= before["descriptors"]:
+                break
+        return state
 
     def _look_at(self, number: int) -> dict[str, Any]:
         with Connection(parse_address(self.daemons[number].address)) as connection:
@@ -294,6 +298,13 @@ def kill(daemon: Daemon) -> None:
         path.unlink()
 
 
+# libfaketime 0.9.10 fails where Python sleeps until a monotonic time, so that one call is another.
+_SERVE = (
+    "-c",
+    "import select, sys, time; "
+    "time.sleep = lambda seconds: select.select([], [], [], seconds) and None; "
+    "from gyre_daemon.cli import main; main(['serve', '--config', sys.argv[1]])",
+)
 _TOKENS = {
     "format": "tokens",
     "dtype": "int32",

@@ -197,10 +197,10 @@ def clock_jumped(cluster: Cluster, draw: Random, note: Note) -> Iterator[str]:
 FAULTS = (
     Fault("client killed", client_killed, 0.0, 1.0),
     Fault("job killed", job_killed, 0.0, 1.0),
-    Fault("client frozen", client_frozen, LEASE_S * 1.2, LEASE_S * 2),
+    Fault("client frozen", client_frozen, LEASE_S * 1.2, LEASE_S * 1.5),
     Fault("daemon killed", daemon_killed, 0.0, 1.5),
     Fault("daemon stopped", daemon_stopped, 0.0, 1.5),
-    Fault("daemon frozen", daemon_frozen, LEASE_S * 0.5, LEASE_S * 3),
+    Fault("daemon frozen", daemon_frozen, LEASE_S * 0.5, LEASE_S * 1.5),
     Fault("copy workers killed", copy_workers_killed, 0.0, 1.0),
     Fault("shard truncated", shard_truncated, 0.5, 2.0),
     Fault("shard replaced", shard_replaced, 0.5, 2.0),
