@@ -21,6 +21,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
 from tests.batches import SAMPLE_LENGTH, take
+from tests.channels import identified_channel
 
 
 def test_a_request_that_is_too_long_is_refused_and_not_retried(numbers: str) -> None:
@@ -52,7 +53,7 @@ def test_a_request_that_is_too_long_is_refused_and_not_retried(numbers: str) -> 
 
 def test_a_request_that_the_daemons_grpc_refuses_gives_the_same_error(numbers: str) -> None:
     request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="x" * 70000))
-    with grpc.insecure_channel(numbers) as channel, pytest.raises(grpc.RpcError) as refused:
+    with identified_channel(numbers) as channel, pytest.raises(grpc.RpcError) as refused:
         LoaderStub(channel).DescribeDataset(request, timeout=30)
     error = error_from(refused.value, parse_address(numbers))
     assert type(error) is InvalidRequest

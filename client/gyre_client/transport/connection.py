@@ -6,8 +6,8 @@ socket, a proxy, a deadline) gets its class from the call's status.
 """
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TypeVar, cast
 
 import grpc
@@ -32,6 +32,7 @@ from gyre_client.errors import (
 )
 from gyre_client.transport.address import Address
 from gyre_client.transport.frames import MAX_FRAME_BYTES
+from gyre_client.transport.identity import Identity, Metadata
 from gyre_client.transport.side_channel import TOKEN_KEY
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
@@ -45,6 +46,7 @@ CLOSE_TIMEOUT_S = 2.0
 # nobody listens, the attempt fails at once.
 CONNECT_TIMEOUT_MS = 10_000
 MAX_CONTROL_BYTES = 64 << 10  # the daemon's limit for a request
+UNIDENTIFIED = "side_channel"  # the fact of a refusal because the call named no live side channel
 RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants no further attempt
 
 _DOMAIN = "gyre"
@@ -139,6 +141,7 @@ class Connection:
         self.address = address
         self._channel = grpc.insecure_channel(address.target, options=_OPTIONS)
         self._stub = LoaderStub(self._channel)
+        self._identity = Identity(address)
         self._read_payload = self._channel.unary_stream(
             "/gyre_protos.v1.Loader/ReadPayload",
             request_serializer=pb.ReadPayloadRequest.SerializeToString,
@@ -154,6 +157,7 @@ class Connection:
     def close(self) -> None:
         """Ends the channel and all calls that are under way on it."""
         self._channel.close()
+        self._identity.close()
 
     def list_datasets(self) -> pb.ListDatasetsResponse:
         """Returns the datasets that the daemon serves by name."""
@@ -174,7 +178,8 @@ class Connection:
         request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
         _check_length(request)
         try:
-            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)
+            metadata = self._identity.metadata()
+            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
 
@@ -197,10 +202,12 @@ class Connection:
         Args:
             request: Which batches, for which reader, from which cursor.
             timeout_s: The deadline.
-            side_token: The token of a side channel; the daemon then passes its arenas there.
+            side_token: The token of a side channel, where the daemon is to pass its arenas; the
+                payload comes inline without one.
         """
-        metadata = ((TOKEN_KEY, side_token),) if side_token else ()
-        return self._call(partial(self._stub.OpenSession, metadata=metadata), request, timeout_s)
+        if not side_token:
+            return self._call(self._stub.OpenSession, request, timeout_s)
+        return self._call_as(((TOKEN_KEY, side_token),), self._stub.OpenSession, request, timeout_s)
 
     def close_session(self, session_id: str) -> None:
         """Ends a session, if the daemon still answers and knows it."""
@@ -220,18 +227,43 @@ class Connection:
         self, requests: Iterator[pb.StreamRequest]
     ) -> "grpc.CallIterator[pb.StreamResponse]":
         """Starts the control stream of a session; see `error_from` for its grpc.RpcErrors."""
-        return self._stub.Stream(requests)
+        return self._stub.Stream(requests, metadata=self._identity.metadata())
 
     def read_payload(self, session_id: str) -> "grpc.CallIterator[bytes]":
         """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
-        return self._read_payload(pb.ReadPayloadRequest(session_id=session_id))
+        request = pb.ReadPayloadRequest(session_id=session_id)
+        return self._read_payload(request, metadata=self._identity.metadata())
 
     def _call(
         self, method: Callable[..., _Response], request: Message, timeout_s: float
     ) -> _Response:
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            return self._call_as(self._identity.metadata(timeout_s), method, request, timeout_s)
+        except GyreError as failure:
+            if UNIDENTIFIED not in failure.facts:
+                raise
+        # The daemon was started or restarted between the connection and the call.
+        self._identity.close()
+        timeout_s = max(0.0, deadline_s - time.monotonic())
+        metadata = self._identity.metadata(timeout_s)
+        if not metadata:
+            raise DaemonUnavailable(
+                f"the daemon at {self.address.text} cannot tell who calls: its side channel "
+                f"{self.address.side_path} cannot be reached"
+            )
+        return self._call_as(metadata, method, request, timeout_s)
+
+    def _call_as(
+        self,
+        metadata: Metadata,
+        method: Callable[..., _Response],
+        request: Message,
+        timeout_s: float,
+    ) -> _Response:
         _check_length(request)
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
 
