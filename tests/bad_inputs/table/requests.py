@@ -293,23 +293,22 @@ STREAMS: list[tuple[str, list[pb.StreamRequest], tuple[str, str], str]] = [
 ]
 # After a good `attach` of a session of its own.
 ATTACHED: list[tuple[str, pb.StreamRequest, tuple[str, str], str]] = [
-    (
-        "release of steps that were not sent",
-        message(release=pb.Release(steps=[0, 0, BEYOND])),
-        INVALID,
-        "",
-    ),
-    ("release of step 7", message(release=pb.Release(steps=[7])), INVALID, ""),
-    ("second attach", message(attach=pb.Attach(session_id="x")), INVALID, ""),
+    ("second attach", message(attach=pb.Attach(session_id="x")), INVALID, "attach"),
     ("empty event", pb.StreamRequest(), INVALID, ""),
-    (
-        "credit and a false release",
-        message(credit=pb.Credit(num_batches=1, released_steps=[99])),
-        INVALID,
-        "",
-    ),
-    ("unmapped arena 4000", message(unmapped=pb.Unmapped(arenas=[4000])), INVALID, ""),
 ]
+# What a client may send by mistake, and what changes nothing. `sent` is as in ATTACHED.
+HARMLESS = {
+    "releases of steps that were not sent": pb.Release(steps=[0, 0, BEYOND, 7]),
+    "a release of nothing": pb.Release(),
+    "10,000 releases of one step": pb.Release(steps=[5] * 10_000),
+    "unmapped arenas that do not exist": pb.Unmapped(arenas=[4000, 4000, 2**32 - 1]),
+    "credit of zero": pb.Credit(),
+    "false releases with credit": pb.Credit(num_batches=1, released_steps=[99, 99]),
+    "nan waited": pb.Credit(num_batches=1, waited_s=float("nan")),
+    "negative waited": pb.Credit(num_batches=1, waited_s=-1.0),
+    "infinite waited": pb.Credit(num_batches=1, waited_s=float("inf")),
+}
+HARMLESS_ROWS = [Row(f"stream {words}", sent, "", "", "") for words, sent in HARMLESS.items()]
 ROWS = [
     *(Row(f"open {words}", ("OpenSession", sent), *told, text) for words, sent, told, text in OPENINGS),
     *(
