@@ -10,7 +10,7 @@ STAMP := $(VENV)/.gyre-setup
 IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(BIN):$$PATH"
 PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup demo test test-fast lint docs protos bench servers clean
+.PHONY: setup demo test test-fast soak lint docs protos bench servers clean
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
 SERVERS := $(VENV)/servers
 SERVERS_STAMP := $(SERVERS)/.installed
@@ -50,6 +50,13 @@ FAST := tests/unit tests/property $(addprefix tests/contract/,test_formats.py te
 
 test-fast: setup
 	$(IN_VENV) python -m pytest $(IN_PARALLEL) $(FAST)
+
+# An hour of kills and faults while several jobs read. Prints its seed, each fault, and what was lost, doubled or wrong.
+SOAK_S ?= 3600
+SOAK_SEED ?=
+
+soak: setup
+	$(IN_VENV) python -m tests.soak --seconds $(SOAK_S) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 lint: setup
 	$(IN_VENV) .ci/lint

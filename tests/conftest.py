@@ -30,6 +30,7 @@ settings.load_profile("gyre")
 # goes to one worker as a whole, so that its shared fixtures are set up once. All other files follow
 # in the order of their names.
 LONGEST_FIRST = (
+    "test_soak",
     "test_train_run",
     "test_rotation_parity",
     "test_rotation_faults",

@@ -21,6 +21,7 @@ from gyre_daemon.datasets.unpacked import UnpackedShards, is_compressed, unpacke
 from gyre_daemon.errors import NotAllowed, UnknownDataset
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
+from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.opener import StorageOpener
 
 
@@ -153,8 +154,8 @@ class Catalog:
         if name not in readable or name not in self.datasets:
             known = ", ".join(sorted(readable)) or "none"
             raise UnknownDataset(
-                f"no dataset is named {name[:200]!r}; this daemon serves: {known}",
-                {"dataset": name[:200]},
+                f"no dataset is named {redact(name)[:200]!r}; this daemon serves: {known}",
+                {"dataset": redact(name)[:200]},
             )
         return name, self.datasets[name]
 

@@ -297,7 +297,8 @@ class SharedStream:
         Making them would slow that batch down, because both need the processor.
         """
         await self.was_read.wait()
-        await self.arenas.complete(self._flow, self.look_again)
+        if not self.stream.is_closed:
+            await self.arenas.complete(self._flow, self.look_again)
 
     def _begin(self) -> Coroutine[None, None, None] | None:
         """Take a slot for the next batch group and return the coroutine that reads the group.
@@ -323,7 +324,7 @@ class SharedStream:
     async def _fill(self, group: Group, fetch: Fetch, slot: Slot) -> None:
         clock, delays = self._resources.clock, Delays()
         began = clock()
-        if not slot.arena.acquire():
+        if self.stream.is_closed or not slot.arena.acquire():
             return
         try:
             result = await self._prefetcher.fill(fetch, slot, self._flow, delays)
