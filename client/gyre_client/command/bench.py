@@ -71,6 +71,7 @@ def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "seconds": args.seconds,
         "seed": whole("seed", args.seed, 0, MAX_UINT64),
         "address": connection.address.text,
+        "daemon_user": args.daemon_user,
         "format": args.format,
         "options": options or None,
     }

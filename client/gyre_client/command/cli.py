@@ -78,19 +78,24 @@ def _with_hint(error: UnknownDataset, args: argparse.Namespace) -> UnknownDatase
 
 def _target(args: argparse.Namespace) -> Target:
     if "dataset" in args:
-        return target_of_dataset(args.address, args.dataset, args.format)
+        return target_of_dataset(args.address, args.dataset, args.format, args.daemon_user)
     address = given_address(args.address)
     if address is None:
         raise InvalidRequest(
             "which daemon? Give --address unix:/path.sock or tcp:host:port, or set GYRE_ADDRESS"
         )
-    return find_target(address)
+    return find_target(address, args.daemon_user)
 
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--address", help="unix:/path.sock or tcp:host:port; GYRE_ADDRESS if absent"
+    )
+    common.add_argument(
+        "--daemon-user",
+        metavar="USER",
+        help="whose daemon to trust beside root's and one's own; GYRE_DAEMON_USER if absent",
     )
     common.add_argument("--json", action="store_true", help="print one JSON document")
     dataset = argparse.ArgumentParser(add_help=False, parents=[common])

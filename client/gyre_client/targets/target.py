@@ -41,21 +41,28 @@ def given_address(address: str | None) -> str | None:
     return address or os.environ.get(ENVIRONMENT_VARIABLE) or None
 
 
-def find_target(address: str | None) -> Target:
+def find_target(address: str | None, daemon_user: int | str | None = None) -> Target:
     """Returns the daemon at `address`; for None, this process's private daemon.
 
+    Args:
+        address: Where it listens.
+        daemon_user: The user it may belong to, beside root and this process's own.
+
     Raises:
-        InvalidRequest: The address has no known form.
+        InvalidRequest: The address has no known form, or there is no such user.
         DaemonUnavailable: The private daemon cannot be started.
     """
     if address is not None:
-        return Target(parse_address(address))
+        return Target(parse_address(address, daemon_user))
     daemon = private_daemon.acquire()
     return Target(daemon.address, daemon)
 
 
 def target_of_dataset(
-    address: str | None, dataset: str | os.PathLike[str], data_format: str | None
+    address: str | None,
+    dataset: str | os.PathLike[str],
+    data_format: str | None,
+    daemon_user: int | str | None = None,
 ) -> Target:
     """Returns the daemon that can serve `dataset`.
 
@@ -68,7 +75,7 @@ def target_of_dataset(
         DaemonUnavailable: The private daemon cannot be started.
     """
     if data_format is not None:
-        return find_target(address or None)
+        return find_target(address or None, daemon_user)
     address = given_address(address)
     if address is None:
         raise InvalidRequest(
@@ -76,4 +83,4 @@ def target_of_dataset(
             f"{os.fspath(dataset)!r}: give the address of a daemon (or set "
             f"{ENVIRONMENT_VARIABLE}), or the format of the data at this path or URI"
         )
-    return find_target(address)
+    return find_target(address, daemon_user)

@@ -1,9 +1,10 @@
-"""Where a daemon listens: `unix:/absolute/path.sock` or `tcp:host:port`."""
+"""Where a daemon listens, `unix:/absolute/path.sock` or `tcp:host:port`, and whose it may be."""
 
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.users import trusted_uids
 
 ENVIRONMENT_VARIABLE = "GYRE_ADDRESS"
 SIDE_SUFFIX = ".side"
@@ -20,34 +21,51 @@ class Address:
     Attributes:
         text: The address as users write it and as messages show it.
         target: The address as gRPC wants it.
-        side_path: The socket of the daemon's side channel; None over TCP.
+        path: The daemon's socket; None over TCP.
+        trusted_uids: The users whose daemons may answer at a socket.
     """
 
     text: str
     target: str
-    side_path: str | None
+    path: str | None = None
+    trusted_uids: frozenset[int] = frozenset()
+
+    @property
+    def side_path(self) -> str | None:
+        """The socket of the daemon's side channel; None over TCP."""
+        return None if self.path is None else self.path + SIDE_SUFFIX
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str, daemon_user: int | str | None = None) -> Address:
     """Returns the address that `text` names.
 
+    Args:
+        text: In one of the two forms.
+        daemon_user: A user whose daemon may answer there; see `users.trusted_uids`.
+
     Raises:
-        InvalidRequest: `text` has neither of the two forms.
+        InvalidRequest: `text` has neither of the two forms, or there is no such user.
     """
     scheme, _, rest = text.partition(":")
+    uids = trusted_uids(daemon_user)
     if "\0" in text:
         raise InvalidRequest(f"the address {text!r} holds a NUL; {_FORMS}")
     if scheme == "unix":
-        return Address(text, _unix_target(text, rest), rest + SIDE_SUFFIX)
+        return Address(text, _unix_target(text, rest), rest, uids)
     if scheme == "tcp":
-        return Address(text, _tcp_target(text, rest), None)
+        return Address(text, _tcp_target(text, rest))
     raise InvalidRequest(f"the address {text!r} starts with neither unix: nor tcp:; {_FORMS}")
 
 
 def _unix_target(text: str, path: str) -> str:
     if not path.startswith("/"):
         raise InvalidRequest(f"the path of the address {text!r} is not absolute; {_FORMS}")
-    num_bytes = len(path.encode(errors="surrogateescape"))
+    try:
+        num_bytes = len(path.encode(errors="surrogateescape"))
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"the path of the address {text!r} holds half a character; {_FORMS}"
+        ) from None
     if num_bytes > MAX_SOCKET_PATH_BYTES:
         raise InvalidRequest(
             f"the path of the address {text!r} has {num_bytes} bytes; "

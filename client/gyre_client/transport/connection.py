@@ -5,12 +5,14 @@ metadata: `reason` is the class of the error, `metadata` its facts. A failure wi
 socket, a proxy, a deadline) gets its class from the call's status.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar, cast
 
 import grpc
+from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -30,9 +32,17 @@ from gyre_client.errors import (
     Overloaded,
     UnknownDataset,
 )
+from gyre_client.printable import printable
 from gyre_client.transport.address import Address
+from gyre_client.transport.answers import (
+    check_description,
+    check_numbers,
+    check_opened,
+    check_plan,
+)
 from gyre_client.transport.frames import MAX_FRAME_BYTES
 from gyre_client.transport.side_channel import TOKEN_KEY
+from gyre_client.transport.trust import check_files, check_listener
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
 # takes minutes where there are many shards; `gyre index` shows the progress. A session that is not
@@ -83,7 +93,7 @@ _Response = TypeVar("_Response", bound=Message)
 
 def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
     """Returns the error for the daemon's reason or, if it gave none, for the call's status."""
-    details = failure.details() or ""
+    details = printable(failure.details() or "")
     by_status = _BY_STATUS.get(failure.code(), DaemonFault)
     info, facts = _explanation(failure)
     if info.domain == _DOMAIN:
@@ -107,14 +117,22 @@ def _too_long(num_bytes: int, max_bytes: int) -> InvalidRequest:
 
 def _explanation(failure: grpc.RpcError) -> tuple[ErrorInfo, dict[str, str]]:
     """Returns the failure's ErrorInfo, which is empty if it has none, and its facts."""
-    info, retry = ErrorInfo(), RetryInfo()
-    for detail in _status(failure).details:
-        detail.Unpack(info)
-        detail.Unpack(retry)
+    details = _status(failure).details
+    info, retry = _first(details, ErrorInfo), _first(details, RetryInfo)
     facts = dict(info.metadata)
     if retry.HasField("retry_delay"):
-        facts[RETRY_AFTER] = str(retry.retry_delay.ToTimedelta().total_seconds())
+        facts[RETRY_AFTER] = str(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9)
     return info, facts
+
+
+def _first(details: Iterable[Any], kind: type[_Response]) -> _Response:
+    """Returns the first detail of a kind that can be read; an empty one if there is none."""
+    for detail in details:
+        found = kind()
+        with contextlib.suppress(DecodeError):
+            if detail.Unpack(found):
+                return found
+    return kind()
 
 
 def _status(failure: grpc.RpcError) -> Status:
@@ -132,11 +150,12 @@ class Connection:
     """The calls that a daemon answers. Safe to use from any thread.
 
     Every method raises a GyreError and never a grpc.RpcError, except for the iterators that
-    `stream` and `read_payload` return.
+    `stream` and `read_payload` return. No call reaches a daemon that `trust` refuses.
     """
 
     def __init__(self, address: Address) -> None:
         self.address = address
+        self._is_trusted = False
         self._channel = grpc.insecure_channel(address.target, options=_OPTIONS)
         self._stub = LoaderStub(self._channel)
         self._read_payload = self._channel.unary_stream(
@@ -163,9 +182,11 @@ class Connection:
         self, dataset: pb.DatasetRef, timeout_s: float = OPEN_TIMEOUT_S
     ) -> pb.DatasetDescription:
         """Returns the dataset's description; the daemon opens the dataset for it."""
-        return self._call(
+        description = self._call(
             self._stub.DescribeDataset, pb.DescribeDatasetRequest(dataset=dataset), timeout_s
         )
+        check_description(description)
+        return description
 
     def index(
         self, dataset: pb.DatasetRef, *, with_checksums: bool = False
@@ -173,6 +194,7 @@ class Connection:
         """Builds the missing parts of the dataset's index and checksums; yields once per shard."""
         request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
         _check_length(request)
+        self._check_trust()
         try:
             yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)
         except grpc.RpcError as failure:
@@ -180,7 +202,9 @@ class Connection:
 
     def plan_step(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
         """Returns the sample ids of one step."""
-        return self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
+        response = self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
+        check_plan(response, request)
+        return response
 
     def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:
         """Returns what it costs to read a dataset in each order."""
@@ -200,7 +224,9 @@ class Connection:
             side_token: The token of a side channel; the daemon then passes its arenas there.
         """
         metadata = ((TOKEN_KEY, side_token),) if side_token else ()
-        return self._call(partial(self._stub.OpenSession, metadata=metadata), request, timeout_s)
+        opened = self._call(partial(self._stub.OpenSession, metadata=metadata), request, timeout_s)
+        check_opened(opened, request)
+        return opened
 
     def close_session(self, session_id: str) -> None:
         """Ends a session, if the daemon still answers and knows it."""
@@ -230,10 +256,20 @@ class Connection:
         self, method: Callable[..., _Response], request: Message, timeout_s: float
     ) -> _Response:
         _check_length(request)
+        self._check_trust()
         try:
-            return method(request, timeout=timeout_s)
+            response = method(request, timeout=timeout_s)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
+        check_numbers(response)
+        return response
+
+    def _check_trust(self) -> None:
+        """Looks at the socket before each call, as gRPC may connect again, and once behind it."""
+        check_files(self.address)
+        if not self._is_trusted:
+            check_listener(self.address)
+            self._is_trusted = True
 
 
 def _check_length(request: Message) -> None:

@@ -4,11 +4,13 @@ The connection lasts as long as this process may read the arenas. So the daemon 
 that the process was killed, and that it can use the memory again.
 """
 
+import contextlib
 import os
 import socket
 
 from gyre_client.errors import DaemonUnavailable
 from gyre_client.transport.address import Address
+from gyre_client.transport.trust import check_peer
 
 TOKEN_KEY = "gyre-side-token"
 TOKEN_BYTES = 32
@@ -36,18 +38,26 @@ class SideChannel:
 
     @classmethod
     def connect(cls, address: Address) -> "SideChannel | None":
-        """Returns a connection; None if the daemon is on another machine or shares no memory."""
+        """Returns a connection; None if the daemon is on another machine or shares no memory.
+
+        Raises:
+            UntrustedDaemon: The daemon belongs to a user that this process does not trust.
+        """
         if address.side_path is None:
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        token = b""
         try:
             connection.settimeout(TIMEOUT_S)
-            connection.connect(address.side_path)
-            token = connection.recv(TOKEN_BYTES + 1).decode()
-        except (OSError, UnicodeDecodeError):
-            token = ""
-        if len(token) == TOKEN_BYTES:
-            return cls(connection, token)
+            with contextlib.suppress(OSError):
+                connection.connect(address.side_path)
+                check_peer(connection, address)
+                token = connection.recv(TOKEN_BYTES + 1)
+            if len(token) == TOKEN_BYTES and token.isalnum():
+                return cls(connection, token.decode())
+        except BaseException:
+            connection.close()
+            raise
         connection.close()
         return None
 
