@@ -6,7 +6,6 @@ cannot be valid.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from gyre_client.command.arguments import add_dataset_arguments, interval_s
 from gyre_client.command.bench import add_bench_arguments, bench
 from gyre_client.command.cat import cat
 from gyre_client.command.datasets import datasets, describe
-from gyre_client.command.formatting import CommandOutput, to_json
+from gyre_client.command.formatting import CommandOutput, emit, to_json
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.status import status
@@ -39,15 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         output = _run(args)
         if output is not None:
-            print(to_json(output.value) if args.json else output.text, flush=True)
+            emit(to_json(output.value) if args.json else output.text)
     except GyreError as error:
         print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_INPUT) else 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0
 
 

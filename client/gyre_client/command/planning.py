@@ -8,6 +8,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of, size_bytes, steps
 from gyre_client.command.formatting import CommandOutput, plain, size, table
 from gyre_client.errors import InvalidRequest
+from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.requests import MAX_UINT64, ORDERS, TAILS, order, whole
 
@@ -106,7 +107,7 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         f"{response.num_samples:,} samples, {epochs}: "
         f"{size(response.num_bytes_served)} served (estimated)"
     )
-    text = f"{head}\n\n{table(header, rows)}\n\n{response.recommendation}"
+    text = f"{head}\n\n{table(header, rows)}\n\n{printable(response.recommendation)}"
     return CommandOutput(plain(response), text)
 
 

@@ -6,6 +6,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, duration, facts, page_width, plain, size
+from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.requests import MAX_UINT64, whole
 
@@ -37,7 +38,7 @@ def _timing(timing: pb.BatchTiming, num_columns: int | None) -> str:
         steps = f"steps {timing.first_step} to {timing.stop_step - 1}, which were read together,"
     awaited = "; the trainer waited for it" if timing.awaited else "; no trainer waited for it"
     head = (
-        f"{steps} of job {timing.job}, rank {timing.rank} of {timing.world_size}, "
+        f"{steps} of job {printable(timing.job)}, rank {timing.rank} of {timing.world_size}, "
         f"{duration(timing.ago_s)} ago"
     )
     pairs: list[tuple[str, object]] = [

@@ -243,14 +243,17 @@ class Connection:
         return self._call(self._stub.ExplainStep, request, CALL_TIMEOUT_S)
 
     def stream(
-        self, requests: Iterator[pb.StreamRequest]
+        self, requests: Iterator[pb.StreamRequest], timeout_s: float | None = None
     ) -> "grpc.CallIterator[pb.StreamResponse]":
         """Starts the control stream of a session; see `error_from` for its grpc.RpcErrors."""
-        return self._stub.Stream(requests)
+        return self._stub.Stream(requests, timeout=timeout_s)
 
-    def read_payload(self, session_id: str) -> "grpc.CallIterator[bytes]":
+    def read_payload(
+        self, session_id: str, timeout_s: float | None = None
+    ) -> "grpc.CallIterator[bytes]":
         """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
-        return self._read_payload(pb.ReadPayloadRequest(session_id=session_id))
+        request = pb.ReadPayloadRequest(session_id=session_id)
+        return self._read_payload(request, timeout=timeout_s)
 
     def _call(
         self, method: Callable[..., _Response], request: Message, timeout_s: float
