@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import uvloop
-from gyre_daemon.access.principal import peer_principal
+from gyre_daemon.access.principal import ANONYMOUS, peer_principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.sidecars import SidecarStore
@@ -150,7 +150,7 @@ async def _open(
     dataset = await catalog.open(*catalog.resolve(workload.name))
     order = Order("full", "wrap", 1, workload.batch_size)
     return sessions, await sessions.open(
-        SessionRequest(dataset, order, Reader("inside", 0, 1, 1), 0, b"", 0)
+        SessionRequest(ANONYMOUS, dataset, order, Reader("inside", 0, 1, 1), 0, b"", 0)
     )
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 from gyre_client import Loader
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
-from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from benchmarks.loader.processes import Daemon, cpu_s, daemon
 from tests.object_server.process import ObjectServerProcess
@@ -162,15 +162,15 @@ def _quality(serving: Daemon, dataset: str, seed: int, order: str) -> float:
     """The worst of displacement, spread and mixing that an order has, where 1.0 is uniform."""
     spec = pb.OrderSpec(global_batch_size=BATCH_SIZE, seed=seed, mode=pb.ORDER_MODE_BLOCK)
     request = pb.PlanCostRequest(dataset=pb.DatasetRef(name=dataset), order=spec)
-    with grpc.insecure_channel(serving.address) as channel:
-        answer = pb_grpc.LoaderStub(channel).PlanCost(request, timeout=60)
+    with Connection(parse_address(serving.address)) as connection:
+        answer = connection.plan_cost(request)
     quality = {each.order: each.quality for each in answer.estimates}[order]
     return min(quality.displacement, quality.spread, quality.mixing)
 
 
 def _status(serving: Daemon) -> Figures:
-    with grpc.insecure_channel(serving.address) as channel:
-        status = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+    with Connection(parse_address(serving.address)) as connection:
+        status = connection.status()
     reads = [count for count in status.storage if count.kind == "read"]
     return {
         "requests": sum(count.num_requests for count in reads),

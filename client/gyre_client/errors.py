@@ -45,7 +45,7 @@ class GyreError(Exception):
     """
 
     def __init__(self, message: str, facts: Mapping[str, str] | None = None) -> None:
-        super().__init__(printable(message, kept="\n"))
+        super().__init__(printable(str(message), kept="\n"))
         self.facts = dict(facts or {})
 
 

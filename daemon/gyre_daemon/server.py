@@ -34,6 +34,7 @@ from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
 from gyre_daemon.runtime.notify import notify, ping_watchdog
 from gyre_daemon.service import SERVICE_NAME, LoaderService, register
+from gyre_daemon.service.identity import Callers
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.shared_stream import DaemonResources
 from gyre_daemon.sessions.table import SessionTable
@@ -154,7 +155,7 @@ class _Daemon:
         self._service = LoaderService(
             self._catalog,
             self._sessions,
-            [each.side_channel for each in listeners],
+            Callers([each.side_channel for each in listeners]),
             copy_workers,
             config.prefetch_batches,
         )

@@ -31,6 +31,7 @@ from gyre_client.errors import (
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
@@ -45,7 +46,7 @@ def tokens(gyred: StartDaemon, token_files: Path) -> Daemon:
 @pytest.fixture
 def stub(tokens: Daemon) -> Iterator[pb_grpc.LoaderStub]:
     """A stub of that daemon's service."""
-    with grpc.insecure_channel(tokens.address) as channel:
+    with identified_channel(tokens.address) as channel:
         yield pb_grpc.LoaderStub(channel)
 
 
@@ -145,7 +146,7 @@ def test_a_truncated_shard_is_named(gyred: StartDaemon, token_files: Path) -> No
     with pytest.raises(CorruptSample, match=r"a\.bin"):
         read_some(daemon, 15)
     # indexed again it is another dataset, and valid
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="tokens"))
         indexed = list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120))
     assert {each.shard: each.change for each in indexed} == {
@@ -170,7 +171,7 @@ def test_a_corrupt_sample_fails_its_step_and_is_named(gyred: StartDaemon, tmp_pa
                 sound += batch["sample_id"].tolist()
         cursor = loader.state_dict()
     assert caught.value.facts["sample_id"] == "40"
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         step = len(sound) // 4
         order = pb.OrderSpec(seed=3, global_batch_size=4)
         request = pb.PlanStepRequest(dataset=pb.DatasetRef(name="x"), order=order, step=step)
@@ -240,7 +241,7 @@ def test_full_disk_for_the_index(gyred: StartDaemon, tmp_path: Path) -> None:
             event["shard"] for event in daemon.events() if event["event"] == "index not stored"
         ] == ["x.tar"]
         with (
-            grpc.insecure_channel(daemon.address) as channel,
+            identified_channel(daemon.address) as channel,
             pytest.raises(grpc.RpcError) as caught,
         ):
             list(
@@ -468,7 +469,7 @@ def test_long_errors_and_invalid_options_reach_the_client(
     daemon = gyred({"datasets": {"ä" * 1500: {"uri": str(token_files), **TOKENS}}})
     with pytest.raises(UnknownDataset, match="no dataset is named"):
         Loader("ö" * 300, batch_size=4, address=daemon.address)
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
         for options in ({"a": "[" * 5000}, {"a": "9" * 5000}):
             ref = pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/x", format="tokens", options=options))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
@@ -22,6 +21,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
@@ -97,7 +97,7 @@ def check_epoch(loader: Loader, trouble: Mapping[int, Callable[[], None]] | None
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(
             pb.GetStatusRequest(), timeout=120
         )
@@ -191,7 +191,7 @@ def test_stragglers_are_overtaken(daemon: Daemon, server: ObjectServerProcess) -
 
 
 def explain(daemon: Daemon, step: int) -> pb.BatchTiming:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         request = pb.ExplainStepRequest(dataset=pb.DatasetRef(name="tokens"), step=step)
         (timing,) = pb_grpc.LoaderStub(channel).ExplainStep(request, timeout=120).timings
         return timing

@@ -19,6 +19,7 @@ from gyre_client import Loader
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
@@ -53,7 +54,7 @@ def same(batch: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
@@ -143,6 +144,7 @@ def receive_arena(daemon: Daemon) -> tuple[int, int, pb_grpc.LoaderStub, grpc.Ch
             dataset=pb.DatasetRef(name="tokens"),
             order=pb.OrderSpec(global_batch_size=20),
             reader=pb.Reader(job="hand", world_size=1),
+            transport=pb.TRANSPORT_ARENA,
         )
         opened = stub.OpenSession(request, metadata=(("gyre-side-token", token),), timeout=120)
         message, (descriptor,), _, _ = socket.recv_fds(side, 100, 1)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -19,6 +18,7 @@ from gyre_client import Loader
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
@@ -99,7 +99,7 @@ def together(work: Callable[[int], None], seeds: tuple[int, ...]) -> None:
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(
             pb.GetStatusRequest(), timeout=120
         )

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
@@ -11,6 +10,7 @@ from gyre_client.transport.requests import order
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
 
@@ -50,7 +50,7 @@ def daemon(gyred: StartDaemon, server: ObjectServerProcess) -> Daemon:
 
 def asked(daemon: Daemon) -> Asked:
     """Up to now, of objects."""
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         counts = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120).storage
     ours = [count for count in counts if count.kind == "read"]
     return Asked(sum(count.num_requests for count in ours), sum(count.num_bytes for count in ours))
@@ -63,7 +63,7 @@ def estimates(daemon: Daemon, dataset: str) -> dict[str, Asked]:
         num_epochs=EPOCHS,
         cache_bytes=CACHE_BYTES,
     )
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         answer = pb_grpc.LoaderStub(channel).PlanCost(request, timeout=120)
     return {each.order: Asked(each.num_requests, each.num_bytes) for each in answer.estimates}
 

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -23,6 +22,7 @@ from gyre_client import Loader, objects, texts
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import S3Server, StartDaemon
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
@@ -334,7 +334,7 @@ def test_indexing_reports_each_shard(gyred: StartDaemon, tmp_path: Path) -> None
     daemon = gyred(
         {"datasets": {"text": {"uri": str(tmp_path / "shards"), "format": "webdataset"}}}
     )
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         request = pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="text"))
         first, second = (
             list(pb_grpc.LoaderStub(channel).IndexDataset(request, timeout=120)) for _ in range(2)

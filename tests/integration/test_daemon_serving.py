@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import grpc
 import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import StartDaemon, to_toml
 
 SERVICE = "gyre_protos.v1.Loader"
@@ -37,7 +37,7 @@ def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", SERVICE):
             answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=120)
@@ -68,7 +68,7 @@ def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -
 
 def test_a_plan_needs_no_reads(gyred: StartDaemon, token_files: Path) -> None:
     daemon = gyred({"datasets": {"tokens": tokens_dataset(token_files)}})
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
 
         def plan(step: int, rank: int = 0, world_size: int = 1) -> list[int]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
@@ -20,6 +19,8 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.arenas import mapped_arena_bytes
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon, to_toml
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
@@ -125,8 +126,7 @@ def test_a_stall_is_told_while_it_lasts(gyred: StartDaemon, storage: ObjectServe
 def arena_bytes(daemon: Daemon) -> int:
     """The memory of batches that the daemon's process has, also of sessions that have ended."""
     assert daemon.process
-    lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
+    return mapped_arena_bytes(daemon.process.pid)
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def test_memory_beyond_the_first_arena_comes_after_the_first_batch(
         "sequence_length": 1 << 18,
     }
     daemon = gyred({"datasets": {"tokens": tokens}})
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         request = pb.OpenSessionRequest(
             dataset=pb.DatasetRef(name="tokens"),
             order=pb.OrderSpec(global_batch_size=4),

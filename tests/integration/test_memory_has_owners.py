@@ -24,6 +24,7 @@ from gyre_daemon.memory.share import divide
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_daemon.storage.base import ArenaClosed
 
+from tests.arenas import mapped_arena_bytes
 from tests.conftest import Daemon, StartDaemon
 
 NUM_BYTES = 1 << 20
@@ -131,8 +132,7 @@ def test_arenas_that_are_closed_while_a_thread_writes_go_when_it_has_written() -
 
 def shared_bytes(daemon: Daemon) -> int:
     assert daemon.process
-    lines = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssShmem:"))
+    return mapped_arena_bytes(daemon.process.pid)
 
 
 def num_files(daemon: Daemon) -> int:

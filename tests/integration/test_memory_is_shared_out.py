@@ -17,6 +17,7 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 LENGTH = 1024  # a sample is 2 KiB
@@ -109,7 +110,7 @@ def test_128_ranks_of_small_batches_fit_the_default_budget(
     gyred: StartDaemon, token_path: Path
 ) -> None:
     daemon, num_ranks, batch_size = started(gyred, token_path, lease_s=600.0), 128, 8
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
         ranks: list[RawSession] = []
         for rank in range(num_ranks):
@@ -198,7 +199,7 @@ def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_other
         assert right(next(small))
         before = status(daemon).sessions[0].memory_limit_bytes
         with (
-            grpc.insecure_channel(daemon.address) as channel,
+            identified_channel(daemon.address) as channel,
             pytest.raises(grpc.RpcError) as refused,
         ):
             RawSession(pb_grpc.LoaderStub(channel), "huge", 0, 1, 8000)

@@ -27,6 +27,8 @@ from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.arenas import mapped_arena_bytes
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 PAGE = mmap.PAGESIZE
@@ -120,14 +122,6 @@ def status(daemon: Daemon) -> pb.DaemonStatus:
         return connection.status()
 
 
-def arena_bytes(daemon: Daemon) -> int:
-    """The memory of arenas that the daemon maps. (A shard on tmpfs is shared memory, too.)"""
-    assert daemon.process
-    lines = Path(f"/proc/{daemon.process.pid}/maps").read_text().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if "gyre-arena" in line]
-    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
-
-
 def test_a_small_batch_of_each_of_many_loaders_keeps_no_arena(daemon: Daemon) -> None:
     kept, wanted = [], []
     for seed in range(30):
@@ -139,7 +133,9 @@ def test_a_small_batch_of_each_of_many_loaders_keeps_no_arena(daemon: Daemon) ->
     assert mapped_files() == set()
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
     assert status(daemon).memory_reserved_bytes == 0
-    until(lambda: arena_bytes(daemon) == 0)
+    process = daemon.process
+    assert process
+    until(lambda: mapped_arena_bytes(process.pid) == 0)
     assert all(torch.equal(batch, other) for batch, other in zip(kept, wanted, strict=True))
     daemon.kill()
     assert all(torch.equal(batch, other) for batch, other in zip(kept, wanted, strict=True))
@@ -171,6 +167,7 @@ def open_session(
         dataset=pb.DatasetRef(name="tokens"),
         order=pb.OrderSpec(global_batch_size=batch_size),
         reader=pb.Reader(job=token, world_size=1),
+        transport=pb.TRANSPORT_ARENA,
     )
     opened: pb.SessionOpened = pb_grpc.LoaderStub(channel).OpenSession(
         request, metadata=(("gyre-side-token", token),), timeout=10
@@ -182,7 +179,7 @@ def open_session(
 
 def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemon: Daemon) -> None:
     with (
-        grpc.insecure_channel(daemon.address) as channel,
+        identified_channel(daemon.address) as channel,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
     ):
         opened = open_session(daemon, side, channel)
@@ -215,7 +212,7 @@ def test_what_a_client_keeps_of_a_session_that_is_over_counts_as_abandoned(daemo
 def test_what_clients_keep_counts_against_the_budget(daemon: Daemon) -> None:
     """A client that keeps everything is refused at the end of the budget, and told why."""
     sides = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(100)]
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             for side in sides:
                 opened = open_session(daemon, side, channel, batch_size=256)

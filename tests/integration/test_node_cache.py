@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -22,6 +21,7 @@ from gyre_client import Loader
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, S3Server, StartDaemon
 
 SEQUENCE = 512
@@ -99,12 +99,12 @@ def read(
 
 
 def cache_of(daemon: Daemon) -> pb.CacheCount:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120).cache
 
 
 def bytes_read(daemon: Daemon) -> int:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         status = pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
     return sum(count.num_bytes for count in status.storage if count.kind == "read")
 

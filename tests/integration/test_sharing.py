@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -20,6 +19,7 @@ from gyre_client import Loader
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
@@ -57,7 +57,7 @@ def daemon(gyred: StartDaemon, config: dict[str, Any]) -> Daemon:
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
@@ -161,7 +161,7 @@ def test_job_that_stops_does_not_stop_a_client_that_asks_for_one_batch_at_a_time
         reader=pb.Reader(job="hand", world_size=1),
         prefetch_batches=WINDOW,
     )
-    with loader(daemon, "stopped") as stopped, grpc.insecure_channel(daemon.address) as channel:
+    with loader(daemon, "stopped") as stopped, identified_channel(daemon.address) as channel:
         next(iter(stopped))
         stub = pb_grpc.LoaderStub(channel)
         session = stub.OpenSession(request, timeout=120).session_id

@@ -4,24 +4,28 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre_client import Loader
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 
@@ -61,13 +65,20 @@ class LossyRelay:
         self._behind.unlink()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
             while True:
-                client = stack.enter_context(self._listener.accept()[0])
-                daemon = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                daemon.settimeout(120)
-                daemon.connect(str(self._behind))
-                client.send(daemon.recv(100))  # the token
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._carry, args=(client,)).start()
+
+    def _carry(self, client: socket.socket) -> None:
+        """Carry messages from the daemon to one client, until one of them hangs up."""
+        with (
+            client,
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon,
+        ):
+            daemon.connect(str(self._behind))
+            while select.select([client, daemon], [], [], 120)[0] == [daemon]:
                 message, descriptors, _, _ = socket.recv_fds(daemon, 256, 1)
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -121,42 +132,61 @@ def test_memory_is_shared_with_the_process_that_the_kernel_names(
     assert said(caplog) == []
 
 
-def test_an_unknown_token_shares_no_memory(daemon: Daemon) -> None:
+def test_a_call_over_a_unix_socket_needs_the_token_of_a_live_connection(daemon: Daemon) -> None:
+    request = pb.OpenSessionRequest(
+        dataset=pb.DatasetRef(name="tokens"),
+        order=pb.OrderSpec(global_batch_size=20),
+        reader=pb.Reader(job="guess", world_size=1),
+        transport=pb.TRANSPORT_ARENA,
+    )
+    needed = (grpc.StatusCode.PERMISSION_DENIED, "the daemon cannot tell which user calls")
+    ended = (grpc.StatusCode.ABORTED, "the client's connection to the daemon's side channel has")
     with (
         grpc.insecure_channel(daemon.address) as channel,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as side,
     ):
+        stub = pb_grpc.LoaderStub(channel)
         side.connect(str(side_path(daemon)))
         given = side.recv(100).decode()
-        for token in ("", "0" * 32, given[:-1], given.upper() + "x"):
-            request = pb.OpenSessionRequest(
-                dataset=pb.DatasetRef(name="tokens"),
-                order=pb.OrderSpec(global_batch_size=20),
-                reader=pb.Reader(job="guess", world_size=1),
-            )
-            opened = pb_grpc.LoaderStub(channel).OpenSession(
-                request, metadata=(("gyre-side-token", token),), timeout=120
-            )
-            assert opened.arena_bytes == 0
-            assert transports(daemon) == [pb.TRANSPORT_INLINE]
+        for token in (None, "", "0" * 32, given[:-1], given.upper() + "x"):
+            metadata = () if token is None else (("gyre-side-token", token),)
+            calls: list[Callable[..., object]] = [
+                partial(stub.OpenSession, request),
+                partial(stub.GetStatus, pb.GetStatusRequest()),
+                lambda **options: list(stub.ReadPayload(pb.ReadPayloadRequest(), **options)),
+                lambda **options: list(stub.Stream(iter(()), **options)),
+            ]
+            for call in calls:
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(metadata=metadata, timeout=120)
+                code, text = ended if token else needed
+                assert refused.value.code() == code
+                assert str(refused.value.details()).startswith(text)
+        metadata = (("gyre-side-token", given),)
+        assert stub.OpenSession(request, metadata=metadata, timeout=120).arena_bytes
         side.close()
-    assert not [event for event in daemon.events() if event["event"] == "arena shared"]
+        health = health_pb2_grpc.HealthStub(channel)
+        health.Check(health_pb2.HealthCheckRequest(), timeout=120)
+    assert len([event for event in daemon.events() if event["event"] == "arena shared"]) == 1
 
 
-@pytest.mark.parametrize("way", ["tcp", "no side channel"])
-def test_without_a_side_channel_batches_come_through_grpc(
-    daemon: Daemon, way: str, caplog: pytest.LogCaptureFixture
+def test_over_tcp_batches_come_through_grpc(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = read(daemon.address, 30)
     caplog.set_level(logging.INFO, "gyre_client")
     address = next(event["listen"][1] for event in daemon.events() if event["event"] == "ready")
-    if way == "no side channel":
-        address = daemon.address
-        side_path(daemon).unlink()
     assert same(read(address, 30), wanted)
     assert said(caplog) == [
         f"batches from {address} come through gRPC: there is no memory to share"
     ]
+
+
+def test_a_client_waits_for_a_side_channel_that_was_removed(daemon: Daemon) -> None:
+    """The daemon makes it again; until then nobody knows who the client is."""
+    wanted = read(daemon.address, 30)
+    side_path(daemon).unlink()
+    assert same(read(daemon.address, 30), wanted)
 
 
 def test_if_descriptors_get_lost_batches_come_through_grpc(
@@ -196,7 +226,7 @@ def test_small_batches_share_a_read_and_a_message_and_credit_bounds_them(daemon:
         reader=pb.Reader(job="hand", world_size=1),
         prefetch_batches=60,
     )
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
         opened = stub.OpenSession(request, timeout=120)
 

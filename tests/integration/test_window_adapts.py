@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,7 @@ from gyre_client import Loader
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Script
@@ -48,7 +48,7 @@ def daemon(gyred: StartDaemon, storage: ObjectServerProcess) -> Daemon:
 
 
 def status(daemon: Daemon) -> pb.DaemonStatus:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 

@@ -312,6 +312,7 @@ class BatchStream:
     def _call_open(self, timeout_s: float, side_token: str = "") -> pb.SessionOpened:
         # A session whose answer was lost, or that is not used, is fenced off by the next one.
         self._request.reader.generation += 1
+        self._request.transport = pb.TRANSPORT_ARENA if side_token else pb.TRANSPORT_INLINE
         opened = self._connection.open_session(self._request, timeout_s, side_token)
         if self._first is not None:
             check_same_dataset(opened, self._first)

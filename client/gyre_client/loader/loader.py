@@ -25,17 +25,11 @@ from gyre_client.loader.epochs import epochs_of
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.targets.target import Target, target_of_dataset
-from gyre_client.transport.answers import check_same_dataset
+from gyre_client.transport.answers import MAX_CURSOR_BYTES, check_same_dataset
+from gyre_client.transport.arguments import MAX_UINT32, choice, flag, mapping, seconds, shown, whole
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outage import Outage
-from gyre_client.transport.requests import (
-    JOINS,
-    MAX_UINT32,
-    choice,
-    dataset_ref,
-    reader,
-    whole,
-)
+from gyre_client.transport.requests import JOINS, dataset_ref, reader
 from gyre_client.transport.requests import order as order_spec
 
 NEVER = 1 << 64  # the stop step of an iteration without an end
@@ -172,7 +166,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         accelerated.wrap_accelerate(Loader)
         rank, world_size = rank_and_world_size(rank, world_size)
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
-        self._restart = restart
+        self._restart = flag("restart", restart)
+        widened([], token_dtype)
         self._device = parse_device(device)
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options),
@@ -185,8 +180,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
             join=choice("join", join, JOINS),
         )
-        self._reattach_timeout_s = reattach_timeout_s
-        self._stall_timeout_s = stall_timeout_s
+        self._reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
+        self._stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
         self._one_thread = OneThread("this Loader")
         self._token_dtype = token_dtype
         self._cursor = b""  # resumes after the last batch yielded; empty before the first session
@@ -328,14 +323,15 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         """Makes the batch after that state the next one.
 
         Raises:
+            InvalidRequest: It is no dict of names and values.
             CursorRejected: The state belongs to another dataset, order or version, or it is not the
                 state of a Loader. The loader then stays where it was.
         """
-        cursor = state_dict.get("cursor")
-        if not isinstance(cursor, bytes) or not cursor:
+        cursor = mapping("state_dict", state_dict).get("cursor")
+        if not isinstance(cursor, bytes) or not 0 < len(cursor) <= MAX_CURSOR_BYTES:
             raise CursorRejected(
-                f"this is no state of a Loader: it has {sorted(state_dict)}, "
-                "and `cursor` must be bytes"
+                f"this is no state of a Loader: it has {shown(sorted(state_dict))}, "
+                f"and `cursor` must be bytes, at most {MAX_CURSOR_BYTES}"
             )
         self._check_process()
         with self._one_thread:

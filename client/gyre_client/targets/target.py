@@ -7,6 +7,7 @@ from gyre_client.errors import InvalidRequest
 from gyre_client.targets import private_daemon
 from gyre_client.targets.private_daemon import PrivateDaemon
 from gyre_client.transport.address import ENVIRONMENT_VARIABLE, Address, parse_address
+from gyre_client.transport.arguments import text
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ def target_of_dataset(
         InvalidRequest: `dataset` is a name and there is no address; or the address is malformed.
         DaemonUnavailable: The private daemon cannot be started.
     """
+    if address is not None:
+        address = text("address", address)
     if data_format is not None:
         return find_target(address or None, daemon_user)
     address = given_address(address)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.arguments import shown
 from gyre_client.transport.users import trusted_uids
 
 ENVIRONMENT_VARIABLE = "GYRE_ADDRESS"
@@ -46,6 +47,8 @@ def parse_address(text: str, daemon_user: int | str | None = None) -> Address:
     Raises:
         InvalidRequest: `text` has neither of the two forms, or there is no such user.
     """
+    if not isinstance(text, str):
+        raise InvalidRequest(f"address is {shown(text)}; {_FORMS}")
     scheme, _, rest = text.partition(":")
     uids = trusted_uids(daemon_user)
     if "\0" in text:

@@ -7,8 +7,8 @@ socket, a proxy, a deadline) gets its class from the call's status.
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TypeVar, cast
 
 import grpc
@@ -41,6 +41,7 @@ from gyre_client.transport.answers import (
     check_plan,
 )
 from gyre_client.transport.frames import MAX_FRAME_BYTES
+from gyre_client.transport.identity import Identity, Metadata
 from gyre_client.transport.side_channel import TOKEN_KEY
 from gyre_client.transport.trust import check_files, check_listener
 
@@ -55,6 +56,7 @@ CLOSE_TIMEOUT_S = 2.0
 # nobody listens, the attempt fails at once.
 CONNECT_TIMEOUT_MS = 10_000
 MAX_CONTROL_BYTES = 64 << 10  # the daemon's limit for a request
+UNIDENTIFIED = "side_channel"  # the fact of a refusal because the call named no live side channel
 RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants no further attempt
 
 _DOMAIN = "gyre"
@@ -158,6 +160,7 @@ class Connection:
         self._is_trusted = False
         self._channel = grpc.insecure_channel(address.target, options=_OPTIONS)
         self._stub = LoaderStub(self._channel)
+        self._identity = Identity(address)
         self._read_payload = self._channel.unary_stream(
             "/gyre_protos.v1.Loader/ReadPayload",
             request_serializer=pb.ReadPayloadRequest.SerializeToString,
@@ -173,6 +176,7 @@ class Connection:
     def close(self) -> None:
         """Ends the channel and all calls that are under way on it."""
         self._channel.close()
+        self._identity.close()
 
     def list_datasets(self) -> pb.ListDatasetsResponse:
         """Returns the datasets that the daemon serves by name."""
@@ -196,7 +200,8 @@ class Connection:
         _check_length(request)
         self._check_trust()
         try:
-            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S)
+            metadata = self._identity.metadata()
+            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
 
@@ -221,10 +226,14 @@ class Connection:
         Args:
             request: Which batches, for which reader, from which cursor.
             timeout_s: The deadline.
-            side_token: The token of a side channel; the daemon then passes its arenas there.
+            side_token: The token of a side channel, where the daemon is to pass its arenas; the
+                payload comes inline without one.
         """
-        metadata = ((TOKEN_KEY, side_token),) if side_token else ()
-        opened = self._call(partial(self._stub.OpenSession, metadata=metadata), request, timeout_s)
+        open_ = self._stub.OpenSession
+        if side_token:
+            opened = self._call_as(((TOKEN_KEY, side_token),), open_, request, timeout_s)
+        else:
+            opened = self._call(open_, request, timeout_s)
         check_opened(opened, request)
         return opened
 
@@ -246,22 +255,46 @@ class Connection:
         self, requests: Iterator[pb.StreamRequest], timeout_s: float | None = None
     ) -> "grpc.CallIterator[pb.StreamResponse]":
         """Starts the control stream of a session; see `error_from` for its grpc.RpcErrors."""
-        return self._stub.Stream(requests, timeout=timeout_s)
+        return self._stub.Stream(requests, timeout=timeout_s, metadata=self._identity.metadata())
 
     def read_payload(
         self, session_id: str, timeout_s: float | None = None
     ) -> "grpc.CallIterator[bytes]":
         """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
         request = pb.ReadPayloadRequest(session_id=session_id)
-        return self._read_payload(request, timeout=timeout_s)
+        return self._read_payload(request, timeout=timeout_s, metadata=self._identity.metadata())
 
     def _call(
         self, method: Callable[..., _Response], request: Message, timeout_s: float
     ) -> _Response:
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            return self._call_as(self._identity.metadata(timeout_s), method, request, timeout_s)
+        except GyreError as failure:
+            if UNIDENTIFIED not in failure.facts:
+                raise
+        # The daemon was started or restarted between the connection and the call.
+        self._identity.close()
+        timeout_s = max(0.0, deadline_s - time.monotonic())
+        metadata = self._identity.metadata(timeout_s)
+        if not metadata:
+            raise DaemonUnavailable(
+                f"the daemon at {self.address.text} cannot tell who calls: its side channel "
+                f"{self.address.side_path} cannot be reached"
+            )
+        return self._call_as(metadata, method, request, timeout_s)
+
+    def _call_as(
+        self,
+        metadata: Metadata,
+        method: Callable[..., _Response],
+        request: Message,
+        timeout_s: float,
+    ) -> _Response:
         _check_length(request)
         self._check_trust()
         try:
-            response = method(request, timeout=timeout_s)
+            response = method(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as failure:
             raise error_from(failure, self.address) from None
         check_numbers(response)

@@ -1,4 +1,6 @@
-"""The side channel: a Unix socket on which a daemon of this machine passes its arenas' descriptors.
+"""The side channel: a Unix socket on which a daemon of this machine learns who its client is.
+
+The daemon also passes the descriptors of its arenas there.
 
 The connection lasts as long as this process may read the arenas. So the daemon learns from its end
 that the process was killed, and that it can use the memory again.
@@ -6,6 +8,7 @@ that the process was killed, and that it can use the memory again.
 
 import contextlib
 import os
+import select
 import socket
 
 from gyre_client.errors import DaemonUnavailable
@@ -25,7 +28,7 @@ class SideChannel:
     """A connection to the daemon's side channel, until `close`.
 
     Attributes:
-        token: Tells the daemon which connection an OpenSession belongs to.
+        token: Tells the daemon which connection a call belongs to.
     """
 
     def __init__(self, connection: socket.socket, token: str) -> None:
@@ -36,9 +39,16 @@ class SideChannel:
         """Tells the daemon that this process no longer reads any arena it received here."""
         self._connection.close()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the daemon has hung up; ask only where no arena is under way."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
+
     @classmethod
-    def connect(cls, address: Address) -> "SideChannel | None":
-        """Returns a connection; None if the daemon is on another machine or shares no memory.
+    def connect(cls, address: Address, timeout_s: float = TIMEOUT_S) -> "SideChannel | None":
+        """Returns a connection; None if the daemon is on another machine or cannot be reached.
 
         Raises:
             UntrustedDaemon: The daemon belongs to a user that this process does not trust.
@@ -48,11 +58,12 @@ class SideChannel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         token = b""
         try:
-            connection.settimeout(TIMEOUT_S)
+            connection.settimeout(min(timeout_s, TIMEOUT_S))
             with contextlib.suppress(OSError):
                 connection.connect(address.side_path)
                 check_peer(connection, address)
                 token = connection.recv(TOKEN_BYTES + 1)
+                connection.settimeout(TIMEOUT_S)
             if len(token) == TOKEN_BYTES and token.isalnum():
                 return cls(connection, token.decode())
         except BaseException:

@@ -5,6 +5,7 @@ import os
 import pwd
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.arguments import shown, whole
 
 ENVIRONMENT_VARIABLE = "GYRE_DAEMON_USER"
 _MAX_UID = 2**32 - 2  # 2^32 - 1 means "no user" to the kernel
@@ -19,9 +20,10 @@ def trusted_uids(daemon_user: int | str | None) -> frozenset[int]:
     Raises:
         InvalidRequest: This machine knows no such user.
     """
-    named = daemon_user if daemon_user is not None else os.environ.get(ENVIRONMENT_VARIABLE, "")
     own = {0, os.geteuid()}
-    return frozenset(own if named == "" else {*own, _uid_of(named)})
+    if daemon_user is None:
+        daemon_user = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    return frozenset(own if daemon_user is None else {*own, _uid_of(daemon_user)})
 
 
 def name_of(uid: int) -> str:
@@ -32,13 +34,13 @@ def name_of(uid: int) -> str:
 
 
 def _uid_of(user: int | str) -> int:
-    if isinstance(user, str) and not (user.isascii() and user.isdigit() and len(user) < 20):
-        with contextlib.suppress(KeyError, ValueError):
-            return pwd.getpwnam(user).pw_uid
-        raise InvalidRequest(
-            f"daemon_user is {user!r}, but this machine knows no user of that name; give the "
-            "user's name or id"
-        )
-    if not 0 <= int(user) <= _MAX_UID:
-        raise InvalidRequest(f"daemon_user is {user}; a user's id is from 0 to {_MAX_UID}")
-    return int(user)
+    if isinstance(user, str):
+        if not (user.isascii() and user.isdigit() and len(user) < 20):
+            with contextlib.suppress(KeyError, ValueError):
+                return pwd.getpwnam(user).pw_uid
+            raise InvalidRequest(
+                f"daemon_user is {shown(user)}, but this machine knows no user of that name; give "
+                "the user's name or id"
+            )
+        user = int(user)
+    return whole("daemon_user", user, 0, _MAX_UID)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
@@ -16,11 +16,11 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.cost import estimate_costs
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import GyreError, InvalidRequest
-from gyre_daemon.memory.sidechannel import Peer, SideChannel
 from gyre_daemon.order.cursor import joined_at
 from gyre_daemon.order.planner import Order, check_ranks, planner_for
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
+from gyre_daemon.service.identity import Callers
 from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.request import SessionRequest
@@ -29,7 +29,6 @@ from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.location import parse_location
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
-_SIDE_TOKEN = "gyre-side-token"
 # Sample ids in one answer to PlanStep. Ten times as many would exceed the 4 MiB of a gRPC client.
 _MAX_PLANNED_SAMPLES = 100_000
 _MAX_POSITION = 1 << 62
@@ -44,13 +43,13 @@ class LoaderService(pb_grpc.LoaderServicer):
         self,
         catalog: Catalog,
         sessions: SessionTable,
-        side_channels: Sequence[SideChannel],
+        callers: Callers,
         copy_workers: CopyWorkers,
         prefetch_batches: int,
     ) -> None:
         self._catalog = catalog
         self._sessions = sessions
-        self._side_channels = side_channels
+        self._callers = callers
         self._copy_workers = copy_workers
         self._prefetch_batches = prefetch_batches
         self._started = time.monotonic()
@@ -60,6 +59,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.ListDatasetsRequest, context: Context
     ) -> pb.ListDatasetsResponse:
         """List the datasets of the configuration."""
+        self._callers.identify(context)
         response = pb.ListDatasetsResponse()
         for name, config in sorted(self._catalog.datasets.items()):
             uri, is_open = parse_location(config.uri).text, self._catalog.is_open(name)
@@ -71,6 +71,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.DescribeDatasetRequest, context: Context
     ) -> pb.DatasetDescription:
         """Describe one dataset; opens it."""
+        self._callers.identify(context)
         return convert.from_dataset(await self._catalog.open(*self._resolve(request.dataset)))
 
     @answers_errors
@@ -78,6 +79,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.IndexDatasetRequest, context: Context
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
+        self._callers.identify(context)
         name, config = self._resolve(request.dataset)
         async for progress in self._catalog.index(name, config, with_checksums=request.checksums):
             yield convert.from_progress(progress)
@@ -85,6 +87,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
+        self._callers.identify(context)
         order, world_size = requests.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
         dataset = await self._catalog.open(*self._resolve(request.dataset))
@@ -109,6 +112,7 @@ class LoaderService(pb_grpc.LoaderServicer):
     @answers_errors
     async def PlanCost(self, request: pb.PlanCostRequest, context: Context) -> pb.PlanCostResponse:
         """Estimate what each order costs."""
+        self._callers.identify(context)
         dataset = await self._catalog.open(*self._resolve(request.dataset))
         question = requests.to_cost_question(request, dataset)
         report = await asyncio.to_thread(estimate_costs, dataset.index, question)
@@ -119,9 +123,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.SessionOpened:
         """Open a session, which begins to fetch at once."""
+        owner, peer = self._callers.identify(context), self._callers.peer(context)
         order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
         dataset = await self._catalog.open(*self._resolve(request.dataset))
         wanted = SessionRequest(
+            owner,
             dataset,
             self._joined(request, order, dataset),
             reader,
@@ -131,9 +137,8 @@ class LoaderService(pb_grpc.LoaderServicer):
             request.step if request.HasField("step") else None,
         )
         session = await self._sessions.open(wanted)
-        peer = self._peer(context)
-        if peer and session.share_arenas(peer):
-            owner = peer.principal
+        wants_arenas = request.transport == pb.TRANSPORT_ARENA
+        if peer and wants_arenas and session.share_arenas(peer):
             facts = {"session": session.session_id, "pid": owner.pid, "uid": owner.uid}
             log_event("arena shared", facts)
         return pb.SessionOpened(
@@ -154,6 +159,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request_iterator: AsyncIterator[pb.StreamRequest], context: Context
     ) -> AsyncIterator[pb.StreamResponse]:
         """Run a session's control stream; the session ends with it."""
+        self._callers.identify(context)
         first = await anext(request_iterator, pb.StreamRequest())
         if first.WhichOneof("event") != "attach":
             raise InvalidRequest("the first message of a stream must be `attach`")
@@ -174,6 +180,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.ReadPayloadRequest, context: Context
     ) -> AsyncIterator[bytes]:
         """Send the payload of inline batches, as serialized PayloadChunk messages."""
+        self._callers.identify(context)
         payloads = self._sessions.get(request.session_id).payloads
         while num_bytes := await payloads.next():
             for begin in range(0, num_bytes, _CHUNK_BYTES):
@@ -187,12 +194,14 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.CloseSessionRequest, context: Context
     ) -> pb.CloseSessionResponse:
         """End a session; a session that does not exist counts as ended."""
+        self._callers.identify(context)
         self._close(request.session_id)
         return pb.CloseSessionResponse()
 
     @answers_errors
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.DaemonStatus:
         """Report the state of the daemon and of all its sessions."""
+        self._callers.identify(context)
         now = time.monotonic()
         status = convert.from_census(take_census(self._sessions), has_cache=self._catalog.has_cache)
         status.pid = os.getpid()
@@ -207,6 +216,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self, request: pb.ExplainStepRequest, context: Context
     ) -> pb.ExplainStepResponse:
         """Report the timings of the batches of one step."""
+        self._callers.identify(context)
         name, _ = self._resolve(request.dataset)
         resources = self._sessions.resources
         found = resources.timings.find(name, request.step, request.job)
@@ -239,12 +249,6 @@ class LoaderService(pb_grpc.LoaderServicer):
                 "open rank 0 first and load its state_dict() on every rank"
             )
         return replace(order, start_position=self._sessions.hot_position(dataset, order))
-
-    def _peer(self, context: Context) -> Peer | None:
-        """The client's connection to the side channel, if it has one."""
-        metadata = dict(context.invocation_metadata() or ())
-        token = str(metadata.get(_SIDE_TOKEN, ""))
-        return next((peer for each in self._side_channels if (peer := each.peer(token))), None)
 
     async def _listen(self, session: Session, messages: AsyncIterator[pb.StreamRequest]) -> None:
         """Act on the client's messages until it ends the stream."""

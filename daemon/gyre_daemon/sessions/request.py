@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import MAX_PREFETCH_BATCHES
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
@@ -51,6 +52,7 @@ class SessionRequest:
     """What a client asks for.
 
     Attributes:
+        owner: who asks; nobody else may use the session.
         dataset: an open one.
         order: how to go through it.
         reader: the rank that reads.
@@ -61,6 +63,7 @@ class SessionRequest:
         step: the step to begin at, instead of the cursor's; None for the cursor's.
     """
 
+    owner: Principal
     dataset: Dataset
     order: Order
     reader: Reader

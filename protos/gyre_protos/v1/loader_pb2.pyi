@@ -799,6 +799,7 @@ class OpenSessionRequest(_message.Message):
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """the stream ends after the last step that begins in these; 0: never"""
     cursor: _builtins.bytes
@@ -808,6 +809,8 @@ class OpenSessionRequest(_message.Message):
     join: Global___Join.ValueType
     step: _builtins.int
     """the first step, in place of the cursor's own"""
+    transport: Global___Transport.ValueType
+    """ARENA: by arenas, if the call carries a side token; otherwise inline"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
@@ -825,10 +828,11 @@ class OpenSessionRequest(_message.Message):
         prefetch_batches: _builtins.int = ...,
         join: Global___Join.ValueType = ...,
         step: _builtins.int | None = ...,
+        transport: Global___Transport.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "cursor", b"cursor", "dataset", b"dataset", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "cursor", b"cursor", "dataset", b"dataset", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "step", b"step", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
@@ -956,14 +960,13 @@ Global___Attach: _TypeAlias = Attach  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, for clients that can share memory with it.
-    1. A client that connects receives a token of 32 ASCII letters. It passes the token to OpenSession as the metadata
-       `gyre-side-token`, and keeps the connection for as long as it may read arenas: when the connection ends, the daemon may use
-       their memory again.
-    2. The client receives each arena of the session before the first batch that lies there: a message with the session's id, a
-       space and the arena's number, and with the descriptor of a sealed memory file (SCM_RIGHTS). The first arena comes before
-       OpenSession is answered.
-    A client without a token gets its payload inline.
+    """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, where the kernel tells it who a client is.
+    1. A client that connects receives a token of 32 ASCII letters. Every call over the Unix socket carries the token as the metadata
+       `gyre-side-token`, and is refused without it. The client keeps the connection for as long as it calls or may read arenas: when
+       the connection ends, the token is no longer valid, and the daemon may use the memory of the arenas again.
+    2. A client that asks for the transport ARENA receives each arena of the session before the first batch that lies there: a message
+       with the session's id, a space and the arena's number, and with the descriptor of a sealed memory file (SCM_RIGHTS). It comes
+       on the connection whose token OpenSession carries. The first arena comes before OpenSession is answered.
 
     Allows the daemon to send more batches.
     """
