@@ -2,6 +2,20 @@
 
 import sys
 
-from gyre_client.command.cli import main
+from gyre_client.program import run_program
 
-sys.exit(main())
+
+def main() -> int:
+    """Runs one command and returns its exit status."""
+    return run_program("gyre", _run)
+
+
+def _run() -> int:
+    # Imported late: the imports take a while, in which a user may press Ctrl-C.
+    from gyre_client.command import cli  # noqa: PLC0415
+
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

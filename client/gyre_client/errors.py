@@ -14,6 +14,7 @@
     ├── LeaseExpired                         the daemon gave the session up; a Loader re-attaches
     ├── Overloaded                           the daemon has no room: says needed and limit
     ├── DaemonUnavailable                    no daemon answers at the address
+    ├── UntrustedDaemon                      another user than one to trust serves the address
     ├── DaemonFault                          the daemon failed in a way it should not
     ├── ForkedProcess                        a Loader was used outside the process that made it
     ├── ConcurrentUse                        two threads used a Loader at the same time
@@ -26,6 +27,8 @@ The daemon sends the class of an error as its `reason`; `BY_REASON` maps it to t
 
 from collections.abc import Mapping
 
+from gyre_client.printable import printable
+
 
 class GyreError(Exception):
     """The base class of every error of the client.
@@ -35,13 +38,15 @@ class GyreError(Exception):
         except CorruptSample as error:
             print(error.facts["shard"], error.facts["sample"])
 
+    A message can be printed: control characters in what it quotes are escaped, except line ends.
+
     Attributes:
         facts: What the error is about, as the daemon sent it: {"dataset": "wiki", ...}; may be
-            empty. All values are strings.
+            empty. All values are strings, as they came.
     """
 
     def __init__(self, message: str, facts: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(str(message), kept="\n"))
         self.facts = dict(facts or {})
 
 
@@ -106,8 +111,15 @@ class DaemonUnavailable(GyreError):
     """No daemon answers at the address, or the private daemon cannot be started."""
 
 
+class UntrustedDaemon(GyreError):
+    """The address is served by a user whom this process has no reason to trust.
+
+    The message names the users, and says how to name another one.
+    """
+
+
 class DaemonFault(GyreError):
-    """The daemon failed in a way it should not, or speaks another protocol; its log says more."""
+    """The daemon failed in a way it should not, or breaks the protocol; its log says more."""
 
 
 class ForkedProcess(GyreError):

@@ -36,6 +36,7 @@ from gyre_daemon.runtime.listen import (
     parse_address,
     parse_metrics_address,
 )
+from gyre_daemon.runtime.printable import printable
 from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import Owner, serve
 from gyre_daemon.storage.location import parse_location
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(parsed.run(parsed))
     except ConfigError as error:
-        print(f"gyred: {error}", file=sys.stderr)
+        print(printable(f"gyred: {error}"), file=sys.stderr)
         sys.exit(2)
 
 
@@ -177,7 +178,8 @@ def _check_config(parsed: argparse.Namespace) -> int:
     if parsed.open:
         return _open_datasets(effective.config)
     for name, error in missing_datasets(effective.config):
-        print(f"gyred: warning: dataset `{name}` cannot be served now: {error}", file=sys.stderr)
+        text = f"gyred: warning: dataset `{name}` cannot be served now: {error}"
+        print(printable(text), file=sys.stderr)
     return 0
 
 
@@ -195,7 +197,7 @@ def _print_config(effective: EffectiveConfig) -> None:
         for name, path in config.tokens.items():
             print(f"{json.dumps(name)} = {json.dumps(path)}")
     for name, dataset in sorted(config.datasets.items()):
-        print(f"\n[datasets.{name}]")
+        print(f"\n[datasets.{printable(name)}]")
         values: dict[str, Any] = {
             "uri": parse_location(dataset.uri).text,
             "format": dataset.format,
@@ -203,9 +205,9 @@ def _print_config(effective: EffectiveConfig) -> None:
         if dataset.allow:
             values["allow"] = dataset.allow
         for key, value in (values | dict(dataset.options)).items():
-            print(f"{key} = {json.dumps(value)}")
+            print(printable(f"{key} = {json.dumps(value)}"))
         if dataset.storage:
-            print(f"# storage settings: {', '.join(sorted(dataset.storage))}")
+            print(printable(f"# storage settings: {', '.join(sorted(dataset.storage))}"))
 
 
 def _print_limits(limits: LimitsConfig) -> None:
@@ -224,11 +226,13 @@ def _open_datasets(config: DaemonConfig) -> int:
     print()
     for name, opened in uvloop.run(open_datasets(config, _index_dir())).items():
         if isinstance(opened, Exception):
-            print(f"gyred: dataset `{name}` cannot be opened: {opened}", file=sys.stderr)
+            text = f"gyred: dataset `{name}` cannot be opened: {opened}"
+            print(printable(text), file=sys.stderr)
             status = 1
         else:
             num_shards = len(opened.storage.shards)
-            print(f"# dataset `{name}` opens: {opened.num_samples} samples in {num_shards} shards")
+            opens = f"opens: {opened.num_samples} samples in {num_shards} shards"
+            print(printable(f"# dataset `{name}` {opens}"))
     return status
 
 
@@ -240,7 +244,7 @@ def _health(parsed: argparse.Namespace) -> int:
             )
         except grpc.RpcError as error:
             text = f"gyred: no daemon answers at {parsed.address}: {error.code().name}"
-            print(text, file=sys.stderr)
+            print(printable(text), file=sys.stderr)
             return 1
     is_serving = response.status == health_pb2.HealthCheckResponse.SERVING
     print("serving" if is_serving else "not serving")

@@ -3,17 +3,23 @@
 import sys
 
 from gyre_daemon import __version__
+from gyre_daemon.runtime.program import run_program
 
 
 def main() -> None:
     """Run the command line; exits 2 where the extra `daemon` is not installed."""
+    sys.exit(run_program("gyred", _run))
+
+
+def _run() -> int:
     try:
         from gyre_daemon import cli  # noqa: PLC0415  # only the extra brings what it imports
     except ModuleNotFoundError as error:
         if sys.argv[1:] == ["--version"]:
             print(f"gyred {__version__}")
-            return
+            return 0
         text = f'gyred needs {error.name}, which is not installed: pip install "gyre-ml[daemon]"'
         print(text, file=sys.stderr)
-        sys.exit(2)
+        return 2
     cli.main()
+    return 0

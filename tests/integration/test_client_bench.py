@@ -176,7 +176,7 @@ def test_files_with_other_contents_are_refused(daemon: Any, token_files: Path) -
     """As large as the daemon's, but not them: a user's stale copy."""
     task = {
         "dataset": "tokens", "batch_size": 8, "seed": 1, "address": daemon.address,
-        "format": None, "options": None, "stride": 16, "header_bytes": None,
+        "daemon_user": None, "format": None, "options": None, "stride": 16, "header_bytes": None,
         "files": [str(token_files / f"{name}.bin") for name in "abcd"],
         "fields": [("tokens", "uint16", [16], False)],
     }  # fmt: skip

@@ -1,229 +1,136 @@
-"""The client against a server that does what no daemon of ours would, over real gRPC."""
+"""One stream of batches against a server that follows a script, over real gRPC."""
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-import torch
 from gyre_client.batches.attachment import Attachment, Session
 from gyre_client.batches.stream import BatchStream
 from gyre_client.errors import DaemonFault, DaemonUnavailable
 from gyre_client.targets.target import Target
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.layouts import BatchTensors
 from gyre_protos.v1 import loader_pb2 as pb
 
-LEASE_S = 0.4
+from tests.stub_daemon import (
+    BATCH_SIZE,
+    END,
+    FIELDS,
+    LEASE_S,
+    StubDaemon,
+    batches,
+    frame,
+    group,
+    payload,
+)
 
-Script = Callable[["Server", int], Iterator[pb.StreamResponse]]
-
-
-def batch(step: int, num_bytes: int = 8) -> pb.StreamResponse:
-    layout = pb.Layout(
-        tensors=[pb.Tensor(name="x", dtype="uint8", shape=[num_bytes])], num_bytes=num_bytes
-    )
-    group = pb.BatchGroup(
-        first_step=step,
-        layouts=[layout],
-        cursors=pb.Cursors(own=[b"%d" % (step + 1)]),
-        inline=pb.InlinePayload(),
-    )
-    return pb.StreamResponse(batches=pb.Batches(groups=[group]))
+Script = Callable[[StubDaemon, int], Iterator[pb.StreamResponse]]
+Connect = Callable[..., tuple[BatchStream, StubDaemon]]
 
 
-END = pb.StreamResponse(end_of_stream=pb.EndOfStream())
+def batch(step: int) -> pb.StreamResponse:
+    message = group(step)
+    message.inline.SetInParent()
+    return batches(message)
 
 
-class Server:
-    """Plays one script per session.
-
-    Sends the payload frames it was given, and hangs where there is None.
-    """
-
-    def __init__(self, script: Script, payload: list[bytes | None]) -> None:
-        self.script = script
-        self.payload = payload
-        self.stopping = threading.Event()
-        self.opened: list[pb.OpenSessionRequest] = []
-        self.said: list[pb.StreamRequest] = []
-
-    def open_session(self, request: pb.OpenSessionRequest, context: Any) -> pb.SessionOpened:
-        self.opened.append(request)
-        step = int(request.cursor or b"0")
-        return pb.SessionOpened(
-            session_id=str(len(self.opened)),
-            first_step=step,
-            cursor=b"%d" % step,
-            lease_s=LEASE_S,
-            max_queued_batches=2,
-        )
-
-    def stream(
-        self, request_iterator: Iterator[pb.StreamRequest], context: Any
-    ) -> Iterator[pb.StreamResponse]:
-        self.said.append(next(request_iterator))
-        for response in self.script(self, len(self.opened) - 1):
-            yield response
-            if response == END:
-                self.said.extend(request_iterator)
-
-    def handlers(self) -> dict[str, Any]:
-        return {
-            "OpenSession": grpc.unary_unary_rpc_method_handler(
-                self.open_session,
-                pb.OpenSessionRequest.FromString,
-                pb.SessionOpened.SerializeToString,
-            ),
-            "Stream": grpc.stream_stream_rpc_method_handler(
-                self.stream, pb.StreamRequest.FromString, pb.StreamResponse.SerializeToString
-            ),
-            "ReadPayload": grpc.unary_stream_rpc_method_handler(
-                self.read_payload, pb.ReadPayloadRequest.FromString
-            ),
-            "CloseSession": grpc.unary_unary_rpc_method_handler(
-                self.close_session,
-                pb.CloseSessionRequest.FromString,
-                pb.CloseSessionResponse.SerializeToString,
-            ),
-        }
-
-    def read_payload(self, request: pb.ReadPayloadRequest, context: Any) -> Iterator[bytes]:
-        for frame in self.payload:
-            if frame is None:
-                self.stopping.wait(20)
-            else:
-                yield frame
-
-    def close_session(
-        self, request: pb.CloseSessionRequest, context: Any
-    ) -> pb.CloseSessionResponse:
-        return pb.CloseSessionResponse()
+def numbered(step: int) -> bytes:
+    """The payload of a batch whose first token is the step."""
+    data = bytearray(payload())
+    data[64] = step
+    return bytes(data)
 
 
 @pytest.fixture
-def connect(tmp_path: Path) -> Iterator[Callable[..., tuple[BatchStream, Server]]]:
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    """`connect(script, frames)` opens a stream of batches without shared memory."""
     closing: list[Callable[[], object]] = []
 
     def start(
-        script: Script, payload: list[bytes | None], reattach_timeout_s: float = 5.0
-    ) -> tuple[BatchStream, Server]:
-        service = Server(script, payload)
-        server = grpc.server(ThreadPoolExecutor(8))
-        server.add_registered_method_handlers("gyre_protos.v1.Loader", service.handlers())  # type: ignore[attr-defined]
-        address = parse_address(f"unix:{tmp_path}/s.sock")
-        server.add_insecure_port(address.target)
-        server.start()
-        stream = BatchStream(
-            Target(address),
-            pb.OpenSessionRequest(reader=pb.Reader(generation=7)),
-            reattach_timeout_s,
+        script: Script, frames: list[bytes | None], reattach_timeout_s: float = 5.0
+    ) -> tuple[BatchStream, StubDaemon]:
+        stub = StubDaemon(tmp_path)
+        stub.shares, stub.responses, stub.frames = False, script, frames
+        stub.__enter__()
+        closing.append(stub.__exit__)
+        request = pb.OpenSessionRequest(
+            reader=pb.Reader(generation=7, world_size=1),
+            order=pb.OrderSpec(global_batch_size=BATCH_SIZE),
+            num_epochs=1,
         )
-        closing.extend([stream.close, service.stopping.set, lambda: server.stop(0).wait()])
-        return stream, service
+        stream = BatchStream(Target(parse_address(stub.address)), request, reattach_timeout_s)
+        closing.append(stream.close)
+        return stream, stub
 
     yield start
-    for close in closing:
+    for close in reversed(closing):
         close()
 
 
-def frame(data: bytes) -> bytes:
-    return pb.PayloadChunk(data=data).SerializeToString()
-
-
-def values(stream: BatchStream) -> list[int]:
+def first_token(stream: BatchStream) -> int:
     taken = stream.take()
     assert taken is not None
-    values: list[int] = taken.tensors["x"].to(torch.int64).tolist()
-    return values
+    return int(taken.tensors["tokens"][0, 0])
 
 
-def test_chunks_are_put_together_and_released_and_the_end_is_not_an_error(connect: Any) -> None:
-    def script(server: Server, session: int) -> Iterator[pb.StreamResponse]:
+def test_chunks_are_put_together_and_the_end_is_not_an_error(connect: Connect) -> None:
+    def script(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
         yield pb.StreamResponse(heartbeat=pb.Heartbeat())
         yield batch(0)
-        yield batch(1, 0)
-        yield batch(2, 3)
+        yield batch(1)
+        yield batch(2)
         yield END
 
-    stream, server = connect(
-        script, [frame(b"\1\2\3"), frame(b""), frame(b"\4\5\6\7\x08"), frame(b"abc")]
+    first, second = numbered(1), numbered(2)
+    stream, stub = connect(
+        script,
+        [frame(first[:3]), frame(b""), frame(first[3:]), frame(second), frame(numbered(3))],
     )
-    assert values(stream) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert values(stream) == []
-    assert values(stream) == [97, 98, 99]
+    assert [first_token(stream) for _ in range(3)] == [1, 2, 3]
     assert stream.take() is None
     assert stream.take() is None
     stream.close()
-    assert [message.WhichOneof("event") for message in server.said[:1]] == ["attach"]
-
-
-@pytest.mark.parametrize(
-    ("payload", "complaint"),
-    [
-        ([b"\x12\1a"], "not a PayloadChunk"),
-        ([frame(b"123456789")], "9 bytes came where 8 end the batch"),
-    ],
-)
-def test_an_invalid_payload_is_a_fault_and_not_retried(
-    connect: Any, payload: list[bytes], complaint: str
-) -> None:
-    stream, server = connect(lambda server, session: iter([batch(0)]), payload)
-    with pytest.raises(DaemonFault, match=complaint):
-        stream.take()
-    assert len(server.opened) == 1
-
-
-def test_a_payload_of_an_unknown_kind_is_a_fault(connect: Any) -> None:
-    response = pb.StreamResponse(batches=pb.Batches(groups=[pb.BatchGroup(first_step=4)]))
-    stream, _ = connect(lambda server, session: iter([response]), [])
-    with pytest.raises(DaemonFault, match="payload of step 4"):
-        stream.take()
+    assert [message.WhichOneof("event") for message in stub.said[:1]] == ["attach"]
 
 
 def test_a_batch_that_was_on_its_way_when_the_client_gave_up_is_no_fault(tmp_path: Path) -> None:
     """A frozen client wakes and gives its session up, while gRPC still has batches of it."""
-    opened = pb.SessionOpened(session_id="1", lease_s=LEASE_S, max_queued_batches=2)
-    group = pb.BatchGroup(
-        first_step=3,
-        cursors=pb.Cursors(own=[b"4"]),
-        layouts=[pb.Layout(num_bytes=8)],
-        arena=pb.ArenaSlot(offsets_bytes=[0]),
+    opened = pb.SessionOpened(
+        session_id="1", first_step=3, lease_s=LEASE_S, max_queued_batches=2, fields=FIELDS
     )
+    tensors = BatchTensors(opened.fields, BATCH_SIZE, has_mask=False)
+    session = Session(opened, None, {}, tensors, is_endless=True, stall_timeout_s=60.0)
     with Connection(parse_address(f"unix:{tmp_path}/nobody.sock")) as connection:
-        attachment = Attachment(connection, Session(opened, None, {}), 1, lambda: None, lambda: 0)
+        attachment = Attachment(connection, session, 2, lambda: None, lambda: 0)
         with pytest.raises(DaemonFault, match="payload of step 3"):
-            next(attachment._receive(group))
+            next(attachment._receive(group(3)))
         attachment.close()
         with pytest.raises(DaemonUnavailable, match="longer than the lease"):
-            next(attachment._receive(group))
+            next(attachment._receive(group(4)))
 
 
-def test_a_batch_that_stops_half_way_is_asked_for_again(connect: Any) -> None:
-    def script(server: Server, session: int) -> Iterator[pb.StreamResponse]:
+def test_a_batch_that_stops_half_way_is_asked_for_again(connect: Connect) -> None:
+    def script(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
         if session == 0:
             yield batch(0)
             yield batch(1)  # and the payload ends in the middle
         else:
-            server.payload = [frame(b"second!!")]
+            stub.frames = [frame(numbered(7))]
             yield batch(1)
             yield END
 
-    stream, server = connect(script, [frame(b"first!!!"), frame(b"sec")])
-    assert bytes(values(stream)) == b"first!!!"
-    assert bytes(values(stream)) == b"second!!"
+    stream, stub = connect(script, [frame(numbered(6)), frame(b"sec")])
+    assert [first_token(stream) for _ in range(2)] == [6, 7]
     assert stream.take() is None
-    assert [(request.cursor, request.reader.generation) for request in server.opened] == [
+    assert [(request.cursor, request.reader.generation) for request in stub.opened] == [
         (b"", 8),
         (b"1", 9),
     ]
 
 
-def test_goodbye_is_followed_by_a_new_session_after_the_requested_pause(connect: Any) -> None:
-    def script(server: Server, session: int) -> Iterator[pb.StreamResponse]:
+def test_goodbye_is_followed_by_a_new_session_after_the_requested_pause(connect: Connect) -> None:
+    def script(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
         yield batch(session)
         yield (
             END
@@ -231,40 +138,40 @@ def test_goodbye_is_followed_by_a_new_session_after_the_requested_pause(connect:
             else pb.StreamResponse(goodbye=pb.Goodbye(reason="stopping", retry_after_s=0.1))
         )
 
-    stream, server = connect(script, [frame(b"12345678")])
-    assert len(values(stream)) == 8
-    assert len(values(stream)) == 8
+    stream, stub = connect(script, [frame(payload())])
+    first_token(stream)
+    first_token(stream)
     assert stream.take() is None
-    assert [request.cursor for request in server.opened] == [b"", b"1"]
+    assert [request.cursor for request in stub.opened] == [b"", b"1"]
 
 
-def test_sessions_that_end_at_once_do_not_go_on_for_ever(connect: Any) -> None:
-    stream, server = connect(lambda server, session: iter([]), [], reattach_timeout_s=0.3)
+def test_sessions_that_end_at_once_do_not_go_on_for_ever(connect: Connect) -> None:
+    stream, stub = connect(lambda stub, session: iter([]), [], reattach_timeout_s=0.3)
     with pytest.raises(DaemonUnavailable, match=r"without a word \(gave up after 0\.3 s"):
         stream.take()
-    assert len(server.opened) > 1
+    assert len(stub.opened) > 1
 
 
-def hang(server: Server, session: int) -> Iterator[pb.StreamResponse]:
-    server.stopping.wait(20)
+def hang(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
+    stub.stopping.wait(20)
     yield END
 
 
-def test_a_daemon_that_opens_sessions_and_says_nothing_is_away(connect: Any) -> None:
-    stream, server = connect(hang, [], reattach_timeout_s=LEASE_S)
+def test_a_daemon_that_opens_sessions_and_says_nothing_is_away(connect: Connect) -> None:
+    stream, stub = connect(hang, [], reattach_timeout_s=LEASE_S)
     with pytest.raises(
         DaemonUnavailable, match=r"was silent for .* longer than the lease of 0.4 s \(gave up"
     ):
         stream.take()
-    assert len(server.opened) == 2
+    assert len(stub.opened) == 2
 
 
 def test_a_payload_that_never_comes_is_silence_whatever_the_control_stream_says(
-    connect: Any,
+    connect: Connect,
 ) -> None:
-    def script(server: Server, session: int) -> Iterator[pb.StreamResponse]:
+    def script(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
         yield batch(0)
-        while not server.stopping.wait(LEASE_S / 4):
+        while not stub.stopping.wait(LEASE_S / 4):
             yield pb.StreamResponse(heartbeat=pb.Heartbeat())
 
     stream, _ = connect(script, [None], reattach_timeout_s=0.1)

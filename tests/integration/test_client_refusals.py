@@ -1,5 +1,6 @@
 """What a Loader refuses itself, and how it passes the daemon's errors on."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
 from tests.batches import SAMPLE_LENGTH, take
 from tests.channels import identified_channel
+from tests.stub_daemon import BATCH_SIZE, StubDaemon
 
 
 def test_a_request_that_is_too_long_is_refused_and_not_retried(numbers: str) -> None:
@@ -153,3 +155,49 @@ def test_the_younger_of_two_loaders_of_a_rank_takes_over(numbers: str) -> None:
             with pytest.raises(Fenced):
                 next(older)
             assert len(take(younger, 20)) == 20
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "expected"),
+    [
+        (None, InvalidRequest, "state_dict is None; it must be a dict"),
+        (3, InvalidRequest, "state_dict is 3"),
+        (b"GYRE", InvalidRequest, "state_dict is b'GYRE'"),
+        ("cursor", InvalidRequest, "state_dict is 'cursor'"),
+        ([("cursor", b"0")], InvalidRequest, "it must be a dict"),
+        ({1: 2, "cursor": b"0"}, InvalidRequest, "a key of state_dict is 1"),
+        ({b"cursor": b"0"}, InvalidRequest, "a key of state_dict is b'cursor'"),
+        ({}, CursorRejected, r"it has \[\]"),
+        ({"step": 3}, CursorRejected, r"it has \['step'\]"),
+        ({"cursor": None}, CursorRejected, "must be bytes"),
+        ({"cursor": "0"}, CursorRejected, "must be bytes"),
+        ({"cursor": 7}, CursorRejected, "must be bytes"),
+        ({"cursor": b""}, CursorRejected, "must be bytes"),
+        ({"cursor": bytearray(b"0")}, CursorRejected, "must be bytes"),
+        ({"cursor": b"0" * 5000}, CursorRejected, "at most 4096"),
+    ],
+)
+def test_what_is_no_state_is_refused_by_name(
+    stub: StubDaemon, state: Any, error: type[Exception], expected: str
+) -> None:
+    with Loader("d", batch_size=BATCH_SIZE, address=stub.address) as loader:
+        with pytest.raises(error, match=expected):
+            loader.load_state_dict(state)
+        assert loader.step == 0
+
+
+@pytest.mark.parametrize(
+    "epoch", [None, "1", b"1", 1.0, True, -1, 2**32, 1 << 9999, [1]], ids=lambda value: ""
+)
+def test_what_is_no_epoch_is_refused_by_name(stub: StubDaemon, epoch: Any) -> None:
+    with (
+        Loader("d", batch_size=BATCH_SIZE, address=stub.address) as loader,
+        pytest.raises(InvalidRequest, match=r"epoch is .*; it must be"),
+    ):
+        loader.set_epoch(epoch)
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[StubDaemon]:
+    with StubDaemon(tmp_path) as stub:
+        yield stub

@@ -3,6 +3,7 @@
 They keep no arena in memory, and count against the budget until the client has let go of them.
 """
 
+import fcntl
 import mmap
 import os
 import socket
@@ -49,8 +50,9 @@ def mapped_files() -> set[str]:
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     """An arena of eight pages, each full of its number."""
-    descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("gyre-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(descriptor, b"".join(bytes([page]) * PAGE for page in range(8)))
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     arena = Arena(descriptor)
     yield arena
     arena.close()

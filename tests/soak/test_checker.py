@@ -82,7 +82,7 @@ def altered(line: Line) -> Iterator[Line]:
                 changed[key] = value + 1
             case _ if key in FREE_KEYS:
                 continue
-            case ("daemon" | "budget_bytes" | "status" | "step" | "digest"), int():
+            case (("daemon" | "budget_bytes" | "status" | "step" | "digest"), int()):
                 changed[key] = value - 1 if key == "budget_bytes" else value + 1
             case _, int():  # what a daemon has
                 changed[key] = value + (1 << 30)
@@ -177,9 +177,7 @@ def test_memory_and_descriptors_that_grow_are_noticed(recorded: Files, key: str)
 
 
 def test_an_error_that_no_fault_explains_is_noticed(recorded: Files) -> None:
-    (name,) = {
-        name for name in RANKS if any(line["event"] == "error" for line in recorded[name])
-    }
+    (name,) = {name for name in RANKS if any(line["event"] == "error" for line in recorded[name])}
     calm = [
         {**line, "name": "client killed"} if line.get("name") == "shard truncated" else line
         for line in recorded[DRIVER]

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import sys
 import threading
@@ -11,8 +12,9 @@ class Files:
     """A side channel that hands over a memory file of a page, as often as it is asked."""
 
     def receive(self, session_id: str, number: int) -> int:
-        descriptor = os.memfd_create(f"{session_id} {number}")
+        descriptor = os.memfd_create(f"{session_id} {number}", os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, 4096)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         return descriptor
 
     def close(self) -> None:
@@ -29,7 +31,7 @@ def _eager_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_eager_threads")
 def test_lent_batches_are_counted_while_arenas_are_added() -> None:
-    arenas = Arenas(Files(), "abc")  # type: ignore[arg-type]
+    arenas = Arenas(Files(), "abc", 4096)  # type: ignore[arg-type]
     adding = threading.Thread(target=lambda: [arenas.get(number) for number in range(1, 2000)])
     adding.start()
     while adding.is_alive():

@@ -6,7 +6,8 @@ from gyre_client.command.cli import main
 from gyre_client.command.formatting import duration, facts, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.loader import Loader
-from gyre_client.transport.requests import order, reader, whole
+from gyre_client.transport.arguments import whole
+from gyre_client.transport.requests import order, reader
 from gyre_protos.v1 import loader_pb2 as pb
 
 
@@ -80,7 +81,7 @@ def test_whole_numbers_of_any_kind() -> None:
     assert whole("n", np.int32(5), 0, 10) == 5
     for value in (2.0, "5", None, math.nan):
         with pytest.raises(InvalidRequest, match="whole number"):
-            whole("n", value, 0, 10)  # type: ignore[arg-type]
+            whole("n", value, 0, 10)
 
 
 def test_readers_are_apart_unless_named_and_younger_ones_are_newer() -> None:

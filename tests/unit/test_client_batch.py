@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from gyre_client.batches.batch import (
     PayloadBuffer,
     TensorPlace,
     read_cursors,
+    read_layout,
     read_layouts,
 )
 from gyre_client.errors import DaemonFault, InvalidRequest
@@ -24,10 +26,7 @@ def filled(*chunks: bytes) -> PayloadBuffer:
 
 
 def places_of(layout: list[pb.Tensor]) -> Sequence[TensorPlace]:
-    (read,) = read_layouts(
-        pb.BatchGroup(cursors=pb.Cursors(own=[b"x"]), layouts=[pb.Layout(tensors=layout)]), {}
-    )
-    return read.places
+    return read_layout(pb.Layout(tensors=layout), {}).places
 
 
 def tensors_of(buffer: PayloadBuffer, layout: list[pb.Tensor]) -> dict[str, torch.Tensor]:
@@ -117,18 +116,19 @@ def test_a_tensor_outside_its_payload_is_refused(place: pb.Tensor) -> None:
 def test_a_group_has_one_layout_for_all_batches_or_one_each() -> None:
     layouts = [pb.Layout(num_bytes=num_bytes) for num_bytes in (64, 128, 192)]
     three = pb.Cursors(own=[b"a", b"b", b"c"])
+    read = partial(read_layout, widened={})
     assert [
         each.num_bytes
-        for each in read_layouts(pb.BatchGroup(cursors=three, layouts=layouts[:1]), {})
+        for each in read_layouts(pb.BatchGroup(cursors=three, layouts=layouts[:1]), read)
     ] == [64, 64, 64]
     assert [
-        each.num_bytes for each in read_layouts(pb.BatchGroup(cursors=three, layouts=layouts), {})
+        each.num_bytes for each in read_layouts(pb.BatchGroup(cursors=three, layouts=layouts), read)
     ] == [64, 128, 192]
     for wrong in (layouts[:2], []):
         with pytest.raises(
             DaemonFault, match=f"the 3 batches from step 7 on come with {len(wrong)} layouts"
         ):
-            read_layouts(pb.BatchGroup(first_step=7, cursors=three, layouts=wrong), {})
+            read_layouts(pb.BatchGroup(first_step=7, cursors=three, layouts=wrong), read)
 
 
 def test_a_group_returns_its_batches_in_order() -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 from gyre_client.command.formatting import plain
 from gyre_client.errors import DaemonFault, InvalidRequest
+from gyre_client.transport.arguments import choice
 from gyre_client.transport.frames import MAX_CHUNK_BYTES, chunk_data
-from gyre_client.transport.requests import TAILS, choice, dataset_ref, toml_value
+from gyre_client.transport.requests import TAILS, dataset_ref, toml_value
 from gyre_protos.v1 import loader_pb2 as pb
 
 

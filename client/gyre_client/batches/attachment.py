@@ -15,13 +15,17 @@ from gyre_client.batches.batch import (
     Memory,
     PayloadBuffer,
     read_cursors,
+    read_layout,
     read_layouts,
 )
 from gyre_client.batches.tokens import Widened
 from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
+from gyre_client.printable import printable
+from gyre_client.transport.answers import check_grant, check_group
 from gyre_client.transport.arena import Arenas
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.transport.frames import chunk_data
+from gyre_client.transport.layouts import BatchTensors
 from gyre_client.transport.outbox import Outbox
 
 # A lease outlives three lost or late heartbeats. More heartbeats wake an idle client more often.
@@ -40,11 +44,17 @@ class Session:
         opened: The daemon's answer.
         arenas: Where the batches lie; None if their payload comes through gRPC.
         widened: The tensors that are converted when they are taken out of a batch.
+        tensors: What each batch must have.
+        is_endless: Whether the batches never end.
+        stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
     """
 
     opened: pb.SessionOpened
     arenas: Arenas | None
     widened: Widened
+    tensors: BatchTensors
+    is_endless: bool
+    stall_timeout_s: float
 
 
 class Attachment:
@@ -77,7 +87,11 @@ class Attachment:
         self._session_id = opened.session_id
         self._lease_s = opened.lease_s
         self._arenas = session.arenas
-        self._widened = session.widened
+        self._session = session
+        self._next_step = opened.first_step
+        self._num_received = 0
+        self._stalled_s = 0.0
+        self._last_layout = b"", Layout([], 0)  # as it came, and as it was read
         self._num_granted = opened.max_queued_batches
         self._max_kept = opened.max_kept_batches
         self._on_message = on_message
@@ -100,7 +114,7 @@ class Attachment:
             self._arenas.map_first()
         try:
             for response in self._stream:
-                self._heard_at_s = time.monotonic()
+                self._heard(response.heartbeat.waiting_for, is_news=bool(response.batches.groups))
                 self._on_message()
                 match response.WhichOneof("event"):
                     case "batches":
@@ -111,7 +125,7 @@ class Attachment:
                     case "arenas_left" if arenas := self._arenas:
                         self.outbox.unmapped(arenas.leave(response.arenas_left.arenas))
                     case "end_of_stream":
-                        return
+                        return self._check_end()
                     case "goodbye":
                         raise self._goodbye(response.goodbye)
         except grpc.RpcError as failure:
@@ -140,20 +154,32 @@ class Attachment:
     def _num_together(self) -> int:
         return max(1, self._num_granted // MESSAGES_PER_GRANT)
 
+    def _check_end(self) -> None:
+        if self._session.is_endless:
+            raise DaemonFault(
+                f"the daemon at {self._connection.address.text} ended a stream that has no end, "
+                f"before step {self._next_step}"
+            )
+
     def _change_grant(self, batches: pb.Batches) -> None:
         """The daemon's window has grown or shrunk: more batches, or fewer, may be under way."""
+        check_grant(batches)
         num_more = batches.max_queued_batches - self._num_granted
         self._num_granted, self._max_kept = batches.max_queued_batches, batches.max_kept_batches
         self.outbox.grant(num_more, self._num_together)
 
     def _receive(self, group: pb.BatchGroup) -> Iterator[BatchGroup]:
-        cursors, layouts = read_cursors(group.cursors), read_layouts(group, self._widened)
+        check_group(group, self._next_step, self.outbox.num_given - self._num_received)
+        cursors, layouts = read_cursors(group.cursors), read_layouts(group, self._read_layout)
+        self._num_received += len(layouts)
+        self._next_step += len(layouts)
         match group.WhichOneof("payload"):
             case "arena" if arenas := self._arenas:
                 yield self._lent(group, arenas, cursors, layouts)
             case "inline":
                 for row, layout in enumerate(layouts):
                     memory = self._read_payload(layout.num_bytes)
+                    layout.check_offsets(memory)
                     cursor = replace(cursors, own=cursors.own[row : row + 1])
                     yield BatchGroup(group.first_step + row, cursor, [layout], memory)
                 self.outbox.release(group.first_step, len(layouts))
@@ -172,13 +198,30 @@ class Attachment:
         offsets = list(group.arena.offsets_bytes)
         returned = partial(self.outbox.release, group.first_step, len(layouts))
         try:
-            begin, end = offsets[0], offsets[-1] + layouts[-1].num_bytes
+            end = 0
+            for offset, layout in zip(offsets, layouts, strict=True):
+                if offset < end:
+                    raise ValueError(f"byte {offset} belongs to the batch before")
+                end = offset + layout.num_bytes
+            begin = offsets[0]
             memory = arenas.get(group.arena.arena).lend(begin, end, len(layouts), returned)
-            return BatchGroup(
-                group.first_step, cursors, layouts, memory, [offset - begin for offset in offsets]
-            )
-        except (IndexError, ValueError):
-            raise DaemonFault(f"step {group.first_step} lies outside its arena") from None
+        except ValueError as error:
+            raise DaemonFault(
+                f"the memory of step {group.first_step} cannot be where the daemon says: {error}"
+            ) from None
+        offsets = [offset - begin for offset in offsets]
+        for offset, layout in zip(offsets, layouts, strict=True):
+            layout.check_offsets(memory, offset)
+        return BatchGroup(group.first_step, cursors, layouts, memory, offsets)
+
+    def _read_layout(self, layout: pb.Layout) -> Layout:
+        """Returns a layout that fits the session; the same one again if it equals the last."""
+        data = layout.SerializeToString()
+        if data != self._last_layout[0]:
+            tensors = self._session.tensors
+            tensors.check(layout)
+            self._last_layout = data, read_layout(layout, self._session.widened, tensors.ragged)
+        return self._last_layout[1]
 
     def _read_payload(self, num_bytes: int) -> Memory:
         buffer = PayloadBuffer(num_bytes)
@@ -192,12 +235,35 @@ class Attachment:
             if self._is_closed:  # another thread closed, and did not see this call
                 self._cancel()
         frame = next(iter(self._payload), None)
-        self._heard_at_s = time.monotonic()
         if frame is None:
             raise DaemonUnavailable(
                 f"the daemon at {self._connection.address.text} ended the payload inside a batch"
             )
-        return chunk_data(frame)
+        chunk = chunk_data(frame)
+        self._heard("", is_news=bool(chunk))
+        return chunk
+
+    def _heard(self, waiting_for: str, *, is_news: bool) -> None:
+        """Notes that the daemon said something, and for how long that has not been a batch.
+
+        Raises:
+            DaemonFault: It has only talked for `stall_timeout_s`, although it may send batches.
+        """
+        now_s = time.monotonic()
+        # At most a lease: longer, and this process was stopped meanwhile.
+        silent_s = min(now_s - self._heard_at_s, self._lease_s)
+        self._heard_at_s = now_s
+        if is_news or self.outbox.num_given <= self._num_received:
+            self._stalled_s = 0.0
+            return
+        self._stalled_s += silent_s
+        if self._stalled_s > self._session.stall_timeout_s:
+            reason = f"; it says that it waits for {printable(waiting_for)}" if waiting_for else ""
+            raise DaemonFault(
+                f"the daemon at {self._connection.address.text} has sent nothing of step "
+                f"{self._next_step} for {self._stalled_s:.1f} s, only heartbeats{reason}. Look at "
+                "its log, or allow it more time with stall_timeout_s"
+            )
 
     def _watch(self) -> None:
         silent_for_s = time.monotonic() - self._heard_at_s
@@ -223,6 +289,7 @@ class Attachment:
 
     def _goodbye(self, goodbye: pb.Goodbye) -> GyreError:
         return DaemonUnavailable(
-            f"the daemon at {self._connection.address.text} says goodbye: {goodbye.reason}",
+            f"the daemon at {self._connection.address.text} says goodbye: "
+            f"{printable(goodbye.reason)}",
             {RETRY_AFTER: str(goodbye.retry_after_s)},
         )

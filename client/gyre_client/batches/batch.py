@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.tokens import Widened, widen
 from gyre_client.errors import DaemonFault
+from gyre_client.transport.layouts import OFFSETS_SUFFIX
 
 Memory = npt.NDArray[np.uint8]
 
@@ -59,11 +60,34 @@ class Layout:
         places: Where each tensor lies.
         num_bytes: The length of the payload.
         widened: The tensors that are converted when they are taken out.
+        offsets: The offsets of each ragged field, and how many elements the field has.
     """
 
     places: Sequence[TensorPlace]
     num_bytes: int
     widened: Widened = field(default_factory=dict)
+    offsets: Sequence[tuple[TensorPlace, int]] = ()
+
+    def check_offsets(self, memory: Memory, begin: int = 0) -> None:
+        """Checks that the samples of each ragged field follow each other and fill the field.
+
+        Args:
+            memory: uint8, with the payload of a batch.
+            begin: Where in it the payload begins.
+
+        Raises:
+            DaemonFault: They do not.
+        """
+        for place, num_elements in self.offsets:
+            offsets: npt.NDArray[np.int64] = np.ndarray(
+                place.shape, place.dtype, memory, begin + place.offset_bytes
+            )
+            falls = np.count_nonzero(offsets[1:] < offsets[:-1])
+            if falls or offsets[0] != 0 or offsets[-1] != num_elements:
+                raise DaemonFault(
+                    f"the daemon sent a batch in which {place.name!r} does not rise from 0 to "
+                    f"{num_elements}, the number of the field's elements"
+                )
 
 
 @dataclass(slots=True)  # not frozen: one is made per batch, and that would take three times as long
@@ -193,8 +217,19 @@ class PayloadBuffer:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        # torch aligns memory to 64 bytes, numpy does not
-        self.memory: Memory = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        """Takes the memory, which the system gives page by page as it is filled.
+
+        Raises:
+            DaemonFault: This process can have no such memory.
+        """
+        try:
+            # torch aligns memory to 64 bytes, numpy does not
+            self.memory: Memory = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        except RuntimeError:
+            raise DaemonFault(
+                f"the daemon sent a batch of {num_bytes} bytes, "
+                "for which this process has no memory"
+            ) from None
         self._num_filled = 0
 
     @property
@@ -217,26 +252,41 @@ class PayloadBuffer:
         self._num_filled = end
 
 
-def read_layouts(group: pb.BatchGroup, widened: Widened) -> list[Layout]:
+def read_layouts(group: pb.BatchGroup, read: Callable[[pb.Layout], Layout]) -> list[Layout]:
     """Returns one layout per batch of a group; a group may send one layout for all.
 
+    Args:
+        group: The message.
+        read: Reads one layout; see `read_layout`.
+
     Raises:
-        DaemonFault: torch does not know a tensor's dtype, a tensor is not aligned, or the number of
-            layouts does not match the batches.
+        DaemonFault: The number of layouts does not match the batches, or one cannot be read.
     """
-    layouts = [
-        Layout([_place(tensor) for tensor in each.tensors], each.num_bytes, widened)
-        for each in group.layouts
-    ]
-    num_batches = len(group.cursors.own)
-    if len(layouts) == 1:
-        return layouts * num_batches
-    if len(layouts) != num_batches:
+    num_batches, num_layouts = len(group.cursors.own), len(group.layouts)
+    if num_layouts == 1:
+        return [read(group.layouts[0])] * num_batches
+    if num_layouts != num_batches:
         raise DaemonFault(
             f"the {num_batches} batches from step {group.first_step} on "
-            f"come with {len(layouts)} layouts"
+            f"come with {num_layouts} layouts"
         )
-    return layouts
+    return [read(each) for each in group.layouts]
+
+
+def read_layout(layout: pb.Layout, widened: Widened, ragged: Iterable[str] = ()) -> Layout:
+    """Returns a layout.
+
+    Args:
+        layout: The message.
+        widened: The tensors that are converted when they are taken out.
+        ragged: The fields whose samples differ in length.
+
+    Raises:
+        DaemonFault: torch does not know a tensor's dtype, or a tensor is not aligned.
+    """
+    places = {tensor.name: _place(tensor) for tensor in layout.tensors}
+    offsets = [(places[name + OFFSETS_SUFFIX], places[name].shape[0]) for name in ragged]
+    return Layout(list(places.values()), layout.num_bytes, widened, offsets)
 
 
 def read_cursors(cursors: pb.Cursors) -> Cursors:

@@ -23,6 +23,7 @@ from gyre_client.batches.batch import Layout
 from gyre_client.batches.stream import CLOSED, JOIN_TIMEOUT_S, BatchStream
 from gyre_client.batches.tokens import widen
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.arguments import shown
 
 # Two transfers overlap with each other and with the computation: one fills pinned memory while the
 # device reads the other. More only cost pinned and device memory.
@@ -210,7 +211,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def parse_device(device: str | torch.device | None) -> torch.device | None:
+def parse_device(device: object) -> torch.device | None:
     """Returns the device to transfer batches to; None if they stay in host memory.
 
     Raises:
@@ -218,21 +219,26 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
     """
     if device is None:
         return None
+    if isinstance(device, bool | bytes):
+        raise InvalidRequest(f"device is {device!r}; it must be a device or its name")
     try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidRequest(f"device is {device!r}, which torch does not know: {error}") from None
+        wanted = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidRequest(
+            f"device is {shown(device)}, which torch does not know: {reason}"
+        ) from None
     if wanted.type == "cpu":
         return None
     if wanted.type != "cuda":
         raise InvalidRequest(
-            f"device is {device!r}; batches can be had on the CPU and on CUDA devices"
+            f"device is {shown(device)}; batches can be had on the CPU and on CUDA devices"
         )
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (wanted.index or 0) >= num_devices:
         build = f"; this build of torch, {torch.__version__}, has no CUDA"
         raise InvalidRequest(
-            f"device is {device!r}, but torch sees {num_devices} CUDA devices here"
+            f"device is {shown(device)}, but torch sees {num_devices} CUDA devices here"
             f"{'' if torch.version.cuda else build}"
         )
     index = torch.cuda.current_device() if wanted.index is None else wanted.index

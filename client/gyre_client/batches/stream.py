@@ -18,12 +18,15 @@ from gyre_client.batches.batch import Batch, BatchGroup
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import DaemonFault, GyreError
 from gyre_client.targets.target import Target
+from gyre_client.transport.answers import check_same_dataset
 from gyre_client.transport.arena import Arenas
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.layouts import BatchTensors
 from gyre_client.transport.outage import Outage
 from gyre_client.transport.outbox import LONG_WAIT_S
 from gyre_client.transport.side_channel import NotShared, SideChannel
 
+STALL_TIMEOUT_S = 600.0
 JOIN_TIMEOUT_S = 10.0  # for a thread that ends at once unless the processor is overloaded
 CLOSED = "this stream was closed while it was being read"
 
@@ -43,6 +46,7 @@ class BatchStream:
         request: pb.OpenSessionRequest,
         reattach_timeout_s: float,
         token_dtype: str = "int64",
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         """Opens a session and starts to receive.
 
@@ -51,6 +55,7 @@ class BatchStream:
             request: What to open. The stream owns it, and moves its cursor and generation on.
             reattach_timeout_s: How long the daemon may be away, now or later.
             token_dtype: What unsigned token ids become; see `tokens.widened`.
+            stall_timeout_s: How long the daemon may talk without sending a batch that it may send.
 
         Raises:
             GyreError: The daemon refuses, or stays away for longer than `reattach_timeout_s`.
@@ -58,6 +63,7 @@ class BatchStream:
         self._target = target
         self._request = request
         self._token_dtype = token_dtype
+        self._stall_timeout_s = stall_timeout_s
         self._connection = Connection(target.address)
         self._outage = Outage(reattach_timeout_s)
         self._inbox: queue.SimpleQueue[BatchGroup | GyreError | None] = queue.SimpleQueue()
@@ -76,12 +82,15 @@ class BatchStream:
         self._is_closed = False
         self._shares_memory = True  # until an attempt fails
         self._has_logged_transport = False
+        self._first: pb.SessionOpened | None = None
+        self._next_step = 0
         try:
             session = self._open_session()
         except BaseException:
             self._connection.close()
             raise
-        self.opened = session.opened
+        self.opened = self._first = session.opened
+        self._next_step = self.opened.first_step
         self._request.cursor = self.opened.cursor
         self._request.ClearField("step")  # from now on the cursor says where to go on
         self._thread = threading.Thread(
@@ -235,6 +244,7 @@ class BatchStream:
             for group in attachment.groups():
                 self._outage.batch_received()
                 self._request.cursor = group.last_cursor
+                self._next_step = group.first_step + len(group)
                 with self._lock:
                     self._num_unread += len(group)
                 self._inbox.put(group)
@@ -282,19 +292,36 @@ class BatchStream:
     def _open_shared(self, side: SideChannel, timeout_s: float) -> Session:
         opened = self._call_open(timeout_s, side.token)
         if opened.arena_bytes:
-            return self._session(opened, Arenas(side, opened.session_id))
+            return self._session(opened, Arenas(side, opened.session_id, opened.arena_bytes))
         side.close()
         self._log_transport("there is no memory to share")
         return self._session(opened, None)
 
     def _session(self, opened: pb.SessionOpened, arenas: Arenas | None) -> Session:
-        return Session(opened, arenas, widened(opened.fields, self._token_dtype))
+        order, world_size = self._request.order, self._request.reader.world_size or 1
+        num_samples = order.global_batch_size // world_size
+        return Session(
+            opened,
+            arenas,
+            widened(opened.fields, self._token_dtype),
+            BatchTensors(opened.fields, num_samples, has_mask=order.tail == pb.TAIL_PAD),
+            is_endless=not self._request.num_epochs,
+            stall_timeout_s=self._stall_timeout_s,
+        )
 
     def _call_open(self, timeout_s: float, side_token: str = "") -> pb.SessionOpened:
         # A session whose answer was lost, or that is not used, is fenced off by the next one.
         self._request.reader.generation += 1
         self._request.transport = pb.TRANSPORT_ARENA if side_token else pb.TRANSPORT_INLINE
-        return self._connection.open_session(self._request, timeout_s, side_token)
+        opened = self._connection.open_session(self._request, timeout_s, side_token)
+        if self._first is not None:
+            check_same_dataset(opened, self._first)
+            if opened.first_step != self._next_step:
+                raise DaemonFault(
+                    f"the daemon resumed at step {opened.first_step}, "
+                    f"but step {self._next_step} comes next"
+                )
+        return opened
 
     def _use_grpc_payload(self, reason: str) -> None:
         """Takes all further payloads through gRPC: sharing memory would fail again."""

@@ -6,6 +6,7 @@ import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.arguments import choice
 
 _WIDER = {"int64": torch.int64, "int32": torch.int32, "stored": None}
 _FITS_INT32 = ("uint8", "uint16")
@@ -24,11 +25,7 @@ def widened(fields: Iterable[pb.Field], token_dtype: str) -> Widened:
     Raises:
         InvalidRequest: There is no such choice, or it cannot hold the ids of a field.
     """
-    if token_dtype not in _WIDER:
-        raise InvalidRequest(
-            f"token_dtype is {token_dtype!r}; it can be {', '.join(map(repr, _WIDER))}"
-        )
-    wider = _WIDER[token_dtype]
+    wider = choice("token_dtype", token_dtype, _WIDER)
     if wider is None:
         return {}
     unsigned = [field for field in fields if field.token_ids and field.dtype.startswith("uint")]

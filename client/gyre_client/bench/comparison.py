@@ -78,8 +78,8 @@ def compare(
 
     Args:
         description: The dataset, as the daemon describes it.
-        task: dataset, batch_size, seconds, seed, address, format and options, as the user gave
-            them.
+        task: dataset, batch_size, seconds, seed, address, daemon_user, format and options, as the
+            user gave them.
         show_progress: Called with a line of text whenever the next stage begins; empty at the end.
 
     Raises:

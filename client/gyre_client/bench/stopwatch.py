@@ -90,7 +90,7 @@ def _gyre(task: dict[str, Any]) -> Generator[Batch, None, None]:
     # Imported late: the DataLoader's workers are forked, and no thread of gRPC may run then.
     from gyre_client.loader.loader import Loader  # noqa: PLC0415
 
-    names = ("dataset", "batch_size", "seed", "address", "format", "options")
+    names = ("dataset", "batch_size", "seed", "address", "daemon_user", "format", "options")
     # `stored`: ids of the same dtype as the DataLoader's
     with Loader(**{name: task[name] for name in names}, token_dtype="stored") as loader:
         yield from loader.stream()

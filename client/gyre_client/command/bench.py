@@ -12,8 +12,10 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, show_progress, size, table
 from gyre_client.errors import InvalidRequest, NotInstalled
+from gyre_client.printable import printable
+from gyre_client.transport.arguments import MAX_UINT32, MAX_UINT64, whole
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import MAX_UINT32, MAX_UINT64, is_location, whole
+from gyre_client.transport.requests import is_location
 
 if TYPE_CHECKING:
     from gyre_client.bench.comparison import Comparison, Contender
@@ -73,6 +75,7 @@ def bench(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "seconds": args.seconds,
         "seed": whole("seed", args.seed, 0, MAX_UINT64),
         "address": connection.address.text,
+        "daemon_user": args.daemon_user,
         "format": description.format if is_location(args.dataset, args.format) else None,
         "options": options or None,
     }
@@ -104,8 +107,9 @@ def _text(
         else "larger than the page cache, so the disk is measured too"
     )
     head = (
-        f"{description.uri}: {description.num_samples:,} samples, {size(description.num_bytes)}, "
-        f"{description.format}; batches of {args.batch_size}, full shuffle.\n"
+        f"{printable(description.uri)}: {description.num_samples:,} samples, "
+        f"{size(description.num_bytes)}, {printable(description.format)}; "
+        f"batches of {args.batch_size}, full shuffle.\n"
         f"Files {cache}. Each loader ran alone, twice {args.seconds:g} s; medians. "
         f"{num_checked} batches were compared first: same bytes."
     )

@@ -15,10 +15,14 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput
 from gyre_client.errors import DaemonFault
-from gyre_client.transport.connection import Connection, error_from
+from gyre_client.printable import printable
+from gyre_client.transport.answers import check_group, check_same_dataset
+from gyre_client.transport.arguments import MAX_UINT32, whole
+from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
 from gyre_client.transport.frames import chunk_data
+from gyre_client.transport.layouts import OFFSETS_SUFFIX, BatchTensors
 from gyre_client.transport.outbox import Outbox
-from gyre_client.transport.requests import MAX_UINT32, order, reader, whole
+from gyre_client.transport.requests import order, reader
 
 MAX_SHOWN_CHARS = 300
 MAX_SHOWN_VALUES = 16
@@ -58,7 +62,11 @@ def cat(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         reader=reader(None, 0, 1),
         prefetch_batches=1,
     )
-    batch = _first_batch(connection, connection.open_session(request))
+    opened = connection.open_session(request)
+    check_same_dataset(opened, description)
+    batch = _first_batch(
+        connection, opened, BatchTensors(opened.fields, num_samples, has_mask=False)
+    )
     ids = batch.values("sample_id", 0, num_samples)
     samples = [
         {
@@ -76,6 +84,18 @@ class _Batch:
     def __init__(self, layout: pb.Layout, payload: bytes) -> None:
         self._tensors = {tensor.name: tensor for tensor in layout.tensors}
         self._payload = payload
+
+    def check_offsets(self, ragged: Iterable[str]) -> None:
+        """Checks that the samples of each ragged field follow each other and fill the field.
+
+        Raises:
+            DaemonFault: They do not.
+        """
+        for name in ragged:
+            num_elements, offsets = self._tensors[name].shape[0], f"{name}{OFFSETS_SUFFIX}"
+            numbers = self.values(offsets, 0, self._tensors[offsets].shape[0])
+            if numbers != sorted(numbers) or (numbers[0], numbers[-1]) != (0, num_elements):
+                raise DaemonFault(f"{offsets!r} does not rise from 0 to {num_elements}")
 
     def row_shape(self, name: str) -> list[int]:
         """Returns the shape of one row of a tensor."""
@@ -99,16 +119,24 @@ class _Batch:
         return self._payload[begin : begin + (stop - start) * row_bytes]
 
 
-def _first_batch(connection: Connection, opened: pb.SessionOpened) -> _Batch:
+def _first_batch(connection: Connection, opened: pb.SessionOpened, tensors: BatchTensors) -> _Batch:
     outbox = Outbox(opened.session_id, num_credits=1)
     stream = connection.stream(
-        outbox.messages(opened.lease_s / _HEARTBEATS_PER_LEASE, lambda: None)
+        outbox.messages(opened.lease_s / _HEARTBEATS_PER_LEASE, lambda: None), OPEN_TIMEOUT_S
     )
     try:
         for response in stream:
-            if response.HasField("batches"):
-                layout = response.batches.groups[0].layouts[0]
-                return _Batch(layout, _payload(connection, opened.session_id, layout.num_bytes))
+            if response.batches.groups:
+                group = response.batches.groups[0]
+                check_group(group, opened.first_step, 1)
+                if len(group.layouts) != 1:
+                    raise DaemonFault(f"one batch came with {len(group.layouts)} layouts")
+                tensors.check(group.layouts[0])
+                num_bytes = group.layouts[0].num_bytes
+                payload = _payload(connection, opened.session_id, num_bytes)
+                batch = _Batch(group.layouts[0], payload)
+                batch.check_offsets(tensors.ragged)
+                return batch
         raise DaemonFault(f"the daemon at {connection.address.text} sent no batch")
     except grpc.RpcError as failure:
         raise error_from(failure, connection.address) from None
@@ -119,10 +147,12 @@ def _first_batch(connection: Connection, opened: pb.SessionOpened) -> _Batch:
 
 def _payload(connection: Connection, session_id: str, num_bytes: int) -> bytes:
     data = bytearray()
-    frames = connection.read_payload(session_id)
-    while len(data) < num_bytes:
-        data += chunk_data(next(iter(frames)))
+    frames = connection.read_payload(session_id, OPEN_TIMEOUT_S)
+    while len(data) < num_bytes and (frame := next(iter(frames), None)) is not None:
+        data += chunk_data(frame)
     frames.cancel()  # type: ignore[no-untyped-call]
+    if len(data) != num_bytes:
+        raise DaemonFault(f"the daemon sent {len(data)} bytes of a batch of {num_bytes}")
     return bytes(data)
 
 
@@ -161,7 +191,9 @@ def _text(samples: Iterable[dict[str, Any]]) -> str:
     parts = []
     for sample in samples:
         lines = [f"sample {sample['sample_id']}"]
-        lines += [f"  {name}  {_shown(field)}" for name, field in sample["fields"].items()]
+        lines += [
+            f"  {printable(name)}  {_shown(field)}" for name, field in sample["fields"].items()
+        ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -174,4 +206,4 @@ def _shown(field: dict[str, Any]) -> str:
     else:
         shown = repr(value)
     shown = shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
-    return f"{field['dtype']} {field['shape']}  {shown}"
+    return f"{printable(field['dtype'])} {field['shape']}  {shown}"

@@ -6,7 +6,6 @@ cannot be valid.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from gyre_client.command.bench import add_bench_arguments, bench
 from gyre_client.command.cat import cat
 from gyre_client.command.datasets import datasets, describe
 from gyre_client.command.drain import drain
-from gyre_client.command.formatting import CommandOutput, to_json
+from gyre_client.command.formatting import CommandOutput, emit, to_json
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.status import status
@@ -40,15 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         output = _run(args)
         if output is not None:
-            print(to_json(output.value) if args.json else output.text, flush=True)
+            emit(to_json(output.value) if args.json else output.text)
     except GyreError as error:
         print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_INPUT) else 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0
 
 
@@ -74,20 +68,25 @@ def _with_hint(error: UnknownDataset, args: argparse.Namespace) -> UnknownDatase
 
 def _target(args: argparse.Namespace) -> Target:
     if "dataset" in args:
-        return target_of_dataset(args.address, args.dataset, args.format)
+        return target_of_dataset(args.address, args.dataset, args.format, args.daemon_user)
     address = given_address(args.address)
     if address is None:
         raise InvalidRequest(
             "which daemon? Give --address unix:/path.sock, tcp:host:port or tls:host:port, "
             "or set GYRE_ADDRESS"
         )
-    return find_target(address)
+    return find_target(address, args.daemon_user)
 
 
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--address", help="unix:/path.sock, tcp:host:port or tls:host:port; GYRE_ADDRESS if absent"
+    )
+    common.add_argument(
+        "--daemon-user",
+        metavar="USER",
+        help="whose daemon to trust beside root's and one's own; GYRE_DAEMON_USER if absent",
     )
     common.add_argument("--json", action="store_true", help="print one JSON document")
     dataset = argparse.ArgumentParser(add_help=False, parents=[common])

@@ -1,5 +1,6 @@
 """The output of commands: tables and sizes for people, JSON for programs."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -10,10 +11,18 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
+from gyre_client.command.colour import painted
+from gyre_client.errors import GyreError
+from gyre_client.printable import printable
+
 _ELLIPSIS = "\u2026"
 _GAP = 2  # columns of a terminal between two columns of a table
 _WIDTH = 80  # of a page that is no terminal
 _MIN_WIDTH = 20  # of a value, however narrow the terminal is
+
+
+class OutputFailed(GyreError):
+    """What a command found out cannot be written."""
 
 
 class CommandOutput(NamedTuple):
@@ -28,10 +37,26 @@ class CommandOutput(NamedTuple):
     text: str
 
 
+def emit(text: str) -> None:
+    """Prints the text of a command, in colours on a terminal; nothing in it moves the cursor.
+
+    Raises:
+        OutputFailed: The output cannot be written, as on a full disk.
+        BrokenPipeError: Its reader is gone.
+    """
+    try:
+        print(painted(printable(text, kept="\n"), sys.stdout), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputFailed(f"the output cannot be written: {error.strerror or error}") from error
+
+
 def show_progress(line: str) -> None:
     """Shows `line` as the last line of the terminal, if standard error is a terminal."""
     if sys.stderr.isatty():
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"\r\033[K{printable(line)}", end="", file=sys.stderr, flush=True)
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -56,8 +81,8 @@ def _plain_value(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """Returns one JSON document, on one line."""
-    return json.dumps(value, ensure_ascii=False)
+    """Returns one JSON document, on one line, in visible ASCII."""
+    return json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def page_width() -> int:
@@ -139,11 +164,6 @@ def cut(line: str, num_columns: int) -> str:
     return line + _ELLIPSIS if num_columns > 0 else ""
 
 
-def printable(text: str) -> str:
-    """Replaces control characters, which a terminal would obey: clients choose names of jobs."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
-
-
 def width(text: str) -> int:
     """Returns how many columns of a terminal the text takes."""
     return sum(_columns_of(character) for character in text)
@@ -175,7 +195,7 @@ def facts(pairs: Iterable[tuple[str, object]], num_columns: int | None = None) -
 
     With `num_columns`, longer values are wrapped.
     """
-    named = [(name, str(value)) for name, value in pairs]
+    named = [(name, printable(str(value))) for name, value in pairs]
     name_width = max(len(name) for name, _ in named)
     if num_columns is None:
         return "\n".join(f"{name.ljust(name_width)}  {value}" for name, value in named)

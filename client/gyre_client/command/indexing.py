@@ -9,7 +9,7 @@ from typing import Any
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput, facts, printable, show_progress, table
+from gyre_client.command.formatting import CommandOutput, facts, show_progress, table
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 20  # shards in the text for people; JSON has all of them
@@ -120,6 +120,4 @@ class Indexed:
 
 def _line(progress: pb.IndexProgress) -> str:
     samples = f", {progress.num_samples:,} samples" if progress.num_samples else ""
-    return (
-        f"{progress.shards_done}/{progress.num_shards} shards{samples}, {printable(progress.shard)}"
-    )
+    return f"{progress.shards_done}/{progress.num_shards} shards{samples}, {progress.shard}"

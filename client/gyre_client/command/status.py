@@ -1,13 +1,11 @@
 """`gyre status`: what a daemon is doing; `gyre top` shows as much of it as there is room for."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.colour import painted
 from gyre_client.command.formatting import (
     CommandOutput,
     cut,
@@ -24,13 +22,14 @@ from gyre_client.transport.connection import Connection
 
 _UNKNOWN = "-"
 _BAR_CELLS = 8
+_TRANSPORTS = {pb.TRANSPORT_ARENA: "arena", pb.TRANSPORT_INLINE: "inline"}
 _NUM_KEYS = 2  # the columns JOB and RANK
 
 
 def status(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Returns what the daemon is doing."""
     found = connection.status()
-    return CommandOutput(to_plain(found), painted(full_text(found, page_width()), sys.stdout))
+    return CommandOutput(to_plain(found), full_text(found, page_width()))
 
 
 def to_plain(status: pb.DaemonStatus) -> dict[str, Any]:
@@ -139,7 +138,7 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
 def _storage_row(count: pb.StorageCount) -> tuple[str, ...]:
     first_byte = _UNKNOWN
     if count.first_byte_s:
-        first_byte = f"{count.first_byte_s / count.num_requests * 1000:,.1f} ms"
+        first_byte = f"{count.first_byte_s / max(1, count.num_requests) * 1000:,.1f} ms"
     num_requests, num_bytes = f"{count.num_requests:,}", size(count.num_bytes)
     return count.scheme, count.kind, count.outcome, num_requests, num_bytes, first_byte
 
@@ -200,4 +199,4 @@ def _bar(occupancy: float | None) -> str:
 
 
 def _transport(session: pb.SessionState) -> str:
-    return pb.Transport.Name(session.transport).removeprefix("TRANSPORT_").lower()
+    return _TRANSPORTS.get(session.transport, _UNKNOWN)

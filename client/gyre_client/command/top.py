@@ -5,10 +5,11 @@ import sys
 import time
 
 from gyre_client.command.colour import painted
-from gyre_client.command.formatting import cut, page_width, to_json
+from gyre_client.command.formatting import cut, emit, page_width, to_json
 from gyre_client.command.status import summary_lines, to_plain
 from gyre_client.command.terminal import live_terminal
 from gyre_client.errors import DaemonUnavailable, InvalidRequest
+from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 
 _TIMEOUT_S = 2.0  # of one call; a screen that hangs for longer looks dead
@@ -34,10 +35,9 @@ def _print(connection: Connection, args: argparse.Namespace) -> None:
     while True:
         status = connection.status(_TIMEOUT_S)
         if args.json:
-            print(to_json(to_plain(status)), flush=True)
+            emit(to_json(to_plain(status)))
         else:
-            text = "\n".join([*summary_lines(status, page_width(), None), ""])
-            print(painted(text, sys.stdout), flush=True)
+            emit("\n".join([*summary_lines(status, page_width(), None), ""]))
         if args.once:
             return
         time.sleep(args.interval)
@@ -55,6 +55,6 @@ def _show(connection: Connection, interval_s: float) -> None:
                     cut(" ".join(str(failure).split()), columns),
                     cut("waiting for it; q leaves", columns),
                 ][:num_lines]
-            terminal.draw([painted(line, sys.stdout) for line in lines])
+            terminal.draw([painted(printable(line), sys.stdout) for line in lines])
             if not terminal.pause(interval_s):
                 return

@@ -6,8 +6,9 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, duration, facts, page_width, plain, size
+from gyre_client.printable import printable
+from gyre_client.transport.arguments import MAX_UINT64, whole
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import MAX_UINT64, whole
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,7 @@ def _timing(timing: pb.BatchTiming, num_columns: int | None) -> str:
 
 def _job(timing: pb.BatchTiming) -> str:
     """Returns the job; another user's has no name here."""
-    return f"job {timing.job}" if timing.job else "a job of another user that shared it"
+    return f"job {printable(timing.job)}" if timing.job else "a job of another user that shared it"
 
 
 def _requests(timing: pb.BatchTiming) -> str:

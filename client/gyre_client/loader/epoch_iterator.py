@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from gyre_client.errors import InvalidRequest
+from gyre_client.errors import DaemonFault, InvalidRequest
 
 if TYPE_CHECKING:
     from gyre_client.loader.loader import Loader
@@ -68,7 +68,13 @@ class EpochIterator:
         loader = self._loader
         if loader._step >= self._active.stop_step:
             self._find_end()
-        return next(loader)
+        try:
+            return next(loader)
+        except StopIteration:
+            raise DaemonFault(
+                f"the daemon ended the batches before step {loader._step}, but this iteration "
+                f"goes on to step {self._active.stop_step}"
+            ) from None
 
     def _find_end(self) -> None:
         """Asks the loader where the iteration ends.

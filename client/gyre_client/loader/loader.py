@@ -15,7 +15,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from torch.utils.data import IterableDataset
 
 from gyre_client.batches.device import CudaTransfer, DeviceStream, parse_device
-from gyre_client.batches.stream import BatchStream
+from gyre_client.batches.stream import STALL_TIMEOUT_S, BatchStream
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
 from gyre_client.loader import accelerated
@@ -25,17 +25,11 @@ from gyre_client.loader.epochs import epochs_of
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.targets.target import Target, target_of_dataset
+from gyre_client.transport.answers import MAX_CURSOR_BYTES, check_same_dataset
+from gyre_client.transport.arguments import MAX_UINT32, choice, flag, mapping, seconds, shown, whole
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outage import Outage
-from gyre_client.transport.requests import (
-    JOINS,
-    MAX_UINT32,
-    choice,
-    dataset_ref,
-    reader,
-    seconds,
-    whole,
-)
+from gyre_client.transport.requests import JOINS, dataset_ref, reader
 from gyre_client.transport.requests import order as order_spec
 
 NEVER = 1 << 64  # the stop step of an iteration without an end
@@ -93,6 +87,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         rank: int | None = None,
         world_size: int | None = None,
         address: str | None = None,
+        daemon_user: int | str | None = None,
         tail: str = "wrap",
         order: str = "full",
         io_block_bytes: int = 0,
@@ -103,6 +98,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         job: str | None = None,
         prefetch_batches: int = 0,
         reattach_timeout_s: float = 60.0,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         device: str | torch.device | None = None,
         token_dtype: str = "int64",
         # The daemon's configuration uses this word.
@@ -121,10 +117,12 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 torch.distributed's, or 0 and 1 where it is not used.
             world_size: The number of ranks that share each batch.
             address: `unix:/path.sock`, `tcp:host:port` or `tls:host:port`. If None, a dataset's
-                name is looked up at the environment's GYRE_ADDRESS; for a path (with `format`) a
-                private daemon is started, which ends with this process. For `tls:`, the environment
-                names the files that prove who is who: GYRE_TOKEN_FILE, GYRE_CA_FILE (for a daemon
-                whose certificate has a root of its own), GYRE_CERTIFICATE_FILE and GYRE_KEY_FILE.
+                name is looked up at the environment's GYRE_ADDRESS; for a path or URI a private
+                daemon is started, which ends with this process. For `tls:`, the environment names
+                the files that prove who is who: GYRE_TOKEN_FILE, GYRE_CA_FILE (for a daemon whose
+                certificate has a root of its own), GYRE_CERTIFICATE_FILE and GYRE_KEY_FILE.
+            daemon_user: The user, by name or id, whose daemon may answer at a Unix address, beside
+                root's and this process's own. If None, GYRE_DAEMON_USER in the environment.
             tail: What happens to samples that do not fill an epoch's last batch. `wrap`: batches
                 run on into the next epoch. `drop`: the samples are left out. `pad`: the batch is
                 filled up with other samples, for which the tensor `mask` is false.
@@ -147,6 +145,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             prefetch_batches: How many batches the daemon keeps in flight or ready, and how many
                 more may wait in this process. 0 is the daemon's default: by the size of a batch.
             reattach_timeout_s: How long the daemon may be away, in seconds.
+            stall_timeout_s: How long the daemon may be there and send no batch, although the loader
+                waits for one, in seconds.
             device: A CUDA device; each batch is transferred to it while the one before is in use.
                 None, or the CPU, leaves batches in host memory.
             token_dtype: The dtype that unsigned token ids become: `int64`; `int32` if they fit; or
@@ -162,13 +162,15 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             TypeError: A Loader does not have this argument.
             InvalidRequest: An argument is out of its range, or arguments contradict each other.
             DaemonUnavailable: The daemon stays away for longer than `reattach_timeout_s`.
+            UntrustedDaemon: The daemon belongs to another user than those to trust.
             GyreError: The daemon refuses the dataset; see `gyre_client.errors` for the classes.
         """
         refuse_unknown(unknown)
         accelerated.wrap_accelerate(Loader)
         rank, world_size = rank_and_world_size(rank, world_size)
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
-        self._restart = restart
+        self._restart = flag("restart", restart)
+        widened([], token_dtype)
         self._device = parse_device(device)
         self._request = pb.OpenSessionRequest(
             dataset=dataset_ref(dataset, format, options),
@@ -182,13 +184,14 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             join=choice("join", join, JOINS),
         )
         self._reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
+        self._stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
         self._one_thread = OneThread("this Loader")
         self._token_dtype = token_dtype
         self._cursor = b""  # resumes after the last batch yielded; empty before the first session
         self._step = 0  # the next step
         self._loaded_step = -1  # the step at which a state was loaded just now
         self._active = ActiveIteration()
-        self._resources = _Resources(target_of_dataset(address, dataset, format))
+        self._resources = _Resources(target_of_dataset(address, dataset, format, daemon_user))
         self._finalizer = weakref.finalize(self, self._resources.release)
         try:
             self._description = self._describe()
@@ -230,9 +233,10 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             batch = (stream or self._stream()).take()
             if batch is None:
                 raise StopIteration
+            tensors = batch.tensors
             self._cursor = batch.cursor
             self._step = batch.step + 1
-            return batch.tensors
+            return tensors
 
     def __len__(self) -> int:
         """The most steps that one iteration can have; with `wrap`, some epochs have one less.
@@ -322,14 +326,15 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         """Makes the batch after that state the next one.
 
         Raises:
+            InvalidRequest: It is no dict of names and values.
             CursorRejected: The state belongs to another dataset, order or version, or it is not the
                 state of a Loader. The loader then stays where it was.
         """
-        cursor = state_dict.get("cursor")
-        if not isinstance(cursor, bytes) or not cursor:
+        cursor = mapping("state_dict", state_dict).get("cursor")
+        if not isinstance(cursor, bytes) or not 0 < len(cursor) <= MAX_CURSOR_BYTES:
             raise CursorRejected(
-                f"this is no state of a Loader: it has {sorted(state_dict)}, "
-                "and `cursor` must be bytes"
+                f"this is no state of a Loader: it has {shown(sorted(state_dict))}, "
+                f"and `cursor` must be bytes, at most {MAX_CURSOR_BYTES}"
             )
         self._check_process()
         with self._one_thread:
@@ -369,8 +374,17 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         # Made first: a device that fails opens no session.
         transfer = None if self._device is None else CudaTransfer(self._device)
         stream = BatchStream(
-            self._resources.target, self._request, self._reattach_timeout_s, self._token_dtype
+            self._resources.target,
+            self._request,
+            self._reattach_timeout_s,
+            self._token_dtype,
+            self._stall_timeout_s,
         )
+        try:
+            check_same_dataset(stream.opened, self._description)
+        except BaseException:
+            stream.close()
+            raise
         return stream if transfer is None else DeviceStream(stream, transfer)
 
     def _locate(self) -> None:

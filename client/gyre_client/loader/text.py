@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.arguments import mapping, text
 
 
 def texts(batch: Mapping[str, Tensor], name: str) -> list[str]:
@@ -45,10 +46,13 @@ def objects(batch: Mapping[str, Tensor], name: str) -> list[Any]:
 
 
 def _samples(batch: Mapping[str, Tensor], name: str) -> list[bytes]:
-    offsets_name = f"{name}.offsets"
-    if offsets_name not in batch or batch[name].element_size() != 1:
+    offsets_name = f"{text('name', name)}.offsets"
+    tensors = mapping("batch", batch)
+    data, offsets = tensors.get(name), tensors.get(offsets_name)
+    is_field = isinstance(data, Tensor) and isinstance(offsets, Tensor)
+    if data is None or offsets is None or not is_field or data.element_size() != 1:
         raise InvalidRequest(
-            f"{name!r} is not a field of ragged bytes; the batch has {', '.join(batch)}"
+            f"{name!r} is not a field of ragged bytes; the batch has {', '.join(tensors)}"
         )
-    data = batch[name].numpy().tobytes()
-    return [data[start:end] for start, end in pairwise(batch[offsets_name].tolist())]
+    found = data.cpu().numpy().tobytes()
+    return [found[start:end] for start, end in pairwise(offsets.tolist())]

@@ -20,6 +20,7 @@ from gyre_client.errors import DaemonUnavailable, NotInstalled
 from gyre_client.targets.private_folder import SOCKET, PrivateFolder
 from gyre_client.transport.address import Address, parse_address
 from gyre_client.transport.connection import Connection
+from gyre_client.transport.trust import check_listener
 
 # The daemon ends with this status if its configuration is wrong: to start it again is no use.
 BAD_CONFIGURATION = 2
@@ -53,7 +54,7 @@ class PrivateDaemon:
             raise NotInstalled.needs("a private daemon", missing, "daemon")
         self._lock = threading.Lock()
         self._folder = PrivateFolder()
-        self.address: Address = parse_address(f"unix:{self._folder.path}/{SOCKET}")
+        self.address: Address = parse_address(f"unix:{self._folder.path}/{SOCKET}", os.geteuid())
         # The file has no name; `stop` closes it.
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -126,7 +127,7 @@ class PrivateDaemon:
         while time.monotonic() < deadline_s:
             if child.poll() is not None:
                 raise _StartFailed(child.returncode, self._end_of_stderr())
-            if (self._folder.path / SOCKET).exists() and self._answers():
+            if (self._folder.path / SOCKET).exists() and self._answers(child.pid):
                 return
             time.sleep(POLL_S)
         raise DaemonUnavailable(
@@ -134,10 +135,12 @@ class PrivateDaemon:
             f"{self._end_of_stderr()}"
         )
 
-    def _answers(self) -> bool:
+    def _answers(self, pid: int) -> bool:
+        """Whether the child answers; no other process of this user is taken for it."""
         with contextlib.suppress(DaemonUnavailable), Connection(self.address) as connection:
             connection.status(timeout_s=1.0)
-            return True
+            listener = check_listener(self.address)
+            return listener is not None and listener.pid == pid
         return False
 
     def _end_of_stderr(self) -> str:

@@ -7,6 +7,7 @@ from gyre_client.errors import InvalidRequest
 from gyre_client.targets import private_daemon
 from gyre_client.targets.private_daemon import PrivateDaemon
 from gyre_client.transport.address import ENVIRONMENT_VARIABLE, Address, parse_address
+from gyre_client.transport.arguments import text
 from gyre_client.transport.requests import is_location
 
 
@@ -42,21 +43,28 @@ def given_address(address: str | None) -> str | None:
     return address or os.environ.get(ENVIRONMENT_VARIABLE) or None
 
 
-def find_target(address: str | None) -> Target:
+def find_target(address: str | None, daemon_user: int | str | None = None) -> Target:
     """Returns the daemon at `address`; for None, this process's private daemon.
 
+    Args:
+        address: Where it listens.
+        daemon_user: The user it may belong to, beside root and this process's own.
+
     Raises:
-        InvalidRequest: The address has no known form.
+        InvalidRequest: The address has no known form, or there is no such user.
         DaemonUnavailable: The private daemon cannot be started.
     """
     if address is not None:
-        return Target(parse_address(address))
+        return Target(parse_address(address, daemon_user))
     daemon = private_daemon.acquire()
     return Target(daemon.address, daemon)
 
 
 def target_of_dataset(
-    address: str | None, dataset: str | os.PathLike[str], data_format: str | None
+    address: str | None,
+    dataset: str | os.PathLike[str],
+    data_format: str | None,
+    daemon_user: int | str | None = None,
 ) -> Target:
     """Returns the daemon that can serve `dataset`.
 
@@ -68,8 +76,10 @@ def target_of_dataset(
         InvalidRequest: `dataset` is a name and there is no address; or the address is malformed.
         DaemonUnavailable: The private daemon cannot be started.
     """
+    if address is not None:
+        address = text("address", address)
     if is_location(dataset, data_format):
-        return find_target(address or None)
+        return find_target(address or None, daemon_user)
     address = given_address(address)
     if address is None:
         raise InvalidRequest(
@@ -77,4 +87,4 @@ def target_of_dataset(
             f"{os.fspath(dataset)!r}: give the address of a daemon (or set "
             f"{ENVIRONMENT_VARIABLE}); a path begins with / or ./"
         )
-    return find_target(address)
+    return find_target(address, daemon_user)

@@ -1,10 +1,15 @@
-"""Where a daemon listens: `unix:/absolute/path.sock`, `tcp:host:port` or `tls:host:port`."""
+"""Where a daemon listens, and whose it may be.
+
+An address is `unix:/absolute/path.sock`, `tcp:host:port` or `tls:host:port`.
+"""
 
 import ipaddress
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.arguments import shown
+from gyre_client.transport.users import trusted_uids
 
 ENVIRONMENT_VARIABLE = "GYRE_ADDRESS"
 SIDE_SUFFIX = ".side"
@@ -21,16 +26,23 @@ class Address:
     Attributes:
         text: The address as users write it and as messages show it.
         target: The address as gRPC wants it.
-        side_path: The socket of the daemon's side channel; None over TCP.
+        path: The daemon's socket; None over TCP.
+        trusted_uids: The users whose daemons may answer at a socket.
         host_and_port: Over TCP; None for a Unix socket.
         is_tls: Whether the connection is encrypted, and the daemon proves who it is.
     """
 
     text: str
     target: str
-    side_path: str | None
+    path: str | None = None
+    trusted_uids: frozenset[int] = frozenset()
     host_and_port: tuple[str, int] | None = None
     is_tls: bool = False
+
+    @property
+    def side_path(self) -> str | None:
+        """The socket of the daemon's side channel; None over TCP."""
+        return None if self.path is None else self.path + SIDE_SUFFIX
 
     @property
     def is_private(self) -> bool:
@@ -38,28 +50,44 @@ class Address:
         return self.host_and_port is None or self.is_tls or _is_loopback(self.host_and_port[0])
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str, daemon_user: int | str | None = None) -> Address:
     """Returns the address that `text` names.
 
+    Args:
+        text: In one of the three forms.
+        daemon_user: A user whose daemon may answer there; see `users.trusted_uids`.
+
     Raises:
-        InvalidRequest: `text` has none of the three forms.
+        InvalidRequest: `text` has none of the three forms, or there is no such user.
     """
+    if not isinstance(text, str):
+        raise InvalidRequest(f"address is {shown(text)}; {_FORMS}")
     scheme, _, rest = text.partition(":")
+    uids = trusted_uids(daemon_user)
     if "\0" in text:
         raise InvalidRequest(f"the address {text!r} holds a NUL; {_FORMS}")
     if scheme == "unix":
-        return Address(text, _unix_target(text, rest), rest + SIDE_SUFFIX)
+        return Address(text, _unix_target(text, rest), rest, uids)
     if scheme in ("tcp", "tls"):
         host, port = _host_and_port(text, rest)
-        target = f"dns:///{host}:{port}"
-        return Address(text, target, None, (host.strip("[]"), port), is_tls=scheme == "tls")
+        return Address(
+            text,
+            f"dns:///{host}:{port}",
+            host_and_port=(host.strip("[]"), port),
+            is_tls=scheme == "tls",
+        )
     raise InvalidRequest(f"the address {text!r} starts with none of unix:, tcp: and tls:; {_FORMS}")
 
 
 def _unix_target(text: str, path: str) -> str:
     if not path.startswith("/"):
         raise InvalidRequest(f"the path of the address {text!r} is not absolute; {_FORMS}")
-    num_bytes = len(path.encode(errors="surrogateescape"))
+    try:
+        num_bytes = len(path.encode(errors="surrogateescape"))
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"the path of the address {text!r} holds half a character; {_FORMS}"
+        ) from None
     if num_bytes > MAX_SOCKET_PATH_BYTES:
         raise InvalidRequest(
             f"the path of the address {text!r} has {num_bytes} bytes; "

@@ -16,14 +16,16 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_client.errors import DaemonUnavailable
+from gyre_client.errors import DaemonFault, DaemonUnavailable
 from gyre_client.transport.mapping import PrivateMapping
+from gyre_client.transport.memory_file import check_memory
 from gyre_client.transport.pages import PrivatePages
 from gyre_client.transport.side_channel import NotShared, SideChannel
 
@@ -31,20 +33,23 @@ from gyre_client.transport.side_channel import NotShared, SideChannel
 class Arenas:
     """The memory files of one session, each mapped when its first batch comes."""
 
-    def __init__(self, side: SideChannel, session_id: str) -> None:
+    def __init__(self, side: SideChannel, session_id: str, first_bytes: int) -> None:
         """Receives the first arena; `map_first` maps its pages.
 
         Args:
             side: Where the arenas come from; this object owns it.
             session_id: The session whose arenas they are.
+            first_bytes: The size of the first arena, as the daemon announced it.
 
         Raises:
             NotShared: The daemon's memory cannot be mapped in this process.
             DaemonUnavailable: The arena did not arrive.
+            DaemonFault: The arena is not sealed memory of that size.
         """
         self._side = side
         self._session_id = session_id
-        self._mapped = {0: self._receive(0)}
+        self._num_received = 0
+        self._mapped = {0: self._receive(0, first_bytes)}
 
     @property
     def num_lent(self) -> int:
@@ -62,9 +67,15 @@ class Arenas:
         Raises:
             NotShared: The daemon's memory cannot be mapped in this process.
             DaemonUnavailable: The arena did not arrive.
+            DaemonFault: It is not the session's next arena, or not sealed memory.
         """
         arena = self._mapped.get(number)
         if arena is None:
+            if number != self._num_received:
+                raise DaemonFault(
+                    f"the daemon put a batch into arena {number}, but the next one of this "
+                    f"session is arena {self._num_received}"
+                )
             arena = self._mapped[number] = self._receive(number)
             arena.map_pages()
         return arena
@@ -74,9 +85,18 @@ class Arenas:
 
         Returns:
             The arenas that this process no longer maps.
+
+        Raises:
+            DaemonFault: One of them was never received, or was left before.
         """
-        left = [(number, self._mapped.pop(number, None)) for number in numbers]
-        return [number for number, arena in left if arena is None or arena.close()]
+        left = []
+        for number in numbers:
+            arena = self._mapped.pop(number, None)
+            if arena is None:
+                raise DaemonFault(f"the daemon left arena {number}, which this process has not")
+            if arena.close():
+                left.append(number)
+        return left
 
     def close(self) -> None:
         """Closes all arenas at the session's end: see [Note: What outlives its session]."""
@@ -84,8 +104,10 @@ class Arenas:
         if all(are_out):
             self._side.close()
 
-    def _receive(self, number: int) -> "Arena":
-        return Arena(self._side.receive(self._session_id, number))
+    def _receive(self, number: int, num_bytes: int | None = None) -> "Arena":
+        arena = Arena(self._side.receive(self._session_id, number), num_bytes)
+        self._num_received += 1
+        return arena
 
 
 class Arena:
@@ -95,13 +117,19 @@ class Arena:
         num_lent: The number of batches whose memory is in use.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, num_bytes: int | None = None) -> None:
         """Maps the file and closes the descriptor, which this object owns.
+
+        Args:
+            descriptor: Of a memory file of a daemon.
+            num_bytes: The size that it was announced with; None if it was not.
 
         Raises:
             NotShared: The file cannot be mapped.
+            DaemonFault: The file may shrink, or has another size.
         """
         try:
+            check_memory(descriptor, num_bytes)
             self._mapping = PrivateMapping(descriptor)
         except OSError as error:
             raise NotShared(f"the daemon's memory cannot be mapped: {error}") from error
@@ -110,6 +138,7 @@ class Arena:
         self._pages = PrivatePages(self._mapping.address, self._mapping.num_bytes)
         self.num_lent = 0
         self._lent: dict[int, int] = {}  # the end of each lent range, by its begin
+        self._begins: list[int] = []  # of the lent ranges, in rising order
         self._is_closed = False
         self._lock = threading.Lock()  # guards all of the above
         # Ranges whose last view is gone, and that nobody has taken back yet.
@@ -131,16 +160,23 @@ class Arena:
             returned: Called when the last view of the memory is gone.
 
         Raises:
-            ValueError: The range lies outside the file, or is lent already.
+            ValueError: The range lies outside the file, does not begin with a page, or overlaps
+                one that is lent already.
             DaemonUnavailable: The session is over.
         """
+        if begin % mmap.PAGESIZE:
+            raise ValueError(f"byte {begin} is not the first of a page")
         memory = self._mapping.view(begin, end)
+        end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             if self._is_closed:
                 raise DaemonUnavailable("the session is over")
-            if begin in self._lent:
-                raise ValueError(f"what lies at byte {begin} is lent already")
-            self._lent[begin] = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+            place = bisect(self._begins, begin)
+            before = self._lent[self._begins[place - 1]] if place else 0
+            if before > begin or any(each < end for each in self._begins[place : place + 1]):
+                raise ValueError(f"what lies at bytes [{begin}, {end}) is lent already")
+            self._begins.insert(place, begin)
+            self._lent[begin] = end
             self.num_lent += num_batches
         weakref.finalize(memory, self._give_back, begin, num_batches, returned).atexit = False
         self._take_back()
@@ -183,6 +219,7 @@ class Arena:
             try:
                 begin, num_batches, returned = self._returned.popleft()
                 self._free(begin, self._lent.pop(begin))
+                self._begins.remove(begin)
                 self.num_lent -= num_batches
             except IndexError:  # another thread took it first
                 continue

@@ -5,12 +5,14 @@ metadata: `reason` is the class of the error, `metadata` its facts. A failure wi
 socket, a proxy, a deadline) gets its class from the call's status.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar, cast
 
 import grpc
+from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -32,12 +34,20 @@ from gyre_client.errors import (
     StorageUnavailable,
     UnknownDataset,
 )
+from gyre_client.printable import printable
 from gyre_client.transport.address import Address
+from gyre_client.transport.answers import (
+    check_description,
+    check_numbers,
+    check_opened,
+    check_plan,
+)
 from gyre_client.transport.credentials import CredentialFiles
 from gyre_client.transport.frames import MAX_FRAME_BYTES
 from gyre_client.transport.handshake import why_refused
 from gyre_client.transport.identity import Identity, Metadata
 from gyre_client.transport.side_channel import TOKEN_KEY
+from gyre_client.transport.trust import check_files, check_listener
 
 # Deadlines of calls. The daemon may have to build an index before it can open a dataset, which
 # takes minutes where there are many shards; `gyre index` shows the progress. A session that is not
@@ -90,7 +100,7 @@ _Response = TypeVar("_Response", bound=Message)
 
 def error_from(failure: grpc.RpcError, address: Address) -> GyreError:
     """Returns the error for the daemon's reason or, if it gave none, for the call's status."""
-    details = failure.details() or ""
+    details = printable(failure.details() or "")
     by_status = _BY_STATUS.get(failure.code(), DaemonFault)
     info, facts = _explanation(failure)
     if UNIDENTIFIED in facts:  # the daemon was restarted, or its side channel is not there yet
@@ -116,14 +126,22 @@ def _too_long(num_bytes: int, max_bytes: int) -> InvalidRequest:
 
 def _explanation(failure: grpc.RpcError) -> tuple[ErrorInfo, dict[str, str]]:
     """Returns the failure's ErrorInfo, which is empty if it has none, and its facts."""
-    info, retry = ErrorInfo(), RetryInfo()
-    for detail in _status(failure).details:
-        detail.Unpack(info)
-        detail.Unpack(retry)
+    details = _status(failure).details
+    info, retry = _first(details, ErrorInfo), _first(details, RetryInfo)
     facts = dict(info.metadata)
     if retry.HasField("retry_delay"):
-        facts[RETRY_AFTER] = str(retry.retry_delay.ToTimedelta().total_seconds())
+        facts[RETRY_AFTER] = str(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9)
     return info, facts
+
+
+def _first(details: Iterable[Any], kind: type[_Response]) -> _Response:
+    """Returns the first detail of a kind that can be read; an empty one if there is none."""
+    for detail in details:
+        found = kind()
+        with contextlib.suppress(DecodeError):
+            if detail.Unpack(found):
+                return found
+    return kind()
 
 
 def _status(failure: grpc.RpcError) -> Status:
@@ -141,11 +159,12 @@ class Connection:
     """The calls that a daemon answers. Safe to use from any thread.
 
     Every method raises a GyreError and never a grpc.RpcError, except for the iterators that
-    `stream` and `read_payload` return.
+    `stream` and `read_payload` return. No call reaches a daemon that `trust` refuses.
     """
 
     def __init__(self, address: Address) -> None:
         self.address = address
+        self._is_trusted = False
         self._files = CredentialFiles.of_environment()
         self._channel = (
             grpc.secure_channel(address.target, self._files.channel_credentials(), _OPTIONS)
@@ -179,9 +198,11 @@ class Connection:
         self, dataset: pb.DatasetRef, timeout_s: float = OPEN_TIMEOUT_S
     ) -> pb.DatasetDescription:
         """Returns the dataset's description; the daemon opens the dataset for it."""
-        return self._call(
+        description = self._call(
             self._stub.DescribeDataset, pb.DescribeDatasetRequest(dataset=dataset), timeout_s
         )
+        check_description(description)
+        return description
 
     def index(
         self, dataset: pb.DatasetRef, *, with_checksums: bool = False
@@ -189,6 +210,7 @@ class Connection:
         """Builds the missing parts of the dataset's index and checksums; yields once per shard."""
         request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
         _check_length(request)
+        self._check_trust()
         try:
             metadata = self._identity.metadata()
             yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
@@ -197,7 +219,9 @@ class Connection:
 
     def plan_step(self, request: pb.PlanStepRequest) -> pb.PlanStepResponse:
         """Returns the sample ids of one step."""
-        return self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
+        response = self._call(self._stub.PlanStep, request, OPEN_TIMEOUT_S)
+        check_plan(response, request)
+        return response
 
     def plan_cost(self, request: pb.PlanCostRequest) -> pb.PlanCostResponse:
         """Returns what it costs to read a dataset in each order."""
@@ -217,9 +241,13 @@ class Connection:
             side_token: The token of a side channel, where the daemon is to pass its arenas; the
                 payload comes inline without one.
         """
-        if not side_token:
-            return self._call(self._stub.OpenSession, request, timeout_s)
-        return self._call_as(((TOKEN_KEY, side_token),), self._stub.OpenSession, request, timeout_s)
+        open_ = self._stub.OpenSession
+        if side_token:
+            opened = self._call_as(((TOKEN_KEY, side_token),), open_, request, timeout_s)
+        else:
+            opened = self._call(open_, request, timeout_s)
+        check_opened(opened, request)
+        return opened
 
     def close_session(self, session_id: str) -> None:
         """Ends a session, if the daemon still answers and knows it."""
@@ -240,15 +268,17 @@ class Connection:
         return self._call(self._stub.Drain, pb.DrainRequest(), CALL_TIMEOUT_S)
 
     def stream(
-        self, requests: Iterator[pb.StreamRequest]
+        self, requests: Iterator[pb.StreamRequest], timeout_s: float | None = None
     ) -> "grpc.CallIterator[pb.StreamResponse]":
         """Starts the control stream of a session; see `error_from` for its grpc.RpcErrors."""
-        return self._stub.Stream(requests, metadata=self._identity.metadata())
+        return self._stub.Stream(requests, timeout=timeout_s, metadata=self._identity.metadata())
 
-    def read_payload(self, session_id: str) -> "grpc.CallIterator[bytes]":
+    def read_payload(
+        self, session_id: str, timeout_s: float | None = None
+    ) -> "grpc.CallIterator[bytes]":
         """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
         request = pb.ReadPayloadRequest(session_id=session_id)
-        return self._read_payload(request, metadata=self._identity.metadata())
+        return self._read_payload(request, timeout=timeout_s, metadata=self._identity.metadata())
 
     def _call(
         self,
@@ -275,10 +305,20 @@ class Connection:
         timeout_s: float,
     ) -> _Response:
         _check_length(request)
+        self._check_trust()
         try:
-            return method(request, timeout=timeout_s, metadata=metadata)
+            response = method(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as failure:
             raise self._error(failure, timeout_s) from None
+        check_numbers(response)
+        return response
+
+    def _check_trust(self) -> None:
+        """Looks at the socket before each call, as gRPC may connect again, and once behind it."""
+        check_files(self.address)
+        if not self._is_trusted:
+            check_listener(self.address)
+            self._is_trusted = True
 
     def _error(self, failure: grpc.RpcError, timeout_s: float) -> GyreError:
         """Returns the error of a call; asks the daemon again if the failure leaves the reason open.

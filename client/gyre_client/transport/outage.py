@@ -6,6 +6,7 @@ arrives: a daemon that comes back only to die again does not start from zero.
 """
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -121,7 +122,7 @@ class Outage:
                 failure.facts,
             ) from None
         ceiling_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._num_failures - 1, 16))
-        pause_s = max(self._uniform(0.0, ceiling_s), float(failure.facts.get(RETRY_AFTER, 0.0)))
+        pause_s = max(self._uniform(0.0, ceiling_s), _number(failure, RETRY_AFTER, 0.0))
         return min(pause_s, self._limit_s - self._waited_s())
 
     def _waited_s(self) -> float:
@@ -130,5 +131,15 @@ class Outage:
 
 def _is_retryable(failure: GyreError) -> bool:
     """A session that needs more memory than the daemon's whole budget never fits."""
-    needed, limit = failure.facts.get("needed_bytes", "0"), failure.facts.get("limit_bytes", "inf")
-    return isinstance(failure, _RETRYABLE) and float(needed) <= float(limit)
+    needed_bytes = _number(failure, "needed_bytes", 0.0)
+    limit_bytes = _number(failure, "limit_bytes", math.inf)
+    return isinstance(failure, _RETRYABLE) and needed_bytes <= limit_bytes
+
+
+def _number(failure: GyreError, fact: str, default: float) -> float:
+    """Returns a fact as a number; the default where the daemon sent none."""
+    try:
+        number = float(failure.facts.get(fact, default))
+    except ValueError:
+        return default
+    return default if math.isnan(number) else number

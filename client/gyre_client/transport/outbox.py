@@ -43,6 +43,7 @@ class Outbox:
         """
         self._session_id = session_id
         self._num_credits = num_credits
+        self._num_sent = 0  # credits
         self._waited_s = 0.0
         self._num_together = num_together
         self._num_taken = num_taken
@@ -53,6 +54,11 @@ class Outbox:
         self._sent_at_s = -math.inf  # when a message last had credits or releases
         self._closed = False
         self._changed = threading.Condition()
+
+    @property
+    def num_given(self) -> int:
+        """How many batches in all the daemon may have sent by now, at most."""
+        return self._num_sent + max(0, self._num_credits)
 
     def credit(self, num_batches: int, waited_s: float = 0.0) -> None:
         """Lets the daemon send `num_batches` more.
@@ -146,6 +152,7 @@ class Outbox:
         credit = pb.Credit(
             num_batches=max(0, self._num_credits), waited_s=self._waited_s, released_steps=released
         )
+        self._num_sent += credit.num_batches
         self._num_credits -= credit.num_batches
         self._waited_s = 0.0
         unmapped, self._unmapped = self._unmapped, []

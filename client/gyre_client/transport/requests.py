@@ -1,21 +1,29 @@
 """Turns the user's arguments into protocol messages, and checks them where they are handed in."""
 
 import json
-import operator
 import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
-from typing import SupportsIndex, TypeVar
 
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.transport.arguments import (
+    MAX_UINT32,
+    MAX_UINT64,
+    choice,
+    mapping,
+    shown,
+    text,
+    whole,
+)
 
-MAX_UINT32 = 2**32 - 1
-MAX_UINT64 = 2**64 - 1
-MAX_SECONDS = 1e9
+_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1  # TOML's integers
+_MAX_DEPTH = 16  # of an option's value; a dataset's table has two levels
 
 ORDERS = {
     "full": pb.ORDER_MODE_FULL,
@@ -24,8 +32,6 @@ ORDERS = {
 }
 TAILS = {"wrap": pb.TAIL_WRAP, "drop": pb.TAIL_DROP, "pad": pb.TAIL_PAD}
 JOINS = {"alone": pb.JOIN_ALONE, "rotate": pb.JOIN_ROTATE}
-
-_Value = TypeVar("_Value")
 
 
 def order(
@@ -76,8 +82,8 @@ def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
     Raises:
         InvalidRequest: The job's name is no text, or it has characters that cannot be printed.
     """
-    if job is not None and not (isinstance(job, str) and job.isprintable()):
-        raise InvalidRequest(f"job is {job!r:.200}; it must be text without control characters")
+    if job is not None and not text("job", job).isprintable():
+        raise InvalidRequest(f"job is {shown(job)}; it must be text without control characters")
     generation = time.time_ns() // 1_000_000
     return pb.Reader(
         job=job or f"job-{uuid.uuid4().hex[:12]}",
@@ -85,47 +91,6 @@ def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
         world_size=world_size,
         generation=generation,
     )
-
-
-def whole(name: str, value: SupportsIndex, least: int, most: int) -> int:
-    """Returns `value` as an int.
-
-    Raises:
-        InvalidRequest: `value` is not a whole number in [least, most].
-    """
-    if isinstance(value, bool):
-        raise InvalidRequest(f"{name} is {value}; it must be a number")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidRequest(f"{name} is {value!r}; it must be a whole number") from None
-    if not least <= number <= most:
-        raise InvalidRequest(f"{name} is {number}; it must be from {least} to {most}")
-    return number
-
-
-def seconds(name: str, value: float) -> float:
-    """Returns `value` as a float.
-
-    Raises:
-        InvalidRequest: `value` is not a number of seconds in [0, 10^9], which is 30 years.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} is {value!r}; it must be a number of seconds")
-    if not 0 <= value <= MAX_SECONDS:
-        raise InvalidRequest(f"{name} is {value}; it must be from 0 to {MAX_SECONDS:.0f} seconds")
-    return float(value)
-
-
-def choice(argument: str, word: str, values: Mapping[str, _Value]) -> _Value:
-    """Returns the protocol's value for `word`.
-
-    Raises:
-        InvalidRequest: `word` is not a key of `values`; the message lists the keys.
-    """
-    if word not in values:
-        raise InvalidRequest(f"{argument} is {word!r}; it can be {', '.join(map(repr, values))}")
-    return values[word]
 
 
 def is_location(dataset: str | os.PathLike[str], data_format: str | None) -> bool:
@@ -156,48 +121,64 @@ def dataset_ref(
         InvalidRequest: There are options for a name, TOML cannot express an option, or the name
             is empty.
     """
-    text = os.fspath(dataset)
-    if not text:
+    if not isinstance(dataset, str | os.PathLike):
+        raise InvalidRequest(f"dataset is {shown(dataset)}; it must be a name or a path")
+    name = text("dataset", os.fspath(dataset))
+    if not name:
         raise InvalidRequest("the name of the dataset is empty")
     if not is_location(dataset, data_format):
         if options:
+            keys = ", ".join(mapping("options", options))
             raise InvalidRequest(
-                f"options ({', '.join(options)}) need a path, a URI or a format; "
-                f"{text!r} is a dataset's name"
+                f"options ({keys}) need a path, a URI or a format; {name!r} is a dataset's name"
             )
-        return pb.DatasetRef(name=text)
-    uri = text if "://" in text else str(Path(text).expanduser().absolute())
-    values = {key: toml_value(value) for key, value in (options or {}).items()}
-    return pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri=uri, format=data_format or "", options=values))
+        return pb.DatasetRef(name=name)
+    uri = name if "://" in name else text("dataset", str(Path(name).expanduser().absolute()))
+    values = {
+        key: toml_value(value, f"options[{key!r}]")
+        for key, value in mapping("options", {} if options is None else options).items()
+    }
+    data_format = "" if data_format is None else text("format", data_format)
+    return pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri=uri, format=data_format, options=values))
 
 
-def toml_value(value: object) -> str:
+def toml_value(value: object, name: str = "the option value", depth: int = 0) -> str:
     """Returns `value` in TOML's syntax (https://toml.io/en/v1.0.0).
 
+    Args:
+        value: A value of Python or numpy.
+        name: What the error calls it.
+        depth: How many lists and mappings it lies in.
+
     Raises:
-        InvalidRequest: TOML has no value of this type.
+        InvalidRequest: TOML has no such value, or it lies too deep.
     """
+    if depth > _MAX_DEPTH:
+        raise InvalidRequest(f"{name} has more than {_MAX_DEPTH} levels of lists and dicts")
+    below = partial(toml_value, name=name, depth=depth + 1)
     match value:
         case bool():
             return "true" if value else "false"
-        case int():
-            return str(value)
-        case float():
-            return repr(value)  # nan, inf and -inf are TOML's words too
+        case Integral():
+            return str(whole(name, value, _MIN_INT64, _MAX_INT64))
+        case Real():
+            return repr(float(value))  # nan, inf and -inf are TOML's words too
         case str():
-            return _toml_string(value)
+            return _toml_string(text(name, value))
+        case os.PathLike():
+            return _toml_string(text(name, os.fspath(value)))
         case Mapping():
-            items = (
-                f"{_toml_string(str(key))} = {toml_value(item)}" for key, item in value.items()
-            )
+            items = [
+                f"{_toml_string(key)} = {below(item)}" for key, item in mapping(name, value).items()
+            ]
             return "{" + ", ".join(items) + "}"
-        case Sequence() if not isinstance(value, bytes | bytearray):
-            return "[" + ", ".join(map(toml_value, value)) + "]"
+        case Sequence() if not isinstance(value, bytes | bytearray | memoryview):
+            return "[" + ", ".join(map(below, value)) + "]"
     raise InvalidRequest(
-        f"the option value {value!r} is neither a string, number, boolean, list nor mapping"
+        f"{name} is {shown(value)}, which is neither a string, number, boolean, list nor mapping"
     )
 
 
-def _toml_string(text: str) -> str:
+def _toml_string(value: str) -> str:
     # JSON's strings are valid in TOML, except that TOML does not allow a bare DEL.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

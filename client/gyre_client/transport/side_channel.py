@@ -6,12 +6,15 @@ The connection lasts as long as this process may read the arenas. So the daemon 
 that the process was killed, and that it can use the memory again.
 """
 
+import contextlib
 import os
 import select
 import socket
 
 from gyre_client.errors import DaemonUnavailable, Overloaded
+from gyre_client.printable import printable
 from gyre_client.transport.address import Address
+from gyre_client.transport.trust import check_peer
 
 TOKEN_KEY = "gyre-side-token"
 TOKEN_BYTES = 32
@@ -52,22 +55,28 @@ class SideChannel:
 
         Raises:
             Overloaded: The daemon takes no further connection, for the reason that it says.
+            UntrustedDaemon: The daemon belongs to a user that this process does not trust.
         """
         if address.side_path is None:
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        token = b""
         try:
             connection.settimeout(min(timeout_s, TIMEOUT_S))
-            connection.connect(address.side_path)
-            token = connection.recv(MAX_ANSWER_BYTES).decode()
-            connection.settimeout(TIMEOUT_S)
-        except (OSError, UnicodeDecodeError):
-            token = ""
-        if len(token) == TOKEN_BYTES:
-            return cls(connection, token)
+            with contextlib.suppress(OSError):
+                connection.connect(address.side_path)
+                check_peer(connection, address)
+                token = connection.recv(MAX_ANSWER_BYTES)
+                connection.settimeout(TIMEOUT_S)
+            if len(token) == TOKEN_BYTES and token.isalnum():
+                return cls(connection, token.decode())
+        except BaseException:
+            connection.close()
+            raise
         connection.close()
-        if token.startswith(REFUSED):
-            raise Overloaded(token.removeprefix(REFUSED))
+        if token.startswith(REFUSED.encode()):
+            reason = token.removeprefix(REFUSED.encode())
+            raise Overloaded(printable(reason.decode(errors="replace")))
         return None
 
     def receive(self, session_id: str, number: int) -> int:

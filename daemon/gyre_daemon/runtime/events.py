@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from gyre_daemon.runtime.printable import printable
+
 _LOGGER = logging.getLogger("gyre_daemon")
 
 
@@ -48,9 +50,11 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         facts = getattr(record, "facts", {})
-        line = f"{time} {record.levelname:7} {record.getMessage()}"
+        line = f"{time} {record.levelname:7} {printable(record.getMessage())}"
         line += "".join(f"  {key}={_shown(value)}" for key, value in facts.items())
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if record.exc_info:
+            line += "\n" + printable(self.formatException(record.exc_info), kept="\n")
+        return line
 
 
 def _shown(value: object) -> str:
@@ -60,7 +64,7 @@ def _shown(value: object) -> str:
     text = str(value)
     if text and text.isprintable() and not any(letter in ' ,="' for letter in text):
         return text
-    return json.dumps(text, ensure_ascii=not text.isprintable())
+    return printable(json.dumps(text, ensure_ascii=not text.isprintable()))
 
 
 class JsonFormatter(logging.Formatter):
@@ -76,4 +80,4 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return json.dumps(line, default=str).replace("\x7f", "\\u007f")

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
+from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.service import convert
 from gyre_daemon.sessions.session import LeftArenas, Sent, Session
 
@@ -53,13 +54,15 @@ async def responses(
     Raises:
         GyreError: a step failed, or the session was ended.
     """
+    times = session.totals.times
     try:
         while True:
             try:
                 async with asyncio.timeout(lease_s / 4):
                     news = await session.next_news(max_batches(session))
             except TimeoutError:
-                yield pb.StreamResponse(heartbeat=pb.Heartbeat())
+                before, times = times, session.totals.times
+                yield pb.StreamResponse(heartbeat=_heartbeat(times - before))
                 continue
             if isinstance(news, LeftArenas):
                 yield pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=news.numbers))
@@ -78,6 +81,17 @@ async def responses(
             return
         raise
     await listening  # the client reads the rest of its payload and hangs up
+
+
+def _heartbeat(times: WindowTimes) -> pb.Heartbeat:
+    """A heartbeat that says what the next batch waited for longest since the last one."""
+    waits = {
+        "the storage": times.wait_storage_s,
+        "a processor": times.wait_processor_s,
+        "credit": times.wait_trainer_s,
+    }
+    longest = max(waits, key=lambda name: waits[name])
+    return pb.Heartbeat(waiting_for=longest if waits[longest] else "")
 
 
 def max_batches(session: Session) -> int:

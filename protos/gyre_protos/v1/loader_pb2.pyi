@@ -1026,12 +1026,17 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    waiting_for: _builtins.str
+    """from the daemon: what the next batch waits for, for people; empty where it is sent by a client"""
     def __init__(
         self,
+        *,
+        waiting_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -310,7 +310,10 @@ HARMLESS = {
 }
 HARMLESS_ROWS = [Row(f"stream {words}", sent, "", "", "") for words, sent in HARMLESS.items()]
 ROWS = [
-    *(Row(f"open {words}", ("OpenSession", sent), *told, text) for words, sent, told, text in OPENINGS),
+    *(
+        Row(f"open {words}", ("OpenSession", sent), *told, text)
+        for words, sent, told, text in OPENINGS
+    ),
     *(
         Row(f"open {words}", ("OpenSession", sent), *told, text, awaits)
         for words, sent, told, text, awaits in LATER

@@ -1,0 +1,29 @@
+"""Text of others, as a terminal may show it.
+
+A terminal obeys control characters: they move the cursor, change the title, or hide what follows.
+Names and messages of datasets, storages, jobs and daemons may hold any. Every error and every
+output of the commands passes through here.
+"""
+
+
+def printable(text: str, kept: str = "") -> str:
+    r"""Returns the text with everything escaped that is no visible character or plain space.
+
+    These are the control characters (C0, DEL and C1), line separators, characters without a width
+    or with a direction, lone surrogates, and code points without a meaning. They are shown as
+    Python writes them: `\x1b`, `\u202e`.
+
+    Args:
+        text: Any text.
+        kept: Characters that stay as they are, such as a line's end.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in kept else _escaped(character)
+        for character in text
+    )
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

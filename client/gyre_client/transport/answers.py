@@ -1,0 +1,169 @@
+"""Checks what a daemon answers, before anything is done with it.
+
+A daemon may be broken, of another version, or not a daemon at all. Its numbers decide what this
+process maps, allocates and waits for.
+"""
+
+import math
+import mmap
+
+from google.protobuf.message import Message
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.errors import CursorRejected, DaemonFault
+from gyre_client.transport.layouts import MAX_BYTES, check_fields
+
+MAX_CURSOR_BYTES = 4096  # the daemon takes no longer one; it has about 250
+# The daemon's own limits: a credit is at most 2^20, and positions end at 2^62.
+MAX_QUEUED = 1 << 20
+MAX_COUNT = 1 << 62
+MAX_LEASE_S = 24 * 3600.0
+_MAX_ID_CHARS = 128
+
+
+def check_numbers(message: Message) -> None:
+    """Checks that no number of a message is infinite or none, however deep it lies.
+
+    Raises:
+        DaemonFault: One is; names its field.
+    """
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_DOUBLE:
+            if not math.isfinite(value):
+                raise DaemonFault(f"the daemon says that {field.full_name} is {value}")
+        elif field.message_type is not None:
+            for each in [value] if isinstance(value, Message) else value:
+                if isinstance(each, Message):
+                    check_numbers(each)
+
+
+def check_description(description: pb.DatasetDescription) -> None:
+    """Checks the description of a dataset.
+
+    Raises:
+        DaemonFault: There can be no such dataset.
+    """
+    for name in ("num_samples", "num_shards", "num_bytes"):
+        _check_count(f"the dataset's {name}", getattr(description, name), 0, MAX_COUNT)
+    if not description.num_samples or not description.fields or not description.fingerprint:
+        raise DaemonFault("the daemon describes a dataset without samples, fields or fingerprint")
+    check_fields(description.fields)
+
+
+def check_plan(response: pb.PlanStepResponse, request: pb.PlanStepRequest) -> None:
+    """Checks the sample ids of a step.
+
+    Raises:
+        DaemonFault: There are not as many as the rank reads, or not as many marks.
+    """
+    wanted = request.order.global_batch_size // (request.world_size or 1)
+    for name, num in (("sample ids", len(response.sample_ids)), ("marks", len(response.mask))):
+        if num != wanted and (num or name == "sample ids"):
+            raise DaemonFault(f"the daemon planned {num} {name} for a step of {wanted} samples")
+
+
+def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> None:
+    """Checks what a daemon grants a session.
+
+    Raises:
+        DaemonFault: It is not what was asked for, or impossible.
+    """
+    session_id = opened.session_id
+    if not 0 < len(session_id) <= _MAX_ID_CHARS or not session_id.isascii():
+        raise DaemonFault(f"the daemon calls a session {session_id[:_MAX_ID_CHARS]!r}")
+    if not 0 < opened.lease_s <= MAX_LEASE_S:
+        raise DaemonFault(f"the daemon grants a lease of {opened.lease_s} s")
+    check_cursor_bytes(len(opened.cursor))
+    _check_count("the session's first step", opened.first_step, 0, MAX_COUNT)
+    if request.HasField("step") and opened.first_step != request.step:
+        raise DaemonFault(
+            f"the session begins at step {opened.first_step}, but step {request.step} was asked for"
+        )
+    _check_count("the dataset's num_samples", opened.num_samples, 1, MAX_COUNT)
+    _check_count("max_queued_batches", opened.max_queued_batches, 1, MAX_QUEUED)
+    _check_count("max_kept_batches", opened.max_kept_batches, 0, MAX_QUEUED)
+    _check_count("arena_bytes", opened.arena_bytes, 0, MAX_BYTES)
+    if opened.arena_bytes % mmap.PAGESIZE:
+        raise DaemonFault(
+            f"the daemon announces an arena of {opened.arena_bytes} bytes, which are not whole "
+            "pages"
+        )
+    check_fields(opened.fields)
+
+
+def check_same_dataset(
+    opened: pb.SessionOpened, before: pb.SessionOpened | pb.DatasetDescription
+) -> None:
+    """Checks that a session reads the dataset that was described, or read, before.
+
+    Raises:
+        CursorRejected: The dataset has changed meanwhile.
+        DaemonFault: It is said to be the same one, but has other samples or fields.
+    """
+    if opened.fingerprint != before.fingerprint:
+        raise CursorRejected(
+            f"the dataset has changed: its fingerprint was {before.fingerprint} and is "
+            f"{opened.fingerprint} now. Make a new Loader, which begins with the new samples"
+        )
+    is_same = opened.num_samples == before.num_samples and opened.fields == before.fields
+    if not is_same:
+        raise DaemonFault(
+            f"the daemon describes the dataset with the fingerprint {opened.fingerprint} in two "
+            "ways: the number of its samples or its fields differ"
+        )
+
+
+def check_grant(batches: pb.Batches) -> None:
+    """Checks how many batches a session may now have under way.
+
+    Raises:
+        DaemonFault: They are more than any session has.
+    """
+    _check_count("max_queued_batches", batches.max_queued_batches, 0, MAX_QUEUED)
+    _check_count("max_kept_batches", batches.max_kept_batches, 0, MAX_QUEUED)
+
+
+def check_group(group: pb.BatchGroup, step: int, num_expected: int) -> None:
+    """Checks which steps a batch group has, and their cursors.
+
+    Args:
+        group: The message.
+        step: The step that comes next.
+        num_expected: The batches that the daemon has credit for.
+
+    Raises:
+        DaemonFault: A step is missing or comes twice, there are more batches than credit, or a
+            cursor is none.
+    """
+    cursors = group.cursors
+    if group.first_step != step:
+        raise DaemonFault(f"the daemon sent step {group.first_step} where step {step} comes next")
+    if not 0 < len(cursors.own) <= num_expected:
+        raise DaemonFault(
+            f"the daemon sent {len(cursors.own)} batches from step {step} on, "
+            f"but it may send 1 to {num_expected}"
+        )
+    sizes = set(map(len, cursors.own))
+    if cursors.num_before > min(sizes):
+        raise DaemonFault(f"the cursors from step {step} on are shorter than their beginning")
+    for size in sizes:
+        check_cursor_bytes(size + len(cursors.common))
+
+
+def check_cursor_bytes(num_bytes: int) -> None:
+    """Checks the size of a cursor.
+
+    Raises:
+        DaemonFault: No cursor has this size.
+    """
+    if not 0 < num_bytes <= MAX_CURSOR_BYTES:
+        raise DaemonFault(
+            f"the daemon sent a cursor of {num_bytes} bytes; one has 1 to {MAX_CURSOR_BYTES}"
+        )
+
+
+def _check_count(name: str, number: int, least: int, most: int) -> None:
+    if not least <= number <= most:
+        raise DaemonFault(
+            f"the daemon says that {name} is {number}; it must be from {least} to {most}"
+        )

@@ -1,0 +1,85 @@
+"""What a program does with its standard streams, whatever ends it: no traceback, an exit status.
+
+The reader of its output may go away (`gyred check-config | head -1`), the disk of its output may be
+full, streams may be closed (`gyred serve >&-`), the terminal may know few characters, and the user
+may press Ctrl-C, even before all modules are imported.
+"""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from gyre_daemon.runtime.printable import printable
+
+_INTERRUPTED = 128 + signal.SIGINT
+_READER_GONE = 128 + signal.SIGPIPE
+
+
+def run_program(name: str, run: Callable[[], int]) -> int:
+    """Run a program in the main thread, and return its exit status.
+
+    Args:
+        name: of the program, for its messages.
+        run: returns the exit status, or ends with SystemExit. An OSError that leaves it is one of
+            its output.
+
+    Returns:
+        130 after Ctrl-C; 141 if the reader of the output is gone; 1 if the output cannot be
+        written, which a sentence on standard error says; otherwise what `run` returned.
+    """
+    try:
+        _open_streams()
+        status = _status_of(run)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except BrokenPipeError:
+        status = _READER_GONE
+    except OSError as error:
+        _say(f"{name}: the output cannot be written: {printable(error.strerror or str(error))}")
+        status = 1
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _discard_unwritable()
+    return status
+
+
+def _status_of(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def _open_streams() -> None:
+    """Replace closed streams, and make sure that every character can be written.
+
+    A closed descriptor is given to /dev/null, so that no socket gets its number.
+    """
+    for descriptor, stream in enumerate(("stdin", "stdout", "stderr")):
+        with contextlib.suppress(OSError):
+            os.fstat(descriptor)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        setattr(sys, stream, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="backslashreplace")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _discard_unwritable() -> None:
+    """Let go of output that nobody takes: the interpreter would complain of it when it ends."""
+    for output in (sys.stdout, sys.stderr):
+        try:
+            output.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output.fileno())
+            os.close(nowhere)
