@@ -28,7 +28,7 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
         pattern = make_format(name, dataset).pattern
         try:
             for path in location.paths:
-                list_files(Path(path), pattern)
+                list_files(Path(path), pattern, follow_links=dataset.follow_links)
         except GyreError as error:
             yield name, error
 

@@ -53,6 +53,7 @@ class DatasetConfig:
         options: the remaining keys of the table, which the format reads.
         storage: settings of the storage driver, which reads them: endpoint, region, credentials.
         cache: whether blocks read from object storage are kept in the node's cache.
+        follow_links: whether links among local files may lead out of the dataset's folder.
     """
 
     uri: _Text
@@ -60,6 +61,7 @@ class DatasetConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: bool = True
+    follow_links: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,8 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
     """
     where = f"datasets.{name}"
     rest = dict(_convert(table, dict[str, Any], where))
-    common = {key: rest.pop(key) for key in ("uri", "format", "storage", "cache") if key in rest}
+    keys = [each.name for each in fields(DatasetConfig) if each.name != "options"]
+    common = {key: rest.pop(key) for key in keys if key in rest}
     return _build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")
 
 

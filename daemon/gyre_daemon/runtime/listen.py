@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.runtime.ownership import make_folder, open_ours
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f%]")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -113,7 +114,7 @@ class SocketClaim:
 
         Raises:
             ConfigError: another daemon has claimed the path, something that is no socket is there,
-                or the folder cannot be used.
+                or the folder cannot be used or is controlled by others.
         """
         self.address = address
         self._path = address.path
@@ -141,8 +142,8 @@ class SocketClaim:
             ConfigError: as when the claim is made.
         """
         try:
-            self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-            if self._path.exists() and not self._path.is_socket():
+            make_folder(self._path.parent, 0o750)  # clients of the daemon's group look into it
+            if self._path.is_symlink() or (self._path.exists() and not self._path.is_socket()):
                 raise ConfigError(f"{self._path} is no socket; remove it or listen on another path")
             if not _is_at(self._lock, self._lock_path):
                 self._hold()
@@ -184,7 +185,7 @@ class SocketClaim:
 
     def _lock_file(self) -> int:
         while True:
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            descriptor = open_ours(self._lock_path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

@@ -25,6 +25,7 @@ from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.local.listing import list_files, stat_shard
@@ -78,6 +79,7 @@ class StorageOpener:
         settings: Mapping[str, Any],
         pattern: str,
         *,
+        follow_links: bool = False,
         may_be_absent: bool = False,
     ) -> Storage:
         """List the shards of a location, and make them readable.
@@ -86,6 +88,7 @@ class StorageOpener:
             location: where they lie.
             settings: of the driver: endpoint, region, credentials.
             pattern: which files of a folder count.
+            follow_links: whether links among local files may leave the location's folder.
             may_be_absent: do not count a failed request if nothing is there.
 
         Raises:
@@ -95,10 +98,10 @@ class StorageOpener:
         scheme = location.scheme
         if scheme == "file":
             loop = asyncio.get_running_loop()
-            listing = loop.run_in_executor(self._workers.executor, _list_local, location, pattern)
-            paths, shards = await listing
+            list_all = functools.partial(_list_local, location, pattern, follow_links=follow_links)
+            files, shards = await loop.run_in_executor(self._workers.executor, list_all)
             self._count_listing("file", len(location.paths), "ok")
-            return self.local(paths, shards, None)
+            return self.local(files, shards, None)
         filesystem = await self._make_filesystem(location, settings)
         names, shards = await self._list_remote(
             filesystem, location, pattern, may_be_absent=may_be_absent
@@ -110,16 +113,18 @@ class StorageOpener:
         self._sources.add(source)
         return RemoteStorage(source, endpoint, names, shards)
 
-    def local(self, paths: Sequence[Path], shards: Sequence[Shard], owner: object) -> LocalStorage:
+    def local(
+        self, files: Sequence[LocalFile], shards: Sequence[Shard], owner: object
+    ) -> LocalStorage:
         """A storage of files whose listing is known already.
 
         Args:
-            paths: of the shards.
+            files: the shards.
             shards: as listed.
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
         return LocalStorage(
-            paths, shards, self._workers, self._metrics, self._copy_workers, self._open_files, owner
+            files, shards, self._workers, self._metrics, self._copy_workers, self._open_files, owner
         )
 
     async def open_beside(
@@ -139,15 +144,21 @@ class StorageOpener:
         Raises:
             NotAllowed, StorageUnavailable: the files cannot be looked at.
         """
-        paths = [storage.path(shard).rpartition(".")[0] + suffix for shard in shards]
-        scheme = paths[0].partition("://")[0] if "://" in paths[0] else "file"
-        location = Location(scheme, tuple(paths), paths[0])
+        files = [file for shard in shards if (file := storage.local_file(shard)) is not None]
         try:
+            if files:
+                beside = [file.sibling(file.path.stem + suffix) for file in files]
+                loop, threads = asyncio.get_running_loop(), self._workers.executor
+                found = await loop.run_in_executor(threads, _stat_all, beside)
+                self._count_listing("file", len(beside), "ok")
+                return self.local(beside, found, None)
+            paths = [storage.path(shard).rpartition(".")[0] + suffix for shard in shards]
+            location = Location(paths[0].partition("://")[0], tuple(paths), paths[0])
             return await self.open(location, settings, "*" + suffix, may_be_absent=True)
         except ShardMissing:
             return None
         except NotAllowed:
-            if scheme == "file":
+            if files:
                 raise
             return None  # S3 forbids to read absent keys where keys may not be listed
 
@@ -278,10 +289,21 @@ def _no_driver(scheme: str, error: ImportError) -> ConfigError:
     return ConfigError(f"no driver for {scheme}:// is installed: {error}")
 
 
-def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:
-    paths = [file for path in location.paths for file in list_files(Path(path), pattern)]
-    names = relative_names([str(path) for path in paths])
-    return paths, [stat_shard(path, name) for path, name in zip(paths, names, strict=True)]
+def _list_local(
+    location: Location, pattern: str, *, follow_links: bool
+) -> tuple[list[LocalFile], list[Shard]]:
+    files = [
+        file
+        for path in location.paths
+        for file in list_files(Path(path), pattern, follow_links=follow_links)
+    ]
+    return files, _stat_all(files)
+
+
+def _stat_all(files: Sequence[LocalFile]) -> list[Shard]:
+    """The files as shards, whose names are relative to the deepest folder with all of them."""
+    names = relative_names([str(file) for file in files])
+    return [stat_shard(file, name) for file, name in zip(files, names, strict=True)]
 
 
 async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Entries:
