@@ -10,13 +10,31 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.sidecars import SidecarStore
-from gyre_daemon.errors import GyreError, first_error
+from gyre_daemon.errors import ConfigError, GyreError, first_error
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.ownership import check_folder
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+
+
+def check_folders(config: DaemonConfig) -> None:
+    """Refuse folders that others control; those that are missing are made when they are needed.
+
+    Raises:
+        ConfigError: names the folder's key, and what to do.
+    """
+    named = {key: getattr(config, key) for key in ("cache_dir", "index_dir", "unpack_dir")}
+    for key, text in named.items():
+        try:
+            if text:
+                check_folder(Path(text))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
 
 
 def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:

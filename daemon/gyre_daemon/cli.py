@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
-from gyre_daemon.checks import missing_datasets, open_datasets
+from gyre_daemon.checks import check_folders, missing_datasets, open_datasets
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, load
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import make_format
@@ -27,7 +28,7 @@ from gyre_daemon.runtime.limits import (
     memory_limit_bytes,
     raise_descriptor_limit,
 )
-from gyre_daemon.runtime.listen import parse_address, parse_metrics_address
+from gyre_daemon.runtime.listen import check_distinct, parse_address, parse_metrics_address
 from gyre_daemon.server import Owner, serve
 from gyre_daemon.storage.location import parse_location
 
@@ -106,10 +107,10 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         flags |= {"listen": [f"unix:{parsed.socket_dir}/gyre.sock"], "metrics_listen": ""}
     effective = load(parsed.config, os.environ, flags)
     config = effective.config
-    for address in config.listen:
-        parse_address(address)
+    metrics = None
     if config.metrics_listen:
-        parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
+        metrics = parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
+    check_distinct([parse_address(address) for address in config.listen], metrics)
     for name, dataset in config.datasets.items():
         make_format(name, dataset)
         try:
@@ -122,12 +123,15 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
 def _serve(parsed: argparse.Namespace) -> int:
     if parsed.embedded != (parsed.socket_dir is not None):
         raise ConfigError("--embedded and --socket-dir go together")
-    config = _load(parsed).config
+    effective = _load(parsed)
+    config = effective.config
     if not parsed.embedded:  # the user of a private daemon chose no budget
         check_memory_budget(config.memory_budget, memory_limit_bytes())
+    check_folders(config)
     owner = Owner(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
     start_log(config.log_level, config.log_format)
-    reread = (lambda: _load(parsed).config) if parsed.config else None
+    _log_warnings(effective)
+    reread = partial(_reread, parsed) if parsed.config else None
     gc.collect()
     gc.freeze()  # what exists now lives as long as the daemon: no pass looks at it
     gc.set_threshold(*_COLLECT_AFTER)
@@ -137,6 +141,17 @@ def _serve(parsed: argparse.Namespace) -> int:
     with CopyWorkers(num_workers) as copy_workers:
         uvloop.run(serve(config, _index_dir(), owner, reread, copy_workers))
     return 0
+
+
+def _reread(parsed: argparse.Namespace) -> DaemonConfig:
+    effective = _load(parsed)
+    _log_warnings(effective)
+    return effective.config
+
+
+def _log_warnings(effective: EffectiveConfig) -> None:
+    for text in effective.warnings:
+        log_event("configuration warning", {"reason": text}, logging.WARNING)
 
 
 def _log_descriptor_shortage(shares: DescriptorShares, config: DaemonConfig) -> None:
@@ -155,7 +170,10 @@ def _log_descriptor_shortage(shares: DescriptorShares, config: DaemonConfig) -> 
 def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
+    check_folders(effective.config)
     _print_config(effective)
+    for text in effective.warnings:
+        print(f"gyred: warning: {text}", file=sys.stderr)
     if parsed.open:
         return _open_datasets(effective.config)
     for name, error in missing_datasets(effective.config):
@@ -173,7 +191,12 @@ def _print_config(effective: EffectiveConfig) -> None:
             print(f"{json.dumps(pattern)} = {weight:g}")
     for name, dataset in sorted(config.datasets.items()):
         print(f"\n[datasets.{name}]")
-        values = {"uri": parse_location(dataset.uri).text, "format": dataset.format}
+        values: dict[str, Any] = {
+            "uri": parse_location(dataset.uri).text,
+            "format": dataset.format,
+        }
+        if dataset.follow_links:
+            values["follow_links"] = True
         for key, value in (values | dict(dataset.options)).items():
             print(f"{key} = {json.dumps(value)}")
         if dataset.storage:

@@ -175,7 +175,7 @@ def test_a_listing_names_the_link_and_the_key(folder: Path, uri: str, link: str)
 def test_a_glob_lists_nothing_behind_a_link_that_leaves_the_root(folder: Path) -> None:
     """Not even names: they may be secret too."""
     (folder / "out").symlink_to("../secret")
-    for uri in ("*/*.bin", "*/*", "out/*.bin"):
+    for uri in ("*/*.bin", "*/*", "[o]ut/*.bin"):
         with pytest.raises(NotAllowed) as refused:
             for file in list_files(folder / uri, "*.bin"):
                 stat_shard(file, file.path.name)

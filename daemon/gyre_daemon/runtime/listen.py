@@ -5,6 +5,7 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,34 @@ def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
             "job reads and how fast; listen on 127.0.0.1, or set metrics_public = true"
         )
     return address
+
+
+def check_distinct(
+    addresses: Sequence[UnixAddress | TcpAddress], metrics: TcpAddress | None = None
+) -> None:
+    """Refuse addresses of which two are the same.
+
+    Args:
+        addresses: where clients are served. Beside a Unix socket lies that of its side channel.
+        metrics: where metrics are served; None for nowhere.
+
+    Raises:
+        ConfigError: names the first address that comes twice.
+    """
+    taken: set[object] = set()
+    for address in (*addresses, *([metrics] if metrics else ())):
+        if isinstance(address, UnixAddress):
+            folder = os.path.realpath(address.path.parent)
+            places = {f"{folder}/{address.path.name}{end}" for end in ("", ".side", ".lock")}
+        else:
+            places = {address} if address.port else set()
+        if taken & places:
+            text = address.grpc_target
+            raise ConfigError(
+                f"the address {text} is given twice, among `listen` and `metrics_listen`; each "
+                "needs its own"
+            )
+        taken |= places
 
 
 class SocketClaim:

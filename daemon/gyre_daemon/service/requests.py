@@ -104,7 +104,7 @@ def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
             table[key] = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(
-                f"option `{key[:100]}` of the dataset is not a TOML value: {text[:100]!r}"
+                f"option `{key[:100]}` of the dataset is not a TOML value"
             ) from error
     return parse_dataset("ad hoc", table)
 

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
+from gyre_daemon.config_file import hide
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.errors import (
     ConfigError,
@@ -38,6 +40,9 @@ from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.driver_source import DriverSource
+from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
+from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
+from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
@@ -96,20 +101,23 @@ class StorageOpener:
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
         scheme = location.scheme
+        settings, policy = take_redirect_hosts(settings)
         if scheme == "file":
             loop = asyncio.get_running_loop()
             list_all = functools.partial(_list_local, location, pattern, follow_links=follow_links)
             files, shards = await loop.run_in_executor(self._workers.executor, list_all)
             self._count_listing("file", len(location.paths), "ok")
             return self.local(files, shards, None)
-        filesystem = await self._make_filesystem(location, settings)
+        filesystem = await self._make_filesystem(location, settings, policy)
         names, shards = await self._list_remote(
             filesystem, location, pattern, may_be_absent=may_be_absent
         )
         num_endpoints = len(self.endpoints)
         endpoint = self._endpoint(scheme, settings, names[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
-        source = await self._make_source(filesystem, scheme, settings, names[0], num_connections)
+        source = await self._make_source(
+            filesystem, scheme, settings, names[0], num_connections, policy
+        )
         self._sources.add(source)
         return RemoteStorage(source, endpoint, names, shards)
 
@@ -174,16 +182,24 @@ class StorageOpener:
         settings: Mapping[str, Any],
         path: str,
         num_connections: int,
+        policy: RedirectPolicy,
     ) -> Source:
         """What carries the reads of a listed dataset; opens this many connections at once."""
+        if isinstance(filesystem, WebFileSystem):
+            filesystem.source.connect(urlsplit(path), num_connections)
+            return filesystem.source
         if scheme not in _OBJECT_SCHEMES:
             return DriverSource(filesystem)
         # Drivers of object storages are an extra, which local files do not need.
-        from gyre_daemon.storage.sources.object_source import ObjectSource  # noqa: PLC0415
-        from gyre_daemon.storage.sources.plain_source import plain_source  # noqa: PLC0415
+        from gyre_daemon.storage.sources.object_source import (  # noqa: PLC0415
+            ObjectSource,
+            plain_source,
+        )
 
         general = ObjectSource(scheme, settings, path)
-        return await plain_source(general, scheme, settings, path, self._budget, num_connections)
+        return await plain_source(
+            general, scheme, settings, path, self._budget, num_connections, policy
+        )
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """The endpoint that all datasets of one bucket, or of one web server, share."""
@@ -196,11 +212,13 @@ class StorageOpener:
         return self.endpoints[name]
 
     async def _make_filesystem(
-        self, location: Location, settings: Mapping[str, Any]
+        self, location: Location, settings: Mapping[str, Any], policy: RedirectPolicy
     ) -> AsyncFileSystem:
         """A file system for one dataset; a shared one would share credentials."""
         scheme = location.scheme
         try:
+            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], policy):
+                return WebFileSystem(settings, policy, self._budget)
             if scheme in _OBJECT_SCHEMES:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
@@ -219,7 +237,8 @@ class StorageOpener:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"the storage settings of a {scheme}:// dataset cannot be used: {error}"
+                f"the storage settings of a {scheme}:// dataset cannot be used: "
+                f"{hide(str(error), settings)}"
             ) from error
         except Exception as error:
             raise listing_error(location.text, error) from error
@@ -309,7 +328,8 @@ def _stat_all(files: Sequence[LocalFile]) -> list[Shard]:
 async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Entries:
     """Path and info of every file that a path, a folder or a glob stands for, sorted by path."""
     scheme = path.partition("://")[0]
-    if any(letter in path for letter in "*?["):
+    may_be_glob = path.partition("://")[2].partition("/")[2] if scheme in WEB_SCHEMES else path
+    if any(letter in may_be_glob for letter in "*?["):
         found = await filesystem._glob(path, detail=True)
     else:
         info = await filesystem._info(path)
