@@ -109,9 +109,14 @@ class StorageOpener:
             self._count_listing("file", len(location.paths), "ok")
             return self.local(files, shards, None)
         filesystem = await self._make_filesystem(location, settings, policy)
-        names, shards = await self._list_remote(
-            filesystem, location, pattern, may_be_absent=may_be_absent
-        )
+        try:
+            names, shards = await self._list_remote(
+                filesystem, location, pattern, may_be_absent=may_be_absent
+            )
+        except BaseException:
+            if isinstance(filesystem, WebFileSystem):
+                filesystem.source.close()
+            raise
         num_endpoints = len(self.endpoints)
         endpoint = self._endpoint(scheme, settings, names[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
@@ -233,7 +238,7 @@ class StorageOpener:
                 return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
         except ImportError as error:
             raise _no_driver(scheme, error) from error
-        except ConfigError:
+        except GyreError:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
