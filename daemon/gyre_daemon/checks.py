@@ -13,7 +13,7 @@ from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ConfigError, GyreError, first_error
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.runtime.ownership import check_folder
+from gyre_daemon.runtime.ownership import NotOurs, check_folder
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
@@ -31,10 +31,10 @@ def check_folders(config: DaemonConfig) -> None:
         try:
             if text:
                 check_folder(Path(text))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
+        except NotOurs as error:
             raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
+        except OSError:
+            continue  # what cannot be used is told when it is needed
 
 
 def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
