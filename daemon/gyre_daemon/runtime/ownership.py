@@ -110,7 +110,7 @@ def _make(path: Path, mode: int) -> bool:
     except FileExistsError:
         return False
     except FileNotFoundError:
-        if path.parent == path:
+        if path.parent.is_dir():  # such as /proc, where nothing can be made
             raise
         _make(path.parent, mode)
         return _make(path, mode)

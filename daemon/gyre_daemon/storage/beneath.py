@@ -200,10 +200,14 @@ def has_openat2() -> bool:
     return True
 
 
+@functools.cache
+def _how(flags: int) -> bytes:
+    return _HOW.pack(flags, 0, _BENEATH | _NO_MAGIC_LINKS)
+
+
 def _openat2(root: int, name: str, flags: int) -> int:
     """The descriptor, or -1 where `ctypes.get_errno` says why not."""
-    how = _HOW.pack(flags, 0, _BENEATH | _NO_MAGIC_LINKS)
-    descriptor: int = _syscall(_OPENAT2, root, os.fsencode(name), how, len(how))
+    descriptor: int = _syscall(_OPENAT2, root, os.fsencode(name), _how(flags), _HOW.size)
     return descriptor
 
 

@@ -72,8 +72,11 @@ def stat_shard(file: LocalFile, name: str) -> Shard:
         ShardMissing, NotAllowed, StorageUnavailable: it does not exist, or cannot be read.
     """
     try:
-        with file.opened() as descriptor:
+        descriptor = file.open()
+        try:
             stamp = Stamp.of(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise file_error(name, error) from error
     return Shard(name, stamp.size_bytes, stamp.version)
