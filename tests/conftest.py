@@ -196,6 +196,7 @@ def gyred(tmp_path: Path, interpreter: Interpreter) -> Iterator[StartDaemon]:
         folder.mkdir()
         address = f"unix:{folder}/run/gyre.sock"
         config_path = folder / "gyre.toml"
+        config_path.touch(0o600)  # some configurations hold secrets
         config_path.write_text(
             to_toml(
                 {

@@ -20,6 +20,7 @@ import numpy as np
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.readahead import ReadAhead
@@ -98,8 +99,9 @@ async def epoch(path: Path, size: int, kind: type[ReadAhead]) -> tuple[float, fl
     jobs = iter(enumerate(range(0, num_samples, per_job)))
     began, ends = time.perf_counter(), []
     with ThreadPoolExecutor(NUM_THREADS) as executor:
-        shard = stat_shard(path, "0")
-        storage = LocalStorage([path], [shard], FairExecutor(executor, NUM_THREADS), Metrics())
+        file = LocalFile.of(path)
+        shard = stat_shard(file, "0")
+        storage = LocalStorage([file], [shard], FairExecutor(executor, NUM_THREADS), Metrics())
         storage._ahead = kind([shard])
 
         async def work() -> None:

@@ -10,13 +10,31 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.sidecars import SidecarStore
-from gyre_daemon.errors import GyreError, first_error
+from gyre_daemon.errors import ConfigError, GyreError, first_error
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.runtime.ownership import NotOurs, check_folder
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+
+
+def check_folders(config: DaemonConfig) -> None:
+    """Refuse folders that others control; those that are missing are made when they are needed.
+
+    Raises:
+        ConfigError: names the folder's key, and what to do.
+    """
+    named = {key: getattr(config, key) for key in ("cache_dir", "index_dir", "unpack_dir")}
+    for key, text in named.items():
+        try:
+            if text:
+                check_folder(Path(text))
+        except NotOurs as error:
+            raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
+        except OSError:
+            continue  # what cannot be used is told when it is needed
 
 
 def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
@@ -28,7 +46,7 @@ def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
         pattern = make_format(name, dataset).pattern if dataset.format else "*"
         try:
             for path in location.paths:
-                list_files(Path(path), pattern)
+                list_files(Path(path), pattern, follow_links=dataset.follow_links)
         except GyreError as error:
             yield name, error
 

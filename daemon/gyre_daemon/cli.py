@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre_daemon import __version__
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.policy import Policy
-from gyre_daemon.checks import missing_datasets, open_datasets
-from gyre_daemon.config import SCALAR_KEYS, DaemonConfig, EffectiveConfig, LimitsConfig, load
+from gyre_daemon.checks import check_folders, missing_datasets, open_datasets
+from gyre_daemon.config import (
+    SCALAR_KEYS,
+    DaemonConfig,
+    DatasetConfig,
+    EffectiveConfig,
+    LimitsConfig,
+    load,
+)
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.errors import ConfigError
@@ -32,6 +40,7 @@ from gyre_daemon.runtime.limits import (
 )
 from gyre_daemon.runtime.listen import (
     TcpAddress,
+    check_distinct,
     check_tls,
     parse_address,
     parse_metrics_address,
@@ -119,13 +128,16 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         flags["admin"] = []  # the owner, whatever the environment says
     effective = load(parsed.config, os.environ, flags)
     config = effective.config
+    addresses = [parse_address(address) for address in config.listen]
     check_tls(
-        [parse_address(address) for address in config.listen],
+        addresses,
         has_certificate=bool(config.tls_certificate),
         has_credentials=bool(config.tls_client_ca or config.tokens),
     )
+    metrics = None
     if config.metrics_listen:
-        parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
+        metrics = parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
+    check_distinct(addresses, metrics)
     Policy(config)
     for name, dataset in config.datasets.items():
         if dataset.format:
@@ -140,12 +152,15 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
 def _serve(parsed: argparse.Namespace) -> int:
     if parsed.embedded != (parsed.socket_dir is not None):
         raise ConfigError("--embedded and --socket-dir go together")
-    config = _load(parsed).config
+    effective = _load(parsed)
+    config = effective.config
     if not parsed.embedded:  # the user of a private daemon chose no budget
         check_memory_budget(config.memory_budget, memory_limit_bytes())
+    check_folders(config)
     owner = Owner(parsed.parent_pid, parsed.socket_dir) if parsed.embedded else None
     start_log(config.log_level, config.log_format)
-    reread = (lambda: _load(parsed).config) if parsed.config else None
+    _log_warnings(effective)
+    reread = partial(_reread, parsed) if parsed.config else None
     gc.collect()
     gc.freeze()  # what exists now lives as long as the daemon: no pass looks at it
     gc.set_threshold(*_COLLECT_AFTER)
@@ -155,6 +170,17 @@ def _serve(parsed: argparse.Namespace) -> int:
     with CopyWorkers(num_workers) as copy_workers:
         uvloop.run(serve(config, _index_dir(), owner, reread, copy_workers))
     return 0
+
+
+def _reread(parsed: argparse.Namespace) -> DaemonConfig:
+    effective = _load(parsed)
+    _log_warnings(effective)
+    return effective.config
+
+
+def _log_warnings(effective: EffectiveConfig) -> None:
+    for text in effective.warnings:
+        log_event("configuration warning", {"reason": text}, logging.WARNING)
 
 
 def _log_descriptor_shortage(shares: DescriptorShares, config: DaemonConfig) -> None:
@@ -174,7 +200,10 @@ def _check_config(parsed: argparse.Namespace) -> int:
     effective = _load(parsed)
     check_memory_budget(effective.config.memory_budget, memory_limit_bytes())
     Credentials.of(effective.config)
+    check_folders(effective.config)
     _print_config(effective)
+    for text in effective.warnings:
+        print(f"gyred: warning: {text}", file=sys.stderr)
     if parsed.open:
         return _open_datasets(effective.config)
     for name, error in missing_datasets(effective.config):
@@ -197,17 +226,22 @@ def _print_config(effective: EffectiveConfig) -> None:
         for name, path in config.tokens.items():
             print(f"{json.dumps(name)} = {json.dumps(path)}")
     for name, dataset in sorted(config.datasets.items()):
-        print(f"\n[datasets.{printable(name)}]")
-        values: dict[str, Any] = {
-            "uri": parse_location(dataset.uri).text,
-            "format": dataset.format,
-        }
-        if dataset.allow:
-            values["allow"] = dataset.allow
-        for key, value in (values | dict(dataset.options)).items():
-            print(printable(f"{key} = {json.dumps(value)}"))
-        if dataset.storage:
-            print(printable(f"# storage settings: {', '.join(sorted(dataset.storage))}"))
+        _print_dataset(name, dataset)
+
+
+def _print_dataset(name: str, dataset: DatasetConfig) -> None:
+    print(f"\n[datasets.{printable(name)}]")
+    values: dict[str, Any] = {"uri": parse_location(dataset.uri).text}
+    given = {
+        "format": dataset.format,
+        "allow": dataset.allow,
+        "follow_links": dataset.follow_links,
+    }
+    values |= {key: value for key, value in given.items() if value}
+    for key, value in (values | dict(dataset.options)).items():
+        print(printable(f"{key} = {json.dumps(value)}"))
+    if dataset.storage:
+        print(printable(f"# storage settings: {', '.join(sorted(dataset.storage))}"))
 
 
 def _print_limits(limits: LimitsConfig) -> None:

@@ -6,9 +6,8 @@ dataclasses and msgspec checks them; docs/adr/0031 says how and why.
 
 import difflib
 import re
-import tomllib
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from gyre_daemon.config_file import misspelt_variables, read_toml, shown
 from gyre_daemon.errors import ConfigError
 
 Options = TypeVar("Options")
@@ -29,10 +29,11 @@ _BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 _MAX_NUMBER = 1e9  # refuses infinity; as seconds it is 30 years
-_AtLeast0 = Annotated[int, Meta(ge=0)]
-_AtLeast1 = Annotated[int, Meta(ge=1)]
+_MAX_SIZE = 1 << 60  # an EiB; anything larger is a slip of the unit
+# Upper bounds refuse slips: a thread takes a stack and each request a connection.
+_MAX_THREADS, _MAX_REQUESTS = 1024, 1 << 20
 _Positive = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
-_COMMON_KEYS = ("uri", "format", "storage", "cache", "allow")
+_AtLeast1 = Annotated[int, Meta(ge=1)]
 _Fraction = Annotated[float, Meta(gt=0, le=1)]
 _Text = Annotated[str, Meta(min_length=1)]
 
@@ -56,6 +57,7 @@ class DatasetConfig:
         storage: settings of the storage driver, which reads them: endpoint, region, credentials.
         cache: whether blocks read from object storage are kept in the node's cache.
         allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
+        follow_links: whether links among local files may lead out of the dataset's folder.
     """
 
     uri: _Text
@@ -64,6 +66,7 @@ class DatasetConfig:
     storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: bool = True
     allow: tuple[str, ...] = ()
+    follow_links: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +175,9 @@ class DaemonConfig:
     prefetch_batches: Annotated[int, Meta(ge=0, le=MAX_PREFETCH_BATCHES)] = 0
     lease_s: _Positive = 30.0
     drain_timeout_s: Annotated[float, Meta(ge=0, le=_MAX_NUMBER)] = 10.0
-    num_io_threads: _AtLeast1 = 4
-    num_copy_workers: _AtLeast0 = 4
-    max_requests: _AtLeast1 = 1024
+    num_io_threads: Annotated[int, Meta(ge=1, le=_MAX_THREADS)] = 4
+    num_copy_workers: Annotated[int, Meta(ge=0, le=_MAX_THREADS)] = 4
+    max_requests: Annotated[int, Meta(ge=1, le=_MAX_REQUESTS)] = 1024
     read_deadline_s: _Positive = 60.0
     hedge: bool = True
     index_dir: str = ""
@@ -222,10 +225,17 @@ SCALAR_KEYS = tuple(each.name for each in fields(DaemonConfig) if each.name not 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
-    """A checked configuration, and where the value of each of SCALAR_KEYS comes from."""
+    """A checked configuration.
+
+    Attributes:
+        config: the values.
+        origins: where the value of each of SCALAR_KEYS comes from.
+        warnings: what the operator should change although the daemon can run with it.
+    """
 
     config: DaemonConfig
     origins: Mapping[str, Origin]
+    warnings: Sequence[str] = ()
 
 
 def load(
@@ -241,7 +251,7 @@ def load(
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
-    table = _read_toml(path) if path else {}
+    table, warnings = read_toml(path) if path else ({}, [])
     datasets = _convert(table.pop("datasets", {}), dict[str, Any], "datasets")
     weights = _convert(table.pop("job_weights", {}), dict[str, Any], "job_weights")
     limits = parse_limits(table.pop("limits", {}))
@@ -275,7 +285,8 @@ def load(
         limits=limits,
         tokens={name: _convert(path, _Text, f"tokens.{name}") for name, path in tokens.items()},
     )
-    return EffectiveConfig(config, origins)
+    warnings += misspelt_variables(environment, list(variables.values()))
+    return EffectiveConfig(config, origins, warnings)
 
 
 def parse_dataset(name: str, table: object) -> DatasetConfig:
@@ -291,7 +302,8 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
             f"{where}.allow is empty; name who may read the dataset, or leave the key out for the "
             "daemon's own user and group"
         )
-    common = {key: rest.pop(key) for key in _COMMON_KEYS if key in rest}
+    keys = [each.name for each in fields(DatasetConfig) if each.name != "options"]
+    common = {key: rest.pop(key) for key in keys if key in rest}
     return _build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")
 
 
@@ -335,26 +347,20 @@ def parse_options(cls: type[Options], table: Mapping[str, Any], where: str) -> O
 
 
 def parse_size(text: str | int) -> Size:
-    """Bytes from an integer or text such as "1.5GiB" or "1GB"; a fraction of a byte is cut off.
+    """Bytes from an integer or text such as "1.5GiB" or "1GB", rounded down to whole bytes.
 
     Raises:
         ValueError: it is neither, or its unit is unknown.
     """
     match = _SIZE.fullmatch(str(text).strip())
-    if not match or match[2] not in _UNIT_BYTES:
+    if not match or match[2] not in _UNIT_BYTES or ("." in match[1] and match[2] in ("", "B")):
         raise ValueError(
             'expected a number of bytes such as 1073741824, "512MiB" (binary) or "1GB" (decimal)'
         )
-    return Size(Fraction(match[1]) * _UNIT_BYTES[match[2]])
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    size = Size(Fraction(match[1]) * _UNIT_BYTES[match[2]])
+    if size > _MAX_SIZE:
+        raise ValueError(f"expected at most {_MAX_SIZE} bytes, an EiB")
+    return size
 
 
 def _build(cls: type[Options], table: Mapping[str, Any], where: str, name: str) -> Options:
@@ -389,7 +395,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     try:
         return msgspec.convert(value, hint, strict=False, dec_hook=lambda _, size: parse_size(size))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{name} is {value!r:.200}: {_explain(error, hint)}") from error
+        raise ConfigError(f"{name} is {shown(value, name)}: {_explain(error, hint)}") from error
 
 
 def _explain(error: msgspec.ValidationError, hint: Any) -> str:

@@ -15,6 +15,7 @@ from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.errors import ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.local.local import LocalStorage
 
@@ -41,10 +42,10 @@ def taker(tmp_path: Path) -> Iterator[ChecksumTaker]:
 
 
 def opened(folder: Path) -> LocalStorage:
-    paths = sorted(folder.glob("*.bin"))
+    files = [LocalFile.of(path) for path in sorted(folder.glob("*.bin"))]
     # nothing is read through the storage, so the executor starts no thread
     workers = FairExecutor(ThreadPoolExecutor(1), 1)
-    return LocalStorage(paths, [stat_shard(path, path.name) for path in paths], workers, Metrics())
+    return LocalStorage(files, [stat_shard(file, file.name) for file in files], workers, Metrics())
 
 
 def await_all(storage: LocalStorage) -> None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.local.open_files import OpenFiles, OpenShards
 
@@ -20,7 +21,8 @@ def dataset(folder: Path, num_shards: int, together: OpenFiles) -> OpenShards:
     paths = [folder / f"{number}.bin" for number in range(num_shards)]
     for path in paths:
         path.write_bytes(b"x" * 10)
-    return OpenShards(paths, [stat_shard(path, path.name) for path in paths], open_files=together)
+    files = [LocalFile.of(path) for path in paths]
+    return OpenShards(files, [stat_shard(file, file.name) for file in files], open_files=together)
 
 
 def test_datasets_divide_the_open_files(tmp_path: Path, few_descriptors: int) -> None:

@@ -178,7 +178,7 @@ def test_a_server_without_ranges_is_refused(
         run(read())
 
 
-def test_a_server_that_redirects_is_left_to_the_general_client(
+def test_a_redirect_that_does_not_say_where_to_is_asked_again(
     one: Coroutine[Any, Any, Storage], object_server: ObjectServer
 ) -> None:
     targets = Targets().add(0, 100, 5000)

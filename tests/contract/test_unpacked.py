@@ -80,7 +80,7 @@ class TestUnpackedShards:
         one = shard("a.tar.gz", packed)
         dataset = UnpackedShards(folder, 1000).open("data", [one])
         path = dataset.unpack(one, io.BytesIO(packed))
-        assert path.read_bytes() == b"one"
+        assert path.path.read_bytes() == b"one"
         assert dataset.find(one) == path
         assert dataset.find(shard("a.tar.gz", packed, "2")) is None
         assert dataset.find(Shard("a.tar.gz", 5, "1")) is None

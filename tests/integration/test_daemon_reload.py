@@ -1,6 +1,7 @@
 """SIGHUP: datasets are added, removed and changed under running jobs; a bad file does no harm."""
 
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -163,3 +164,38 @@ def test_the_service_manager_is_notified_of_a_reload(gyred: StartDaemon, tmp_pat
             assert state == b"RELOADING=1"
             assert int(moment) >= began_us
             assert manager.recv(100) == b"READY=1"
+
+
+def test_a_pipe_as_configuration_keeps_nobody_waiting(gyred: StartDaemon, tmp_path: Path) -> None:
+    daemon = gyred({"datasets": {"set": tokens(tmp_path, 0)}})
+    text = daemon.config_path.read_text()
+    daemon.config_path.unlink()
+    os.mkfifo(daemon.config_path)
+    begin = daemon.log_path.stat().st_size
+    assert daemon.process
+    daemon.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (told := [each for each in daemon.events(begin) if "reload" in each["event"]]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert told[0]["event"] == "reload refused"
+    assert "it is a pipe, a socket or a device" in told[0]["reason"]
+    assert served(daemon) == ["set"]
+    daemon.config_path.unlink()
+    assert daemon.reconfigure(text)["event"] == "reloaded"
+
+
+def test_a_configuration_that_others_may_read_is_a_warning_at_start_and_at_reload(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    secret = "wJalrXUtnFEMI-K7MDENG"
+    storage = {"region": "x", "access_key_id": "x", "secret_access_key": secret}
+    remote = {**tokens(tmp_path, 0), "uri": "s3://bucket/x.bin", "storage": storage}
+    daemon = gyred({"datasets": {"remote": remote}}, {"GYRE_MEMORY_BUGDET": secret})
+    (misspelt,) = [each for each in daemon.events() if each["event"] == "configuration warning"]
+    assert "did you mean GYRE_MEMORY_BUDGET?" in misspelt["reason"]
+    daemon.config_path.chmod(0o644)
+    daemon.reconfigure(daemon.config_path.read_text())
+    told = [each["reason"] for each in daemon.events() if each["event"] == "configuration warning"]
+    assert any("all users may read it (mode 0644)" in reason for reason in told)
+    assert secret not in daemon.log_path.read_text()

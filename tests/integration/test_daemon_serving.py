@@ -198,6 +198,7 @@ def test_check_config_prints_values_and_origins(tmp_path: Path) -> None:
 
 def config_of(folder: Path, **datasets: object) -> Path:
     path = folder / "gyre.toml"
+    path.touch(0o600)  # some hold secrets
     path.write_text(to_toml({"index_dir": str(folder / "index"), "datasets": datasets}))
     return path
 

@@ -14,6 +14,7 @@ import pytest
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.sidecars import SUFFIX, SidecarKey, SidecarStore
 from gyre_daemon.errors import Overloaded
+from gyre_daemon.storage.beneath import LocalFile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
@@ -88,12 +89,15 @@ def test_only_the_same_key_finds_a_sidecar(store: SidecarStore, key: SidecarKey)
 def test_beside_a_local_shard_the_folder_may_move(tmp_path: Path) -> None:
     store = SidecarStore("", tmp_path / "fallback")
     (tmp_path / "one").mkdir()
-    store.save(KEY, tmp_path / "one" / "a.tar", ARRAYS)
-    assert [path.name for path in (tmp_path / "one").iterdir()] == ["a.tar" + SUFFIX]
+    (tmp_path / "one" / "a.tar").touch()
+    store.save(KEY, LocalFile.of(tmp_path / "one" / "a.tar"), ARRAYS)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == ["a.tar", "a.tar" + SUFFIX]
     (tmp_path / "one").rename(tmp_path / "two")
     moved = replace(KEY, location="/elsewhere")
-    assert store.load(moved, tmp_path / "two" / "a.tar") is not None
-    assert store.load(replace(moved, version="newer"), tmp_path / "two" / "a.tar") is None
+    shard = LocalFile.of(tmp_path / "two" / "a.tar")
+    assert store.load(moved, shard) is not None
+    assert store.load(replace(moved, version="newer"), shard) is None
 
 
 def test_every_flipped_byte_reads_as_absent(store: SidecarStore, tmp_path: Path) -> None:
@@ -187,16 +191,19 @@ def test_a_shard_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """The path beside the shard is no folder; root could write into any folder."""
     (tmp_path / "file").write_text("")
     store = SidecarStore("", tmp_path / "fallback")
-    store.save(KEY, tmp_path / "file" / "a.tar", ARRAYS)
+    shard = LocalFile.of(tmp_path / "file" / "a.tar")
+    store.save(KEY, shard, ARRAYS)
     assert sidecar(tmp_path / "fallback")
-    assert store.load(KEY, tmp_path / "file" / "a.tar") is not None
+    assert store.load(KEY, shard) is not None
 
 
 def test_a_full_disk_leaves_nothing_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = SidecarStore("", tmp_path / "fallback")
-    shard = tmp_path / "data" / "a.tar"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.tar").touch()
+    shard = LocalFile.of(tmp_path / "data" / "a.tar")
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -209,7 +216,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(
         store.save(KEY, shard, ARRAYS)
     assert caught.value.facts["shard"] == "a.tar"
     assert int(caught.value.facts["needed_bytes"]) > ARRAYS["start"].nbytes
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [shard.path]
     monkeypatch.undo()
     store.save(KEY, shard, ARRAYS)
     assert store.load(KEY, shard) is not None

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from gyre_daemon.storage.base import Reads
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local import readahead
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.local.open_files import OpenShard, OpenShards
@@ -62,9 +63,9 @@ def test_very_large_shards() -> None:
 
 @pytest.fixture
 def shard(tmp_path: Path) -> OpenShard:
-    path = tmp_path / "0.bin"
-    path.write_bytes(bytes(NUM_BYTES))
-    return OpenShards([path], [stat_shard(path, "0.bin")]).get(0)
+    file = LocalFile.of(tmp_path / "0.bin")
+    file.path.write_bytes(bytes(NUM_BYTES))
+    return OpenShards([file], [stat_shard(file, "0.bin")]).get(0)
 
 
 def evict(shard: OpenShard) -> None:

@@ -151,7 +151,7 @@ def test_a_dataset_s_table_is_split_into_common_keys_and_options(tmp_path: Path)
         ("[datasets.wiki]\nuri = 'x'\nformat = 3", r"datasets\.wiki\.format is 3: expected `str`"),
         (
             "[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\nstorage = 's3'",
-            r"datasets\.wiki\.storage is 's3': expected a table",
+            r"datasets\.wiki\.storage is a text of 2 characters: expected a table",
         ),
         (
             "[datasets.wiki]\nuri = 'x'\nformat = 'tokens'\ncache = 'yes'",
@@ -286,7 +286,10 @@ def test_options_have_their_annotated_types() -> None:
         ({"length": 1, "lengthy": 2}, r"unknown key `lengthy` in here; did you mean `length`\?"),
         ({"length": {"a": 1}}, "length in here is {'a': 1}: expected `int`"),
         ({"length": 1, "fields": "a", "name": 2}, "name in here is 2: expected `str`"),
-        ({"length": "9" * 5000}, "length in here is '9999.*: integer value out of range"),
+        (
+            {"length": "9" * 5000},
+            "length in here is a text of 5000 characters: integer",
+        ),
     ],
 )
 def test_a_mistake_in_options_is_named(table: dict[str, Any], sentence: str) -> None:

@@ -173,7 +173,9 @@ class Catalog:
         # A URI may have a glob, which pathlib does not resolve.
         uri = config.uri if "://" in config.uri else os.path.abspath(config.uri)  # noqa: PTH100
         options = json.dumps(
-            [config.format, dict(config.options), dict(config.storage)], sort_keys=True, default=str
+            [config.format, dict(config.options), dict(config.storage), config.follow_links],
+            sort_keys=True,
+            default=str,
         )
         return f"{uri} {options}", config
 

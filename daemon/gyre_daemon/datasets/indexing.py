@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -32,6 +31,7 @@ from gyre_daemon.datasets.unpacked import (
 from gyre_daemon.errors import ConfigError, InvalidRequest
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
@@ -86,7 +86,7 @@ class OpeningDataset:
     source: Storage
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
-    paths: dict[int, Path]
+    paths: dict[int, LocalFile]
 
     @property
     def identity(self) -> str:
@@ -132,13 +132,18 @@ class Indexer:
         Where the configuration names no format, the names of all files there decide.
         """
         location = parse_location(config.uri)
+        follow_links = config.follow_links
         if not config.format:
-            listed = await self._opener.open(location, config.storage, "*")
+            listed = await self._opener.open(
+                location, config.storage, "*", follow_links=follow_links
+            )
             names = [shard.name.rpartition("/")[2] for shard in listed.shards]
             config = replace(config, format=detect_format(location.text, names))
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
-        source = await self._opener.open(location, config.storage, dataset_format.pattern)
+        source = await self._opener.open(
+            location, config.storage, dataset_format.pattern, follow_links=follow_links
+        )
         scans: list[Arrays | None] = [None] * len(source.shards)
         opening = OpeningDataset(
             name or location.text, config, dataset_format, location.text, source, scans, None, {}
@@ -242,7 +247,7 @@ class Indexer:
         Sidecars are read and written in other threads than those that scan. If a thread scanned and
         then waited for the disk itself, many small shards would take twice as long on a busy node.
         """
-        listed, path = opening.source.shards[shard], opening.source.local_path(shard)
+        listed, path = opening.source.shards[shard], opening.source.local_file(shard)
         loop = asyncio.get_running_loop()
         async with slots:
             if opening.unpacked and _is_packed(listed):
@@ -283,7 +288,7 @@ class Indexer:
                 f"dataset `{opening.name}` has compressed shards, and this daemon has no folder to "
                 "unpack them"
             )
-        if not opening.source.local_path(0) and not all(map(_is_packed, shards)):
+        if not opening.source.local_file(0) and not all(map(_is_packed, shards)):
             raise InvalidRequest(
                 f"some shards of {location.text} are compressed and some are not; compress all of "
                 "them or none, or name those that are meant"
@@ -295,19 +300,19 @@ class Indexer:
         """What batches are read from: the shards as they are stored, or unpacked."""
         if not opening.unpacked:
             return opening.source
-        paths: list[Path] = []
+        files: list[LocalFile] = []
         shards: list[Shard] = []
         for number, shard in enumerate(opening.source.shards):
             unpacked = opening.paths.get(number)
-            paths.append(unpacked or cast("Path", opening.source.local_path(number)))
+            files.append(unpacked or cast("LocalFile", opening.source.local_file(number)))
             shards.append(stat_shard(unpacked, unpacked_name(shard.name)) if unpacked else shard)
-        return self._opener.local(paths, shards, opening.unpacked)
+        return self._opener.local(files, shards, opening.unpacked)
 
     def _behind_cache(
         self, opening: OpeningDataset, storage: Storage, index: SampleIndex
     ) -> Storage:
         """The storage, behind the node's cache unless its shards are on this machine."""
-        if self._cache is None or not opening.config.cache or storage.local_path(0):
+        if self._cache is None or not opening.config.cache or storage.local_file(0):
             return storage
 
         def block_map(block_bytes: int) -> BlockMap:
@@ -323,7 +328,7 @@ class Indexer:
 
 def _unpack(
     opening: OpeningDataset, unpacked: UnpackedDataset, shard: int, loop: asyncio.AbstractEventLoop
-) -> Path:
+) -> LocalFile:
     """The file of an unpacked shard, made if there is none."""
     listed = opening.source.shards[shard]
     found = unpacked.find(listed)

@@ -60,7 +60,7 @@ class ProbeRunner:
             CorruptSample: the shards are nothing that the format stores.
             ShardMissing, NotAllowed, StorageUnavailable: they cannot be read.
         """
-        if len(storage.shards) <= _MAX_UNKEPT_SHARDS and storage.local_path(0):
+        if len(storage.shards) <= _MAX_UNKEPT_SHARDS and storage.local_file(0):
             return await self._run(probe.run(storage.shards), storage, settings)
         key = _key(location, storage.shards, probe.version)
         arrays = None if refresh else await asyncio.to_thread(self._sidecars.load, key, None)

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import io
+import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
 
 from gyre_daemon.errors import first_error
 from gyre_daemon.storage.base import Reads, Storage
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed, file_error
 
 
@@ -45,15 +46,15 @@ class _StreamFile(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def open_file(path: Path, name: str) -> Iterator[BinaryIO]:
+def open_file(file: LocalFile, name: str) -> Iterator[BinaryIO]:
     """A local file; errors say that it is the shard `name`.
 
     Raises:
         ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            yield file
+        with os.fdopen(file.open(), "rb") as opened:
+            yield opened
     except OSError as error:
         raise file_error(name, error) from error
 
@@ -71,13 +72,13 @@ def open_shard(storage: Storage, shard: int, loop: asyncio.AbstractEventLoop) ->
         CorruptSample: a local shard was no longer what was listed when it had been read.
         ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
     """
-    listed, path = storage.shards[shard], storage.local_path(shard)
-    if path is None:
+    listed, local = storage.shards[shard], storage.local_file(shard)
+    if local is None:
         yield cast("BinaryIO", _StreamFile(storage.stream(shard), loop))
         return
-    with open_file(path, listed.name) as file:
+    with open_file(local, listed.name) as file:
         yield file
-    check_listed(path, listed)
+    check_listed(local, listed)
 
 
 async def read_ranges(

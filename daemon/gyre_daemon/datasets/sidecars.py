@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.sidecar_places import BesideShard, InFolder, SidecarPlace
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.ownership import NotOurs
+from gyre_daemon.storage.beneath import LocalFile
 
 SUFFIX = ".gyre-index"
 _LAYOUT_VERSION = 2
@@ -67,25 +69,29 @@ class SidecarStore:
         self._index_dir = Path(index_dir) if index_dir else None
         self._fallback = fallback_dir
         self._suffix = suffix
+        self._warned: set[Path] = set()
 
     def sibling(self, suffix: str) -> "SidecarStore":
         """The store of another kind of sidecars in the same folders."""
         return SidecarStore(str(self._index_dir or ""), self._fallback, suffix)
 
-    def load(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
+    def load(self, key: SidecarKey, local: LocalFile | None) -> Arrays | None:
         """The arrays stored under exactly this key, or None."""
-        found = self.load_latest(key, local_path)
+        found = self.load_latest(key, local)
         return found[0] if found and found[1] else None
 
-    def load_latest(self, key: SidecarKey, local_path: Path | None) -> tuple[Arrays, bool] | None:
+    def load_latest(self, key: SidecarKey, local: LocalFile | None) -> tuple[Arrays, bool] | None:
         """The arrays of this kind last stored for a shard, and whether the whole key fits.
 
         None if there are none for any size and version of the shard.
         """
         outdated: Arrays | None = None
-        for path in self._candidates(key, local_path):
+        for place in self._candidates(key, local):
             try:
-                arrays = _read(path)
+                arrays = _read(place)
+            except NotOurs as error:
+                self._warn(place, error)
+                continue
             except (OSError, ValueError):
                 continue
             if arrays[_KEY].tobytes() == key.encoded():
@@ -94,57 +100,54 @@ class SidecarStore:
                 outdated = arrays
         return None if outdated is None else (outdated, False)
 
-    def save(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
+    def save(self, key: SidecarKey, local: LocalFile | None, arrays: Arrays) -> None:
         """Store arrays whole or not at all.
 
         Raises:
             Overloaded: no folder could take them; names the first one and why.
         """
         data = _encode({**arrays, _KEY: np.frombuffer(key.encoded(), np.uint8)})
-        failures: list[tuple[Path, OSError]] = []
-        for path in self._candidates(key, local_path):
+        failures: list[tuple[SidecarPlace, OSError]] = []
+        for place in self._candidates(key, local):
             try:
-                _write_whole(path, data)
+                place.write(data)
             except OSError as failure:
-                failures.append((path, failure))
+                failures.append((place, failure))
             else:
                 return
-        path, error = failures[0]
+        place, error = failures[0]
         raise Overloaded(
-            f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {path}: "
+            f"the index of shard {key.shard} ({len(data)} bytes) cannot be stored at {place}: "
             f"{error.strerror}; free some space or set index_dir",
             {"shard": key.shard, "needed_bytes": len(data), "reason": error.strerror or "unknown"},
         ) from error
 
-    def try_to_save(self, key: SidecarKey, local_path: Path | None, arrays: Arrays) -> None:
+    def try_to_save(self, key: SidecarKey, local: LocalFile | None, arrays: Arrays) -> None:
         """Store arrays as `save` does; where that fails, log it and go on without them."""
         try:
-            self.save(key, local_path, arrays)
+            self.save(key, local, arrays)
         except Overloaded as error:
             log_event("index not stored", {"shard": key.shard, "reason": error}, logging.WARNING)
 
-    def _candidates(self, key: SidecarKey, local_path: Path | None) -> Sequence[Path]:
+    def _warn(self, place: SidecarPlace, error: NotOurs) -> None:
+        """Log once for each folder that it has an index that does not count."""
+        folder = Path(str(place)).parent
+        if folder in self._warned:
+            return
+        self._warned.add(folder)
+        facts = {"folder": folder, "first": place, "reason": error.strerror}
+        log_event("index ignored", facts, logging.WARNING)
+
+    def _candidates(self, key: SidecarKey, local: LocalFile | None) -> Sequence[SidecarPlace]:
         """Where the sidecar may lie, the best place first."""
         digest = hashlib.blake2b(f"{key.location}\n{key.shard}".encode(), digest_size=16)
         name = digest.hexdigest() + self._suffix
         if self._index_dir:
-            return [self._index_dir / name]
-        beside = [local_path.with_name(local_path.name + self._suffix)] if local_path else []
-        return [*beside, self._fallback / name]
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+            return [InFolder(self._index_dir / name)]
+        fallback = InFolder(self._fallback / name)
+        if local is None:
+            return [fallback]
+        return [BesideShard(local.sibling(local.path.name + self._suffix), local), fallback]
 
 
 def _encode(arrays: Arrays) -> bytes:
@@ -155,15 +158,17 @@ def _encode(arrays: Arrays) -> bytes:
     return _digest(data) + data
 
 
-def _read(path: Path) -> Arrays:
+def _read(place: SidecarPlace) -> Arrays:
     """Read what `_encode` made; the content is parsed only if the digest is right.
 
     Raises:
         ValueError: the file is damaged or foreign.
+        OSError: there is none that counts.
     """
-    data = path.read_bytes()
+    with os.fdopen(place.open(), "rb") as file:
+        data = file.read()
     if data[:_DIGEST_BYTES] != _digest(data[_DIGEST_BYTES:]):
-        raise ValueError(f"{path} is no sidecar, or a damaged one")
+        raise ValueError(f"{place} is no sidecar, or a damaged one")
     with np.load(io.BytesIO(data[_DIGEST_BYTES:]), allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}
 

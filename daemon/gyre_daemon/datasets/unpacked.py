@@ -19,9 +19,12 @@ from typing import BinaryIO
 
 from gyre_daemon.datasets.gunzip import gunzipped
 from gyre_daemon.errors import CorruptSample, Overloaded
+from gyre_daemon.runtime.ownership import NotOurs, make_folder, open_ours
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.shard import Shard
 
 _LOCK = "lock"
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _ENDINGS = (".gz", ".tgz")
 
 
@@ -79,7 +82,7 @@ class UnpackedShards:
         """
         unfinished = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
         try:
-            with unfinished.open("xb") as file:
+            with os.fdopen(open_ours(unfinished, _NEW), "wb") as file:
                 for piece in pieces:
                     self._make_room(shard, len(piece), target.parent)
                     file.write(piece)
@@ -136,15 +139,19 @@ class UnpackedDataset:
         if hasattr(self, "_lock"):
             os.close(self._lock)
 
-    def find(self, shard: Shard) -> Path | None:
+    def find(self, shard: Shard) -> LocalFile | None:
         """The file of a shard that was unpacked before.
 
         None if there is none, or if the storage reports no versions, by which to know it again.
         """
         path = self._folder / _file_name(shard)
-        return path if shard.version and path.exists() else None
+        try:
+            os.close(open_ours(path, os.O_RDONLY))
+        except (FileNotFoundError, NotOurs):
+            return None
+        return LocalFile.of(path) if shard.version else None
 
-    def unpack(self, shard: Shard, source: BinaryIO) -> Path:
+    def unpack(self, shard: Shard, source: BinaryIO) -> LocalFile:
         """Unpack a shard from a file that is read from its beginning to its end; waits for it.
 
         Raises:
@@ -157,7 +164,7 @@ class UnpackedDataset:
         except ValueError as error:
             facts = {"shard": shard.name, "reason": str(error)}
             raise CorruptSample(f"shard {shard.name} cannot be unpacked: {error}", facts) from error
-        return path
+        return LocalFile.of(path)
 
 
 def _file_name(shard: Shard) -> str:
@@ -168,8 +175,9 @@ def _file_name(shard: Shard) -> str:
 def _lock_and_tidy(folder: Path, tidy: Callable[[], None]) -> int:
     """Lock a folder shared, and tidy it first if no other daemon has a lock; gives the lock."""
     while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_folder(folder.parent)
+        make_folder(folder)
+        descriptor = open_ours(folder / _LOCK, os.O_RDWR | os.O_CREAT)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             tidy()
@@ -188,8 +196,8 @@ def _tidy(folder: Path, names: set[str]) -> None:
 def _remove_unused(folder: Path) -> int:
     """Remove a dataset's folder unless a daemon serves it; returns the bytes that were freed."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+        descriptor = open_ours(folder / _LOCK, os.O_RDWR)
+    except (FileNotFoundError, NotOurs):
         return 0
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,11 +5,12 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.runtime.ownership import make_folder, open_ours
 
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f%]")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -135,6 +136,34 @@ def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
     return address
 
 
+def check_distinct(
+    addresses: Sequence[UnixAddress | TcpAddress], metrics: TcpAddress | None = None
+) -> None:
+    """Refuse addresses of which two are the same.
+
+    Args:
+        addresses: where clients are served. Beside a Unix socket lies that of its side channel.
+        metrics: where metrics are served; None for nowhere.
+
+    Raises:
+        ConfigError: names the first address that comes twice.
+    """
+    taken: set[object] = set()
+    for address in (*addresses, *([metrics] if metrics else ())):
+        if isinstance(address, UnixAddress):
+            folder = os.path.realpath(address.path.parent)
+            places = {f"{folder}/{address.path.name}{end}" for end in ("", ".side", ".lock")}
+        else:
+            places = {address} if address.port else set()
+        if taken & places:
+            text = address.grpc_target
+            raise ConfigError(
+                f"the address {text} is given twice, among `listen` and `metrics_listen`; each "
+                "needs its own"
+            )
+        taken |= places
+
+
 class SocketClaim:
     """The exclusive right to a Unix socket path, held by a lock on a file beside it.
 
@@ -151,7 +180,7 @@ class SocketClaim:
 
         Raises:
             ConfigError: another daemon has claimed the path, something that is no socket is there,
-                or the folder cannot be used.
+                or the folder cannot be used or is controlled by others.
         """
         self.address = address
         self._path = address.path
@@ -179,8 +208,8 @@ class SocketClaim:
             ConfigError: as when the claim is made.
         """
         try:
-            self._path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-            if self._path.exists() and not self._path.is_socket():
+            make_folder(self._path.parent, 0o750)  # clients of the daemon's group look into it
+            if self._path.is_symlink() or (self._path.exists() and not self._path.is_socket()):
                 raise ConfigError(f"{self._path} is no socket; remove it or listen on another path")
             if not _is_at(self._lock, self._lock_path):
                 self._hold()
@@ -222,7 +251,7 @@ class SocketClaim:
 
     def _lock_file(self) -> int:
         while True:
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            descriptor = open_ours(self._lock_path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

@@ -120,13 +120,14 @@ def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
         InvalidRequest: an option is not a TOML value.
         ConfigError: as `parse_dataset`.
     """
-    table = {"uri": message.uri, "format": message.format}
+    # A private daemon runs as its client, who could open whatever a link leads to.
+    table: dict[str, object] = {"uri": message.uri, "format": message.format, "follow_links": True}
     for key, text in message.options.items():
         try:
             table[key] = tomllib.loads(f"value = {text}")["value"]
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(
-                f"option `{key[:100]}` of the dataset is not a TOML value: {text[:100]!r}"
+                f"option `{key[:100]}` of the dataset is not a TOML value"
             ) from error
     return parse_dataset("ad hoc", table)
 
@@ -153,7 +154,7 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery
         message.cache_bytes,
         shared_block_bytes(dataset.storage.shards),
         prices,
-        is_local=dataset.storage.local_path(0) is not None and prices == StoragePrices(),
+        is_local=dataset.storage.local_file(0) is not None and prices == StoragePrices(),
     )
 
 

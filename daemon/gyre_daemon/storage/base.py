@@ -12,13 +12,13 @@ too. What the layers above must know about a storage is a declared property of i
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.runtime.fair import NO_JOB, Flow
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.shard import Shard, truncated
@@ -218,8 +218,8 @@ class Storage(Protocol):
     def path(self, shard: int) -> str:
         """A shard's path, with its scheme unless it is a local file."""
 
-    def local_path(self, shard: int) -> Path | None:
-        """A shard's path on this machine's disk; None if it is not there."""
+    def local_file(self, shard: int) -> LocalFile | None:
+        """A shard on this machine's disk; None if it is not there."""
 
 
 class ShardBounds:

@@ -16,12 +16,12 @@ error says so. The reasons are in `docs/adr/0026`.
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.stamps import Stamp
 
@@ -50,7 +50,7 @@ class ShardChecksums:
     def __init__(
         self,
         shards: Sequence[Shard],
-        paths: Sequence[Path],
+        files: Sequence[LocalFile],
         *,
         is_idle: Callable[[], bool],
         fits_into_memory: bool,
@@ -59,13 +59,13 @@ class ShardChecksums:
 
         Args:
             shards: as listed.
-            paths: where they lie.
+            files: where they lie.
             is_idle: whether no job reads or waits, so that taking checksums disturbs nobody.
             fits_into_memory: whether the page cache may hold all shards.
         """
         self.listed = shards
         self.fits_into_memory = fits_into_memory
-        self._paths = paths
+        self._files = files
         self.is_idle = is_idle
         self.known: dict[int, Checksums] = {}
         self._compared: dict[int, tuple[Stamp, int, npt.NDArray[np.bool_]]] = {}
@@ -96,8 +96,7 @@ class ShardChecksums:
             OSError: it cannot be read.
         """
         listed = self.listed[shard]
-        descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
+        with self._files[shard].opened() as descriptor:
             if not _is_as_listed(descriptor, listed):
                 return None
             checksums = _hash_blocks(
@@ -105,8 +104,6 @@ class ShardChecksums:
             )
             if checksums is None or not _is_as_listed(descriptor, listed):
                 return None
-        finally:
-            os.close(descriptor)
         self.add(shard, checksums)
         return checksums
 

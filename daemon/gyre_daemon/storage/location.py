@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from fsspec.registry import available_protocols
 
@@ -16,6 +17,7 @@ _LAYERS = (
     "async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "data", "dir",
     "filecache", "generic", "libarchive", "reference", "simplecache", "tar", "zip",
 )  # fmt: skip
+_IPV6_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\](?=[:/]|$)")
 _PASSWORD = re.compile(r"[^/]*:[^/]*@")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"\?\S+")
@@ -58,11 +60,12 @@ def parse_location(uri: str) -> Location:
         raise InvalidRequest(
             "a dataset's URI must not contain control characters or broken Unicode"
         )
-    if "::" in uri or uri.startswith("pipe:"):
+    match = _SCHEME.match(uri)
+    host = match and _IPV6_HOST.match(uri, match.end())
+    if "::" in (uri[host.end() :] if host else uri) or uri.startswith("pipe:"):
         raise InvalidRequest(
             "chained URLs (`::`) and pipes are not served; name the location of the shards"
         )
-    match = _SCHEME.match(uri)
     if not match:
         return Location("file", _expand(uri), uri)
     scheme, rest = match[1].lower(), uri[match.end() :]
@@ -93,6 +96,19 @@ def _check_url(scheme: str, rest: str) -> None:
         raise InvalidRequest(
             "an http dataset's URI must not have a query or a fragment; signed URLs are not served"
         )
+    if scheme in ("http", "https") and not _has_host(rest):
+        raise InvalidRequest(
+            "an http dataset's URI needs a host, and its port must be 1 to 65535, as in "
+            "http://127.0.0.1:8080/a.tar or http://[::1]:8080/a.tar"
+        )
+
+
+def _has_host(rest: str) -> bool:
+    try:
+        parts = urlsplit(f"//{rest}")
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def endpoints_in(settings: Mapping[str, Any]) -> list[str]:

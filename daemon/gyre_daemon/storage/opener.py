@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
+from gyre_daemon.config_file import hide
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.errors import (
     ConfigError,
@@ -25,6 +27,7 @@ from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.local.listing import list_files, stat_shard
@@ -37,6 +40,9 @@ from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.driver_source import DriverSource
+from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
+from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
+from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
@@ -78,6 +84,7 @@ class StorageOpener:
         settings: Mapping[str, Any],
         pattern: str,
         *,
+        follow_links: bool = False,
         may_be_absent: bool = False,
     ) -> Storage:
         """List the shards of a location, and make them readable.
@@ -86,6 +93,7 @@ class StorageOpener:
             location: where they lie.
             settings: of the driver: endpoint, region, credentials.
             pattern: which files of a folder count.
+            follow_links: whether links among local files may leave the location's folder.
             may_be_absent: do not count a failed request if nothing is there.
 
         Raises:
@@ -93,33 +101,43 @@ class StorageOpener:
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
         scheme = location.scheme
+        settings, policy = take_redirect_hosts(settings)
         if scheme == "file":
             loop = asyncio.get_running_loop()
-            listing = loop.run_in_executor(self._workers.executor, _list_local, location, pattern)
-            paths, shards = await listing
+            list_all = functools.partial(_list_local, location, pattern, follow_links=follow_links)
+            files, shards = await loop.run_in_executor(self._workers.executor, list_all)
             self._count_listing("file", len(location.paths), "ok")
-            return self.local(paths, shards, None)
-        filesystem = await self._make_filesystem(location, settings)
-        names, shards = await self._list_remote(
-            filesystem, location, pattern, may_be_absent=may_be_absent
-        )
+            return self.local(files, shards, None)
+        filesystem = await self._make_filesystem(location, settings, policy)
+        try:
+            names, shards = await self._list_remote(
+                filesystem, location, pattern, may_be_absent=may_be_absent
+            )
+        except BaseException:
+            if isinstance(filesystem, WebFileSystem):
+                filesystem.source.close()
+            raise
         num_endpoints = len(self.endpoints)
         endpoint = self._endpoint(scheme, settings, names[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
-        source = await self._make_source(filesystem, scheme, settings, names[0], num_connections)
+        source = await self._make_source(
+            filesystem, scheme, settings, names[0], num_connections, policy
+        )
         self._sources.add(source)
         return RemoteStorage(source, endpoint, names, shards)
 
-    def local(self, paths: Sequence[Path], shards: Sequence[Shard], owner: object) -> LocalStorage:
+    def local(
+        self, files: Sequence[LocalFile], shards: Sequence[Shard], owner: object
+    ) -> LocalStorage:
         """A storage of files whose listing is known already.
 
         Args:
-            paths: of the shards.
+            files: the shards.
             shards: as listed.
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
         return LocalStorage(
-            paths, shards, self._workers, self._metrics, self._copy_workers, self._open_files, owner
+            files, shards, self._workers, self._metrics, self._copy_workers, self._open_files, owner
         )
 
     async def open_beside(
@@ -139,15 +157,21 @@ class StorageOpener:
         Raises:
             NotAllowed, StorageUnavailable: the files cannot be looked at.
         """
-        paths = [storage.path(shard).rpartition(".")[0] + suffix for shard in shards]
-        scheme = paths[0].partition("://")[0] if "://" in paths[0] else "file"
-        location = Location(scheme, tuple(paths), paths[0])
+        files = [file for shard in shards if (file := storage.local_file(shard)) is not None]
         try:
+            if files:
+                beside = [file.sibling(file.path.stem + suffix) for file in files]
+                loop, threads = asyncio.get_running_loop(), self._workers.executor
+                found = await loop.run_in_executor(threads, _stat_all, beside)
+                self._count_listing("file", len(beside), "ok")
+                return self.local(beside, found, None)
+            paths = [storage.path(shard).rpartition(".")[0] + suffix for shard in shards]
+            location = Location(paths[0].partition("://")[0], tuple(paths), paths[0])
             return await self.open(location, settings, "*" + suffix, may_be_absent=True)
         except ShardMissing:
             return None
         except NotAllowed:
-            if scheme == "file":
+            if files:
                 raise
             return None  # S3 forbids to read absent keys where keys may not be listed
 
@@ -163,16 +187,24 @@ class StorageOpener:
         settings: Mapping[str, Any],
         path: str,
         num_connections: int,
+        policy: RedirectPolicy,
     ) -> Source:
         """What carries the reads of a listed dataset; opens this many connections at once."""
+        if isinstance(filesystem, WebFileSystem):
+            filesystem.source.connect(urlsplit(path), num_connections)
+            return filesystem.source
         if scheme not in _OBJECT_SCHEMES:
             return DriverSource(filesystem)
         # Drivers of object storages are an extra, which local files do not need.
-        from gyre_daemon.storage.sources.object_source import ObjectSource  # noqa: PLC0415
-        from gyre_daemon.storage.sources.plain_source import plain_source  # noqa: PLC0415
+        from gyre_daemon.storage.sources.object_source import (  # noqa: PLC0415
+            ObjectSource,
+            plain_source,
+        )
 
         general = ObjectSource(scheme, settings, path)
-        return await plain_source(general, scheme, settings, path, self._budget, num_connections)
+        return await plain_source(
+            general, scheme, settings, path, self._budget, num_connections, policy
+        )
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """The endpoint that all datasets of one bucket, or of one web server, share."""
@@ -185,11 +217,13 @@ class StorageOpener:
         return self.endpoints[name]
 
     async def _make_filesystem(
-        self, location: Location, settings: Mapping[str, Any]
+        self, location: Location, settings: Mapping[str, Any], policy: RedirectPolicy
     ) -> AsyncFileSystem:
         """A file system for one dataset; a shared one would share credentials."""
         scheme = location.scheme
         try:
+            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], policy):
+                return WebFileSystem(settings, policy, self._budget)
             if scheme in _OBJECT_SCHEMES:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
@@ -204,11 +238,12 @@ class StorageOpener:
                 return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
         except ImportError as error:
             raise _no_driver(scheme, error) from error
-        except ConfigError:
+        except GyreError:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"the storage settings of a {scheme}:// dataset cannot be used: {error}"
+                f"the storage settings of a {scheme}:// dataset cannot be used: "
+                f"{hide(str(error), settings)}"
             ) from error
         except Exception as error:
             raise listing_error(location.text, error) from error
@@ -281,16 +316,28 @@ def _no_driver(scheme: str, error: ImportError) -> ConfigError:
     return ConfigError(f"no driver for {scheme}:// is installed: {error}")
 
 
-def _list_local(location: Location, pattern: str) -> tuple[list[Path], list[Shard]]:
-    paths = [file for path in location.paths for file in list_files(Path(path), pattern)]
-    names = relative_names([str(path) for path in paths])
-    return paths, [stat_shard(path, name) for path, name in zip(paths, names, strict=True)]
+def _list_local(
+    location: Location, pattern: str, *, follow_links: bool
+) -> tuple[list[LocalFile], list[Shard]]:
+    files = [
+        file
+        for path in location.paths
+        for file in list_files(Path(path), pattern, follow_links=follow_links)
+    ]
+    return files, _stat_all(files)
+
+
+def _stat_all(files: Sequence[LocalFile]) -> list[Shard]:
+    """The files as shards, whose names are relative to the deepest folder with all of them."""
+    names = relative_names([str(file) for file in files])
+    return [stat_shard(file, name) for file, name in zip(files, names, strict=True)]
 
 
 async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Entries:
     """Path and info of every file that a path, a folder or a glob stands for, sorted by path."""
     scheme = path.partition("://")[0]
-    if any(letter in path for letter in "*?["):
+    may_be_glob = path.partition("://")[2].partition("/")[2] if scheme in WEB_SCHEMES else path
+    if any(letter in may_be_glob for letter in "*?["):
         found = await filesystem._glob(path, detail=True)
     else:
         info = await filesystem._info(path)

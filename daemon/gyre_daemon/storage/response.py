@@ -30,6 +30,8 @@ class Response:
         object_bytes: the size of the whole object; -1 if the storage did not send it.
         detail: the text of a failure.
         unreachable: no connection could be made, or the server stayed silent.
+        location: where a redirect leads; empty if it does not say.
+        refused: why this redirect is not followed; empty if the response is none.
     """
 
     status: int
@@ -38,6 +40,8 @@ class Response:
     object_bytes: int = -1
     detail: str = ""
     unreachable: bool = False
+    location: str = ""
+    refused: str = ""
 
 
 class ByteRange(NamedTuple):
@@ -67,6 +71,8 @@ def classify(wanted: ByteRange, response: Response, num_attempts: int) -> Verdic
         num_attempts: requests sent for the range so far, including this one.
     """
     status = response.status
+    if response.refused:
+        return Verdict.FAILED
     if status in (200, 206):
         if _is_changed(wanted, response) or _ignores_range(wanted, response):
             return Verdict.FAILED
@@ -86,6 +92,8 @@ def classify(wanted: ByteRange, response: Response, num_attempts: int) -> Verdic
 def final_error(wanted: ByteRange, response: Response) -> GyreError:
     """The error for a response after which the range is not requested again."""
     name, status = wanted.shard.name, response.status
+    if response.refused:
+        return NotAllowed(f"shard {name} is refused: {response.refused}", {"shard": name})
     if (error := access_error(name, status, {"shard": name})) is not None:
         return error
     if status in (412, 416) or (status in (200, 206) and _is_changed(wanted, response)):

@@ -5,10 +5,10 @@ import hashlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.storage.base import BlockCache, ReadPlan, ShardBounds, Storage
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.cache.volume import Volume
@@ -90,8 +90,8 @@ class CachedStorage:
         """See `Storage.path`."""
         return self._storage.path(shard)
 
-    def local_path(self, shard: int) -> Path | None:
-        """See `Storage.local_path`: blocks are no shards."""
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`: blocks are no shards."""
         return None
 
     async def _volume(self, block_bytes: int) -> Volume:

@@ -4,10 +4,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.ownership import is_ours, make_folder, open_ours
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.mirror import BLOCKS_SUFFIX, JOURNAL_SUFFIX, Mirror, punch
 
@@ -76,8 +78,8 @@ def open_disk_cache(folder: Path, limit_bytes: int) -> DiskCache | None:
     """
     reason = "another daemon uses it"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_folder(folder)
+        lock = open_ours(folder / "lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _check_holes(folder)
@@ -95,17 +97,27 @@ def open_disk_cache(folder: Path, limit_bytes: int) -> DiskCache | None:
 
 def _check_holes(folder: Path) -> None:
     """Check that the file system can make holes in files, by which space is given back."""
-    path = folder / "probe"
-    with path.open("wb") as file:
-        path.unlink()
+    with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(8192))
         file.flush()
         punch(file.fileno(), 0, 4096)
 
 
+def _remove_foreign(folder: Path) -> None:
+    """Remove what others put into the folder while they could: it may be forged."""
+    entries = (*folder.glob("*" + BLOCKS_SUFFIX), *folder.glob("*" + JOURNAL_SUFFIX))
+    foreign = [path for path in entries if path.is_symlink() or not is_ours(path.lstat())]
+    for path in foreign:
+        path.unlink()
+    if foreign:
+        facts = {"folder": folder, "files": len(foreign), "reason": "another user made them"}
+        log_event("cache files removed", facts, logging.WARNING)
+
+
 def _leftovers(folder: Path) -> dict[str, int]:
     for unfinished in folder.glob("*.tmp"):
         unfinished.unlink()
+    _remove_foreign(folder)
     found = [
         (path.stat(), path.name.removesuffix(BLOCKS_SUFFIX))
         for path in folder.glob("*" + BLOCKS_SUFFIX)

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.runtime.ownership import open_ours
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.cache.blocks import Integers
 from gyre_daemon.storage.local.gather import address_of, gather, is_allowed, read_each
@@ -69,9 +70,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._stored: dict[int, _Stored] = {}
         self._is_verified = np.zeros(len(sizes), np.bool_)
-        self._file = os.open(
-            path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
+        self._file = open_ours(path.with_name(path.name + BLOCKS_SUFFIX), os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(self._file, int(offsets[-1]))
             self._load_journal(path.with_name(path.name + JOURNAL_SUFFIX))
@@ -233,7 +232,8 @@ class Mirror:
 
     def _load_journal(self, path: Path) -> None:
         """Read the journal, write it again without outdated records, and free all other space."""
-        data = path.read_bytes() if path.exists() else b""
+        with os.fdopen(open_ours(path, os.O_RDONLY | os.O_CREAT), "rb") as journal:
+            data = journal.read()
         for begin in range(0, len(data) - _RECORD_BYTES + 1, _RECORD_BYTES):
             record = data[begin : begin + _RECORD.size]
             if _CRC.unpack_from(data, begin + _RECORD.size) == (zlib.crc32(record),):
@@ -242,11 +242,13 @@ class Mirror:
                 if digest != _NO_DIGEST and block < len(self._sizes):
                     self._stored[block] = _Stored(digest)
         unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_bytes(
-            b"".join(_encode_record(block, its.digest) for block, its in self._stored.items())
-        )
+        unfinished.unlink(missing_ok=True)
+        records = (_encode_record(block, its.digest) for block, its in self._stored.items())
+        new = open_ours(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        with os.fdopen(new, "wb", closefd=False) as file:
+            self._journal = new
+            file.write(b"".join(records))
         unfinished.replace(path)
-        self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         borders = [-1, *sorted(self._stored), len(self._sizes)]
         for before, after in itertools.pairwise(borders):
             self._punch(before + 1, after)

@@ -6,12 +6,12 @@ import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from gyre_daemon.errors import GyreError
 from gyre_daemon.monitoring.metrics import RequestKind
 from gyre_daemon.runtime.fair import NO_JOB, Flow
 from gyre_daemon.storage.base import MAX_GAP_BYTES, ReadPlan, Reads, ShardBounds
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.engine.request import RangeRequest
@@ -91,8 +91,8 @@ class RemoteStorage:
         """See `Storage.path`."""
         return self._paths[shard]
 
-    def local_path(self, shard: int) -> Path | None:
-        """See `Storage.local_path`."""
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`."""
         return None
 
     async def _get(self, shard: int, start: int, stop: int) -> bytes:

@@ -2,8 +2,11 @@
 
 import errno
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 
 from gyre_daemon.errors import (
     GyreError,
@@ -12,18 +15,28 @@ from gyre_daemon.errors import (
     ShardMissing,
     StorageUnavailable,
 )
+from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root
 from gyre_daemon.storage.patterns import checked_glob, patterns_of
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
 from gyre_daemon.storage.stamps import Stamp
 
+_MAGIC = frozenset("*?[")
 
-def list_files(path: Path, pattern: str) -> list[Path]:
+_Kind = Literal["file", "folder", "link", "other"]
+
+
+def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[LocalFile]:
     """The regular files that a path, a folder or a glob stands for, sorted by name.
 
+    Their root is the folder that the path names: the folder itself, that of a file, or the part of
+    a glob before its first wildcard. A link out of it counts as a file here, and is refused when it
+    is opened.
+
     Args:
-        path: as written by the operator; symbolic links are followed.
+        path: as written by the operator.
         pattern: which files of a folder count, such as `*.tar`.
+        follow_links: whether links may lead out of the root.
 
     Raises:
         ShardMissing: there is none.
@@ -32,9 +45,10 @@ def list_files(path: Path, pattern: str) -> list[Path]:
         StorageUnavailable: the file system fails.
     """
     try:
-        files = [file for file in _matches(path, pattern) if file.is_file()]
+        is_folder = path.is_dir()
+        files = _matches(path, pattern, follow_links=follow_links)
         exists = bool(files) or path.exists()
-        if path.is_dir():
+        if is_folder:
             _check_folder(path, files, pattern)
     except OSError as error:
         raise file_error(str(path), error) from error
@@ -44,36 +58,38 @@ def list_files(path: Path, pattern: str) -> list[Path]:
         raise InvalidRequest(f"{path} is no valid glob: {error}") from error
     if files:
         return files
-    if exists and not path.is_dir():
+    if exists and not is_folder:
         raise NotAllowed(f"{path} is neither a regular file nor a folder", {"path": path})
     raise ShardMissing(
         f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path}
     )
 
 
-def stat_shard(path: Path, name: str) -> Shard:
+def stat_shard(file: LocalFile, name: str) -> Shard:
     """A local file as a shard, with its size and version.
 
     Raises:
         ShardMissing, NotAllowed, StorageUnavailable: it does not exist, or cannot be read.
     """
     try:
-        stamp = Stamp.of(path)
-        if not os.access(path, os.R_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        descriptor = file.open()
+        try:
+            stamp = Stamp.of(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise file_error(name, error) from error
     return Shard(name, stamp.size_bytes, stamp.version)
 
 
-def check_listed(path: Path, listed: Shard) -> None:
+def check_listed(file: LocalFile, listed: Shard) -> None:
     """Check that a local file is still what was listed.
 
     Raises:
         CorruptSample: it has changed.
         ShardMissing, NotAllowed, StorageUnavailable: it does not exist, or cannot be read.
     """
-    if stat_shard(path, listed.name) != listed:
+    if stat_shard(file, listed.name) != listed:
         raise changed(listed.name)
 
 
@@ -84,6 +100,21 @@ def file_error(name: str, error: OSError) -> GyreError:
         return ShardMissing(
             f"shard {name} does not exist; restore it or correct the dataset's URI", facts
         )
+    if isinstance(error, LeavesRoot):
+        leads = f"the link {error.link} leads to {error.target}, which is"
+        if not error.target:
+            leads = f"{error.link} is"
+        return NotAllowed(
+            f"shard {name} is refused: {leads} outside of the dataset's folder {error.root}; if "
+            "that is meant, set follow_links = true for the dataset",
+            facts | {"link": error.link, "target": error.target, "root": error.root},
+        )
+    if isinstance(error, NotRegular):
+        return NotAllowed(
+            f"shard {name} is no regular file but a folder, a pipe, a socket or a device; remove "
+            "it, or correct the dataset's URI",
+            facts,
+        )
     if isinstance(error, PermissionError):
         return NotAllowed(
             f"the daemon may not read shard {name}; grant its user read access", facts
@@ -91,19 +122,83 @@ def file_error(name: str, error: OSError) -> GyreError:
     return StorageUnavailable(f"shard {name} cannot be read: {error.strerror or error}", facts)
 
 
-def _check_folder(path: Path, files: Sequence[Path], pattern: str) -> None:
+def _check_folder(path: Path, files: Sequence[LocalFile], pattern: str) -> None:
     """A folder means all of its files, so they must be one dataset; see `splits`."""
-    check_one_set(str(path), [file.name for file in files], pattern)
+    check_one_set(str(path), [file.path.name for file in files], pattern)
     if not files:
         folders = [entry.name for entry in path.iterdir() if entry.is_dir()]
         check_subfolders(str(path), folders, pattern)
 
 
-def _matches(path: Path, pattern: str) -> list[Path]:
-    """The matching paths, sorted as object storages list them: by the whole path as text."""
+def _matches(path: Path, pattern: str, *, follow_links: bool) -> list[LocalFile]:
+    """The matching files, sorted as object storages list them: by the whole path as text."""
     if path.is_dir():
-        return sorted({file for each in patterns_of(pattern) for file in path.glob(each)}, key=str)
-    if path.exists() or not any(letter in str(path) for letter in "*?["):
-        return [path]
-    glob = checked_glob(str(path.relative_to(path.anchor)))
-    return sorted(Path(path.anchor).glob(glob), key=str)
+        root, globs = Root(path, follow_links), patterns_of(pattern)
+    elif os.path.lexists(path) or not _MAGIC & set(str(path)):
+        root, globs = Root(path.parent, follow_links), []
+        return [LocalFile(root, path.name)] if _is_file(root, path.name) else []
+    else:
+        parts = path.parts
+        first = next(number for number, part in enumerate(parts) if _MAGIC & set(part))
+        root = Root(Path(*parts[:first]), follow_links)
+        globs = [checked_glob("/".join(parts[first:]))]
+    found = {name for glob in globs for name in _glob(root, "", glob.split("/"))}
+    return sorted((LocalFile(root, name) for name in found), key=str)
+
+
+def _glob(root: Root, folder: str, parts: Sequence[str]) -> Iterator[str]:
+    """The files below a folder of the root that match; `**` goes through no link."""
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        yield from _glob(root, folder, rest)
+        for name, kind in _entries(root, folder, "*"):
+            if kind == "folder":
+                yield from _glob(root, f"{name}/", parts)
+        return
+    # what has no wildcard may be anything
+    literal: list[tuple[str, _Kind]] = [(folder + part, "link")]
+    found = _entries(root, folder, part) if _MAGIC & set(part) else literal
+    for name, kind in found:
+        if rest and kind != "file":
+            yield from _glob(root, f"{name}/", rest)
+        elif not rest and (kind == "file" or (kind == "link" and _is_file(root, name))):
+            yield name
+
+
+def _entries(root: Root, folder: str, pattern: str) -> list[tuple[str, _Kind]]:
+    """The matching entries of a folder, which has none if it is missing or no folder."""
+    try:
+        with root.scan(folder) as entries:
+            return [
+                (folder + each.name, _kind(each))
+                for each in entries
+                if fnmatchcase(each.name, pattern)
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except LeavesRoot:
+        raise
+    except PermissionError:
+        if not folder:
+            raise
+        return []
+
+
+def _kind(entry: "os.DirEntry[str]") -> _Kind:
+    if entry.is_symlink():
+        return "link"
+    if entry.is_dir(follow_symlinks=False):
+        return "folder"
+    return "file" if entry.is_file(follow_symlinks=False) else "other"
+
+
+def _is_file(root: Root, name: str) -> bool:
+    """Whether it is a regular file, or a link that may lead to one outside of the root."""
+    try:
+        return stat.S_ISREG(root.stat(name).st_mode)
+    except LeavesRoot:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise

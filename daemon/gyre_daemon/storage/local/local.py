@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import aiofiles
 import numpy as np
@@ -18,6 +17,7 @@ from gyre_daemon.errors import StorageUnavailable
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import ArenaClosed, ReadPlan, Reads, ShardBounds, WritableArena
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.local.listing import file_error
@@ -53,7 +53,7 @@ class LocalStorage:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        files: Sequence[LocalFile],
         shards: Sequence[Shard],
         workers: FairExecutor,
         metrics: Metrics,
@@ -64,7 +64,7 @@ class LocalStorage:
         """Open no file yet.
 
         Args:
-            paths: of the shards.
+            files: the shards.
             shards: as listed.
             workers: threads that read.
             metrics: counts the reads.
@@ -74,14 +74,14 @@ class LocalStorage:
         """
         self.shards = shards
         self._owner = owner
-        self._paths = paths
+        self._files = files
         self._bounds = ShardBounds(shards)
         self._workers = workers
         self._metrics = metrics
-        self._open = OpenShards(paths, shards, copy_workers, open_files)
+        self._open = OpenShards(files, shards, copy_workers, open_files)
         self.checksums = ShardChecksums(
             shards,
-            paths,
+            files,
             is_idle=lambda: workers.is_idle,
             fits_into_memory=fits_into_memory(shards),
         )
@@ -113,10 +113,13 @@ class LocalStorage:
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
-        listed, num_bytes = self.shards[shard], 0
+        listed, found, num_bytes = self.shards[shard], self._files[shard], 0
         try:
             async with aiofiles.open(
-                self._paths[shard], "rb", executor=self._workers.executor
+                str(found),
+                "rb",
+                opener=lambda _path, _flags: found.open(),
+                executor=self._workers.executor,
             ) as file:
                 while chunk := await file.read(_STREAM_CHUNK_BYTES):
                     num_bytes += len(chunk)
@@ -128,11 +131,11 @@ class LocalStorage:
 
     def path(self, shard: int) -> str:
         """See `Storage.path`."""
-        return str(self._paths[shard])
+        return str(self._files[shard])
 
-    def local_path(self, shard: int) -> Path | None:
-        """See `Storage.local_path`."""
-        return self._paths[shard]
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`."""
+        return self._files[shard]
 
     async def _run(self, plan: ReadPlan, part: slice, cost: float) -> float:
         """Read a part in a thread; returns for how many seconds it waited for the disk."""

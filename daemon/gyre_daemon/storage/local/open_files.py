@@ -10,13 +10,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, new_key
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.limits import descriptor_shares
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.stamps import Stamp
@@ -33,7 +33,7 @@ class OpenShard:
     Attributes:
         key: its name among the files of copy workers.
         listed: what it was when the dataset was opened.
-        path: where it lay then.
+        file: where it lay then.
         descriptor: of the file; owned by this object.
         mapping: of the whole file.
         address: of its first byte.
@@ -45,7 +45,7 @@ class OpenShard:
 
     key: int
     listed: Shard
-    path: Path
+    file: LocalFile
     descriptor: int
     mapping: mmap.mmap
     address: int
@@ -82,7 +82,8 @@ class OpenShard:
             NotAllowed, StorageUnavailable: the path cannot be looked at.
         """
         try:
-            return os.path.samestat(os.fstat(self.descriptor), self.path.stat())
+            with self.file.opened() as found:
+                return os.path.samestat(os.fstat(self.descriptor), os.fstat(found))
         except OSError as error:
             raise file_error(self.listed.name, error) from error
 
@@ -112,7 +113,7 @@ class OpenShards:
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        files: Sequence[LocalFile],
         shards: Sequence[Shard],
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
         open_files: OpenFiles | None = None,
@@ -120,12 +121,12 @@ class OpenShards:
         """Open nothing yet.
 
         Args:
-            paths: of the shards.
+            files: the shards.
             shards: as listed.
             copy_workers: told when a file is closed.
             open_files: shared with other datasets; None for a dataset by itself.
         """
-        self._paths = paths
+        self._files = files
         self._copy_workers = copy_workers
         self._shards = shards
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
@@ -156,7 +157,7 @@ class OpenShards:
             if found:
                 self._open.move_to_end(shard)
                 return found
-        opened = _open(self._paths[shard], self._shards[shard], self._copy_workers)
+        opened = _open(self._files[shard], self._shards[shard], self._copy_workers)
         with self._lock:
             opened = self._open.setdefault(shard, opened)  # another thread may have been faster
         self.trim()
@@ -180,10 +181,9 @@ class OpenShards:
         return opened
 
 
-def _open(path: Path, listed: Shard, copy_workers: CopyWorkers) -> OpenShard:
+def _open(file: LocalFile, listed: Shard, copy_workers: CopyWorkers) -> OpenShard:
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = file.open()
     except OSError as error:
         raise file_error(listed.name, error) from error
     try:
@@ -200,7 +200,7 @@ def _open(path: Path, listed: Shard, copy_workers: CopyWorkers) -> OpenShard:
         raise
     address = np.frombuffer(mapping, np.uint8).ctypes.data
     trusted = stamp if stamp.version == listed.version else None
-    return OpenShard(new_key(), listed, path, descriptor, mapping, address, trusted, copy_workers)
+    return OpenShard(new_key(), listed, file, descriptor, mapping, address, trusted, copy_workers)
 
 
 def _check(listed: Shard, stamp: Stamp) -> None:

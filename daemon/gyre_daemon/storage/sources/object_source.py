@@ -9,23 +9,35 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.fsspec import FsspecStore
 from obstore.store import ObjectStore
 
+from gyre_daemon.config_file import hide
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.location import endpoints_in, redact
 from gyre_daemon.storage.response import Response, response_from_error
-from gyre_daemon.storage.source import OnResponse, SentRequest
+from gyre_daemon.storage.source import OnResponse, SentRequest, Source
+from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.plain_source import PlainSource
+from gyre_daemon.storage.sources.redirects import RedirectPolicy
 
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver
 # One client may keep one in this many of the daemon's connections idle. With more, a few datasets
 # use up the descriptors; with fewer, connections are opened again for each batch.
 _SHARE_OF_IDLE = 4
+# A setting that a signed URL may not express leaves the dataset to the general client.
+_PLAIN_SETTINGS = frozenset(
+    ("endpoint", "endpoint_url", "region", "default_region", "access_key_id", "secret_access_key",
+     "token", "session_token", "virtual_hosted_style_request", "metadata_endpoint",
+     "imdsv1_fallback")
+)  # fmt: skip
+
 _SIGNED_FOR = datetime.timedelta(hours=1)
 
 
@@ -173,7 +185,7 @@ def open_objects(
     try:
         filesystem._construct_store(filesystem._split_path(path)[0])
     except (BaseError, TypeError, ValueError) as error:
-        reason = redact(str(error)).partition("\n")[0][:300]
+        reason = redact(hide(str(error), settings)).partition("\n")[0][:300]
         raise ConfigError(
             f"the storage settings of a {scheme}:// dataset cannot be used: {reason}"
         ) from error
@@ -191,3 +203,38 @@ def _check_endpoint(endpoint: str) -> None:
         raise ConfigError(
             "the endpoint of a dataset's storage must be a URL such as http://127.0.0.1:9000"
         )
+
+
+async def plain_source(
+    general: ObjectSource,
+    scheme: str,
+    settings: Mapping[str, Any],
+    path: str,
+    budget: ConnectionBudget,
+    num_connections: int,
+    policy: RedirectPolicy,
+) -> Source:
+    """The cheapest source for an object storage: plain HTTP if possible, or the general client.
+
+    Args:
+        general: that client.
+        scheme: of the dataset.
+        settings: of its driver.
+        path: of one of its objects.
+        budget: of connections.
+        num_connections: to open at once, so that a first batch need not wait for them.
+        policy: which redirects are followed.
+    """
+    names = {key.lower().removeprefix("aws_") for key in settings}
+    if scheme not in ("s3", "s3a") or not names <= _PLAIN_SETTINGS:
+        return general
+    try:
+        url = urlsplit(await general.signed_url(path))
+    except BaseError:  # there are no credentials to sign with
+        return general
+    is_proxied = "http" in getproxies() and not proxy_bypass(url.hostname or "")
+    if url.scheme != "http" or is_proxied:
+        return general
+    source = PlainSource(general, general.signed_url, budget, policy)
+    source.connect(url, num_connections)
+    return source

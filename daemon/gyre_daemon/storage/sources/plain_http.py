@@ -1,14 +1,17 @@
 """Ranges over plain HTTP/1.1, on connections that stay open.
 
 It takes a third of the processor time of a general client. RFC 9110 and 9112, as far as a GET with
-one range goes: a response has a `Content-Length`, or its connection is not used again. Redirects,
-proxies and TLS are left to the general client.
+one range or a HEAD goes: a response has a `Content-Length`, or its connection is not used again.
+Redirects are told to whoever asked, and proxies are left to the general client.
 """
 
 import asyncio
+import functools
 import re
+import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import SplitResult
@@ -19,7 +22,8 @@ from gyre_daemon.storage.sources.connections import ConnectionBudget
 
 _END = b"\r\n\r\n"
 _FIELD = re.compile(
-    rb"\r\n(content-length|content-range|etag|connection|transfer-encoding):[ \t]*([^\r\n]*)",
+    rb"\r\n(content-length|content-range|etag|location|connection|transfer-encoding):"
+    rb"[ \t]*([^\r\n]*)",
     re.IGNORECASE,
 )
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) (\d{3})")
@@ -44,6 +48,11 @@ class HttpGet:
         on_response: see `Source.get`; None once the request is cancelled.
         first_byte_at: see `SentRequest`.
         connection: which carries it.
+        is_head: only the head of the response is wanted, and comes.
+        on_redirect: is called instead of `on_response` with a redirect that says where to.
+        range_text: the end of `text`, which stays the same for another URL.
+        url: where the request goes.
+        num_redirects: how many it has followed.
     """
 
     text: bytes
@@ -51,6 +60,11 @@ class HttpGet:
     on_response: OnResponse | None
     first_byte_at: float | None = 0.0
     connection: "_Connection | None" = None
+    is_head: bool = False
+    on_redirect: "Callable[[HttpGet, Response], None] | None" = None
+    range_text: bytes = b""
+    url: str = ""
+    num_redirects: int = 0
 
     def cancel(self) -> None:
         """See `SentRequest.cancel`."""
@@ -74,7 +88,8 @@ class PlainHttp:
             budget: of the connections to all hosts.
         """
         self._budget = budget
-        self._host, self._port = url.hostname or "", url.port or 80
+        self._tls = _tls_context() if url.scheme == "https" else None
+        self._host, self._port = url.hostname or "", url.port or (443 if self._tls else 80)
         self._loop = asyncio.get_running_loop()
         self._idle: list[_Connection] = []  # the last used are last
         self._open: set[_Connection] = set()
@@ -160,7 +175,9 @@ class PlainHttp:
     async def _connect(self, connection: "_Connection") -> None:
         try:
             async with asyncio.timeout(_CONNECT_DEADLINE_S):
-                await self._loop.create_connection(lambda: connection, self._host, self._port)
+                await self._loop.create_connection(
+                    lambda: connection, self._host, self._port, ssl=self._tls
+                )
         except (OSError, TimeoutError) as error:
             get = self._next_waiting()
             if get and get.on_response:
@@ -253,6 +270,17 @@ class _Connection(asyncio.Protocol):
         fields = {name.lower(): value for name, value in _FIELD.findall(head)}
         self._is_last = line[1] == b"0" or fields.get(b"connection", b"").lower() == b"close"
         length = fields.get(b"content-length", b"0" if status in (204, 304) else b"")
+        assert self._get
+        if self._get.is_head:
+            self._response = Response(
+                status,
+                etag=fields.get(b"etag", b"").decode("latin-1"),
+                object_bytes=int(length) if length.isdigit() else -1,
+                location=fields.get(b"location", b"").decode("latin-1"),
+            )
+            self._num_missing = 0
+            self._receive(rest)
+            return
         if not length.isdigit() or b"transfer-encoding" in fields:
             self._is_last, length = True, b"0"
             if status < 300:
@@ -262,8 +290,8 @@ class _Connection(asyncio.Protocol):
             status,
             etag=fields.get(b"etag", b"").decode("latin-1"),
             object_bytes=int(total) if total.isdigit() else -1,
+            location=fields.get(b"location", b"").decode("latin-1"),
         )
-        assert self._get
         self._num_missing = int(length)
         if self._num_missing > (self._get.max_bytes if status < 300 else _MAX_DETAIL_BYTES):
             self._is_last, self._num_missing = True, 0
@@ -300,9 +328,20 @@ class _Connection(asyncio.Protocol):
             self.abort()
         elif not self._transport.is_closing():
             self._owner.freed(self)
-        if get.on_response:
+        if get.on_redirect and get.on_response and _is_redirect(response):
+            get.on_redirect(get, response)
+        elif get.on_response:
             get.on_response(response)
 
     def _abort_if_busy_with(self, get: HttpGet | None) -> None:
         if get is not None and self._get is get:
             self.abort()
+
+
+def _is_redirect(response: Response) -> bool:
+    return response.status in (301, 302, 303, 307, 308) and bool(response.location)
+
+
+@functools.cache
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""Datasets whose objects can be read over plain HTTP: web servers, and object storages without TLS.
+"""Objects that are read by our own HTTP client: web servers', and those of storages without TLS.
 
 The storage's own driver signs a URL for each object, with credentials wherever they come from, and
 ranges of that URL are read. So nothing here knows how a request is signed.
@@ -6,94 +6,52 @@ ranges of that URL are read. So nothing here knows how a request is signed.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import functools
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import SplitResult, quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
+from urllib.parse import SplitResult, urlsplit
 
-from obstore.exceptions import BaseError
-
-from gyre_daemon.storage.response import response_from_error
+from gyre_daemon.storage.response import Response, response_from_error
 from gyre_daemon.storage.source import OnResponse, SentRequest, Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
-from gyre_daemon.storage.sources.object_source import ObjectSource
 from gyre_daemon.storage.sources.plain_http import HttpGet, PlainHttp
+from gyre_daemon.storage.sources.redirects import MAX_REDIRECTS, RedirectPolicy, Refused
 
 _SIGN_AGAIN_S = 1800.0  # half of what a signature lasts
 _MAX_TARGETS = 1 << 16  # objects whose signed URLs are kept, of some 500 bytes each
-_UNQUOTED = "/~-._!$&'()*+,;=:@"
-# A setting that a signed URL may not express leaves the dataset to the general client.
-_PLAIN_SETTINGS = frozenset(
-    ("endpoint", "endpoint_url", "region", "default_region", "access_key_id", "secret_access_key",
-     "token", "session_token", "virtual_hosted_style_request", "metadata_endpoint",
-     "imdsv1_fallback")
-)  # fmt: skip
 
 Sign = Callable[[str], Awaitable[str]]
 
 
-async def plain_source(
-    general: ObjectSource,
-    scheme: str,
-    settings: Mapping[str, Any],
-    path: str,
-    budget: ConnectionBudget,
-    num_connections: int,
-) -> Source:
-    """The cheapest source for a dataset: plain HTTP if possible, otherwise the general client.
-
-    Args:
-        general: that client.
-        scheme: of the dataset.
-        settings: of its driver.
-        path: of one of its objects.
-        budget: of connections.
-        num_connections: to open at once, so that a first batch need not wait for them.
-    """
-    sign: Sign
-    if scheme == "http":
-        sign = _web_url
-    elif (
-        scheme in ("s3", "s3a")
-        and {key.lower().removeprefix("aws_") for key in settings} <= _PLAIN_SETTINGS
-    ):
-        sign = general.signed_url
-    else:
-        return general
-    try:
-        url = urlsplit(await sign(path))
-    except BaseError:  # there are no credentials to sign with
-        return general
-    is_proxied = "http" in getproxies() and not proxy_bypass(url.hostname or "")
-    if url.scheme != "http" or is_proxied:
-        return general
-    source = PlainSource(general, sign, budget)
-    source.connect(url, num_connections)
-    return source
-
-
 class PlainSource:
-    """Reads objects over plain HTTP; see `Source`.
+    """Reads objects over plain HTTP, or HTTPS of web servers; see `Source`.
 
-    After a redirect, all further requests go to the general client.
+    The first redirect of an object that may be followed holds for all later requests for it, until
+    its URL is signed again.
     """
 
-    def __init__(self, general: ObjectSource, sign: Sign, budget: ConnectionBudget) -> None:
-        """Read what `general` can read.
+    def __init__(
+        self,
+        general: Source | None,
+        sign: Sign,
+        budget: ConnectionBudget,
+        policy: RedirectPolicy,
+    ) -> None:
+        """Read what `sign` knows URLs for.
 
         Args:
-            general: the storage's own client.
+            general: the client whose credentials sign; None if there is none.
             sign: returns an object's signed URL.
             budget: of connections.
+            policy: which redirects are followed.
         """
         self._general = general
         self._sign = sign
         self._budget = budget
         self._loop = asyncio.get_running_loop()
         self._targets: dict[str, _SignedTarget] = {}  # by path
-        self._hosts: dict[str, PlainHttp] = {}
-        self._is_redirected = False
+        self._hosts: dict[str, PlainHttp] = {}  # by scheme and network location
+        self._policy = policy
 
     def connect(self, url: SplitResult, num_connections: int) -> None:
         """Open the first connections to a host."""
@@ -101,15 +59,21 @@ class PlainSource:
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
-        if self._is_redirected:
-            return self._general.get(path, start, stop, on_response)
+        range_text = b"Range: bytes=%d-%d\r\n\r\n" % (start, stop - 1)
+        get = HttpGet(b"", stop - start, on_response, range_text=range_text)
+        return self._send(path, get)
+
+    def head(self, path: str, on_response: OnResponse) -> SentRequest:
+        """Request the size and the etag of an object; see `Source.get`."""
+        return self._send(path, HttpGet(b"", 0, on_response, is_head=True, range_text=b"\r\n"))
+
+    def _send(self, path: str, get: HttpGet) -> SentRequest:
         target = self._targets.get(path)
         if target is None or target.until < self._loop.time():
             if len(self._targets) >= _MAX_TARGETS:
                 del self._targets[next(iter(self._targets))]
             target = self._targets[path] = _SignedTarget(self._loop.time() + _SIGN_AGAIN_S)
             target.task = self._loop.create_task(self._prepare(target, path))
-        get = HttpGet(b"%d-%d\r\n\r\n" % (start, stop - 1), stop - start, on_response)
         if target.host:
             target.send(get)
         else:
@@ -118,8 +82,8 @@ class PlainSource:
 
     def refresh(self, status: int) -> None:
         """See `Source.refresh`."""
-        self._is_redirected |= 300 <= status < 400
-        self._general.refresh(status)
+        if self._general:
+            self._general.refresh(status)
         self._targets.clear()
 
     def close(self) -> None:
@@ -134,27 +98,41 @@ class PlainSource:
 
     async def _prepare(self, target: "_SignedTarget", path: str) -> None:
         try:
-            url = urlsplit(await self._sign(path))
+            url = await self._sign(path)
         except Exception as error:
             self._targets.pop(path, None)
             for get in target.waiting:
                 if get.on_response:
                     get.on_response(response_from_error(error))
             return
-        where = f"{url.path or '/'}?{url.query}" if url.query else url.path
-        fields = "User-Agent: gyre\r\nAccept: */*\r\nAccept-Encoding: identity\r\nRange: bytes="
-        target.text = f"GET {where} HTTP/1.1\r\nHost: {url.netloc}\r\n{fields}".encode("latin-1")
-        target.host = self._host(url)
+        target.on_redirect = functools.partial(self._redirected, target)
+        target.turn_to(url, self._host(urlsplit(url)))
         for get in target.waiting:
             if get.on_response:
                 target.send(get)
         target.waiting.clear()
         target.task = None
 
+    def _redirected(self, target: "_SignedTarget", get: HttpGet, response: Response) -> None:
+        """Send a request again to where it was redirected, or answer why not."""
+        get.num_redirects += 1
+        try:
+            if get.num_redirects > MAX_REDIRECTS:
+                raise Refused(f"it was redirected {MAX_REDIRECTS} times, which is probably a loop")
+            url = self._policy.follow(get.url, response.location)
+        except Refused as refused:
+            response.refused = str(refused)
+            if get.on_response:
+                get.on_response(response)
+            return
+        target.turn_to(url, self._host(urlsplit(url)))
+        target.send(get)
+
     def _host(self, url: SplitResult) -> PlainHttp:
-        if url.netloc not in self._hosts:
-            self._hosts[url.netloc] = PlainHttp(url, self._budget)
-        return self._hosts[url.netloc]
+        where = f"{url.scheme}://{url.netloc}"
+        if where not in self._hosts:
+            self._hosts[where] = PlainHttp(url, self._budget)
+        return self._hosts[where]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -162,13 +140,30 @@ class _SignedTarget:
     """The beginning of each request for one object, up to its range; valid until `until`."""
 
     until: float
+    url: str = ""
     text: bytes = b""
+    on_redirect: Callable[[HttpGet, Response], None] | None = None
     host: PlainHttp | None = None  # once it is signed
     waiting: list[HttpGet] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
+    def turn_to(self, url: str, host: PlainHttp) -> None:
+        """Send requests to this URL from now on."""
+        parts = urlsplit(url)
+        where = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        netloc = parts.netloc.rpartition("@")[2]
+        fields = "User-Agent: gyre\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
+        text = f" {where} HTTP/1.1\r\nHost: {netloc}\r\n{fields}"
+        self.url, self.text, self.host = url, text.encode("latin-1"), host
+
     def send(self, get: HttpGet) -> None:
-        get.text = self.text + get.text
+        """Send a request for the object."""
+        method = b"HEAD" if get.is_head else b"GET"
+        get.text, get.url, get.on_redirect = (
+            method + self.text + get.range_text,
+            self.url,
+            self.on_redirect,
+        )
         assert self.host
         self.host.send(get)
 
@@ -179,8 +174,3 @@ def _close_all(targets: Iterable[_SignedTarget], hosts: Iterable[PlainHttp]) -> 
             target.task.cancel()
     for host in hosts:
         host.close()
-
-
-async def _web_url(path: str) -> str:
-    scheme, _, rest = path.partition("://")
-    return f"{scheme}://{quote(rest, safe=_UNQUOTED)}"

@@ -1,0 +1,151 @@
+"""How the configuration is read from its file and the environment, and which secrets it holds.
+
+A message shows no value that may be a secret: storage keys and passwords stand in the same file,
+and a line that was moved by mistake puts one under any other key.
+"""
+
+import difflib
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gyre_daemon.errors import ConfigError
+
+# A dataset takes some 200 bytes, so this is room for 20,000; more only delays the refusal of what
+# is no configuration.
+_MAX_BYTES = 4 << 20
+_SECRET_KEY = re.compile(
+    r"secret|token(?!_dtype)|passw|credential|signature|private|\bsas\b|_key\b|\bkey\b",
+    re.IGNORECASE,
+)
+# Text that is shown: a word or a number with its unit. Secrets are longer, or mix both.
+_PLAIN = re.compile(r"[A-Za-z]{0,8}|-?[0-9.,]{1,20} ?[A-Za-z]{0,8}")
+# Variables of the client, the trainer and the examples, by how they begin.
+_OTHER_PROGRAMS = ("GYRE_ADDRESS", "GYRE_TRAIN", "GYRE_TOKEN", "GYRE_TLS", "GYRE_DATA")
+_CLOSE = 0.8
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The table of a file, and a warning if others may read the secrets in it.
+
+    Never waits for another process, as a pipe would.
+
+    Raises:
+        ConfigError: it cannot be read, is no regular file, is too large, or is not TOML.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(
+                    f"cannot read the configuration {path}: it is a pipe, a socket or a device; "
+                    "name a regular file, which a reload can read again"
+                )
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(
+            f"the configuration {path} is larger than {_MAX_BYTES >> 20} MiB; is it the right file?"
+        )
+    try:
+        table = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {_reason(error)}") from error
+    return table, _exposed(path, found.st_mode, table)
+
+
+def misspelt_variables(environment: Iterable[str], known: Sequence[str]) -> list[str]:
+    """A warning for each variable that nearly has the name of one that the daemon reads."""
+    warnings = []
+    for name in sorted(environment):
+        if name in known or not name.startswith("GYRE_") or name.startswith(_OTHER_PROGRAMS):
+            continue
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE):
+            warnings.append(
+                f"the environment has {name[:80]!r}, which nothing reads; did you mean {close[0]}?"
+            )
+    return warnings
+
+
+def shown(value: object, key: str) -> str:
+    """A value for a message about its key; only its kind if it may be a secret."""
+    if not is_secret(key) and _is_plain(value):
+        return f"{value!r:.200}"
+    if isinstance(value, str):
+        return f"a text of {len(value)} characters"
+    kinds = {dict: "a table", list: "a list", int: "a number", float: "a number"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def is_secret(key: str) -> bool:
+    """Whether what stands under a key, as messages name it, may be a secret."""
+    name = key.partition(" in ")[0]
+    return ".storage" in name or bool(_SECRET_KEY.search(name.rpartition(".")[2]))
+
+
+def hide(text: str, settings: Mapping[str, Any]) -> str:
+    """A driver's message without the values of its settings."""
+    for value in sorted({str(each) for each in _leaves(settings)}, key=len, reverse=True):
+        if len(value) > 2:
+            text = text.replace(value, "***")
+    return text
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return len(value) < 10 and all(map(_is_plain, [*value, *value.values()]))
+    if isinstance(value, list):
+        return len(value) < 10 and all(map(_is_plain, value))
+    return not isinstance(value, str) or bool(_PLAIN.fullmatch(value))
+
+
+def _exposed(path: Path, mode: int, table: Mapping[str, Any]) -> list[str]:
+    readers = [who for who, bit in (("its group", 0o040), ("all users", 0o004)) if mode & bit]
+    datasets = table.get("datasets", {})
+    if not readers or not isinstance(datasets, dict):
+        return []
+    names = [
+        name
+        for name, dataset in datasets.items()
+        if isinstance(dataset, dict) and _has_secret(dataset.get("storage"))
+    ]
+    if not names:
+        return []
+    warning = (
+        f"{path} holds secrets, such as those of dataset `{names[0]}`, and {' and '.join(readers)} "
+        f"may read it (mode {stat.S_IMODE(mode):04o}); `chmod 0600` it and give it to the "
+        "daemon's user, or hand the secrets in through the environment"
+    )
+    return [warning]
+
+
+def _has_secret(settings: object) -> bool:
+    if not isinstance(settings, dict):
+        return False
+    return any(
+        _has_secret(value) or (value and _SECRET_KEY.search(key)) for key, value in settings.items()
+    )
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _reason(error: Exception) -> str:
+    """Why text is not TOML; a decoder's message would repeat bytes."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    return str(error)

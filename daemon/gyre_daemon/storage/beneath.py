@@ -1,0 +1,287 @@
+"""Opens the files of a dataset beneath its root, without following links out of it.
+
+Other users may write into a shared data folder, and a link of theirs could lead to a file that only
+the daemon may read. A link that stays beneath the root is followed. The kernel checks that while it
+opens the file (`openat2`, Linux 5.6), so nobody can exchange a folder for a link in between. Where
+the kernel cannot, or has refused, the path is walked folder by folder with the same rules; that
+also follows absolute links that lead back below the root, and finds the link to name in an error.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import stat
+import struct
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_OPENAT2 = 437  # the same number on every architecture
+_NO_MAGIC_LINKS, _BENEATH = 0x02, 0x08
+_HOW = struct.Struct("QQQ")  # flags, mode, resolve
+# ELOOP is also the answer to a magic link, and EAGAIN to a rename meanwhile. Some sandboxes answer
+# EPERM to calls that they do not know.
+_WALK_AFTER = frozenset(
+    (errno.EXDEV, errno.ELOOP, errno.EAGAIN, errno.ENOSYS, errno.EPERM, errno.EINVAL)
+)
+_MAX_LINKS = 40  # as the kernel's
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+# Without O_NONBLOCK, opening a pipe would wait for its writer.
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+
+
+class LeavesRoot(PermissionError):
+    """A link leads out of a dataset's root.
+
+    Attributes:
+        link: the path of the link.
+        target: where it leads, as it is written in the link; empty for a `..` of the path itself.
+        root: the folder that must not be left.
+    """
+
+    def __init__(self, link: str, target: str, root: Path) -> None:
+        super().__init__(errno.EXDEV, os.strerror(errno.EXDEV))
+        self.link, self.target, self.root = link, target, root
+
+
+class NotRegular(PermissionError):
+    """It is a folder, a pipe, a socket or a device, and no regular file."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EINVAL, "it is no regular file")
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A folder that the operator named; links on the way to it are followed.
+
+    Attributes:
+        folder: its path. It may be exchanged; each call goes to the folder that is there then.
+        follow_links: whether links may leave it.
+    """
+
+    folder: Path
+    follow_links: bool = False
+
+    def open(self, name: str, flags: int) -> int:
+        """Open what a relative path leads to; the caller owns the descriptor.
+
+        Raises:
+            LeavesRoot: a link, or a `..`, leads out of the root.
+            OSError: it cannot be opened.
+        """
+        if self.follow_links:
+            return os.open(self.folder / name, flags)
+        root = os.open(self.folder, _FOLDER)
+        try:
+            if has_openat2():
+                descriptor = _openat2(root, name or ".", flags)
+                if descriptor >= 0:
+                    return descriptor
+                number = ctypes.get_errno()
+                if number not in _WALK_AFTER:
+                    raise OSError(number, os.strerror(number), str(self.folder / name))
+            with contextlib.closing(_Walk(root, self.folder)) as walk:
+                return walk.open(name, flags)
+        finally:
+            os.close(root)
+
+    def stat(self, name: str) -> os.stat_result:
+        """What a relative path leads to, without opening it for reading.
+
+        Raises:
+            LeavesRoot, OSError: as `open`.
+        """
+        with _closing(self.open(name, os.O_PATH | os.O_CLOEXEC)) as descriptor:
+            return os.fstat(descriptor)
+
+    @contextlib.contextmanager
+    def scan(self, folder: str) -> Iterator[Iterator["os.DirEntry[str]"]]:
+        """The entries of a folder beneath the root.
+
+        Raises:
+            LeavesRoot, OSError: as `open`.
+        """
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with _closing(self.open(folder, flags)) as descriptor, os.scandir(descriptor) as entries:
+            yield entries
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file beneath a root.
+
+    Attributes:
+        root: the folder.
+        name: relative to it.
+    """
+
+    root: Root
+    name: str
+
+    @classmethod
+    def of(cls, path: Path, *, follow_links: bool = False) -> "LocalFile":
+        """The file at a path; its own folder is its root."""
+        return cls(Root(path.parent, follow_links), path.name)
+
+    @property
+    def path(self) -> Path:
+        """The whole path, for messages and for comparing."""
+        return self.root.folder / self.name
+
+    def __str__(self) -> str:
+        """The whole path."""
+        return str(self.path)
+
+    def sibling(self, name: str) -> "LocalFile":
+        """A file of another name in the same folder."""
+        folder, slash, _ = self.name.rpartition("/")
+        return LocalFile(self.root, folder + slash + name)
+
+    def open(self) -> int:
+        """Open the file for reading; the caller owns the descriptor.
+
+        Raises:
+            LeavesRoot: a link leads out of the root.
+            NotRegular: it is no regular file.
+            OSError: it cannot be opened.
+        """
+        try:
+            descriptor = self.root.open(self.name, _READ)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+                raise NotRegular from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise NotRegular
+        return descriptor
+
+    def open_folder(self) -> int:
+        """Open the folder of the file, for use as `dir_fd`; the caller owns the descriptor.
+
+        Raises:
+            LeavesRoot, OSError: as `Root.open`.
+        """
+        return self.root.open(self.name.rpartition("/")[0] or ".", _FOLDER)
+
+    def stat(self) -> os.stat_result:
+        """What lies at the path now.
+
+        Raises:
+            LeavesRoot, OSError: as `Root.open`.
+        """
+        return self.root.stat(self.name)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        """The file, open for reading inside the context.
+
+        Raises:
+            LeavesRoot, NotRegular, OSError: as `open`.
+        """
+        with _closing(self.open()) as descriptor:
+            yield descriptor
+
+
+@functools.cache
+def has_openat2() -> bool:
+    """Whether the kernel opens files beneath a folder by itself."""
+    with _closing(os.open("/", _FOLDER)) as folder:
+        descriptor = _openat2(folder, ".", _FOLDER)
+    if descriptor < 0:
+        return False
+    os.close(descriptor)
+    return True
+
+
+@functools.cache
+def _how(flags: int) -> bytes:
+    return _HOW.pack(flags, 0, _BENEATH | _NO_MAGIC_LINKS)
+
+
+def _openat2(root: int, name: str, flags: int) -> int:
+    """The descriptor, or -1 where `ctypes.get_errno` says why not."""
+    descriptor: int = _syscall(_OPENAT2, root, os.fsencode(name), _how(flags), _HOW.size)
+    return descriptor
+
+
+class _Walk:
+    """The way to a file beneath a root, folder by folder, with the links on it."""
+
+    def __init__(self, root: int, folder: Path) -> None:
+        """Begin at the root.
+
+        Args:
+            root: its descriptor, which stays open.
+            folder: its path.
+        """
+        self._folder = folder
+        self._open = [root]  # each in the one before
+        self._names: list[str] = []  # of all but the root
+        self._num_links, self._link, self._target = 0, "", ""  # the last link
+
+    def close(self) -> None:
+        """Close all folders but the root."""
+        while len(self._open) > 1:
+            self._leave()
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a relative path; see `Root.open`."""
+        self._link = str(self._folder / name)
+        missing = _parts(name)
+        while missing:
+            part = missing.popleft()
+            if part == "..":
+                if not self._names:
+                    raise LeavesRoot(self._link, self._target, self._folder)
+                self._leave()
+                continue
+            found = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open[-1])
+            mode = os.fstat(found).st_mode
+            if stat.S_ISLNK(mode):
+                with _closing(found):
+                    missing.extendleft(reversed(self._follow(part, found)))
+            elif missing:
+                self._open.append(found)
+                self._names.append(part)
+            else:
+                os.close(found)
+                return os.open(part, flags | os.O_NOFOLLOW, dir_fd=self._open[-1])
+        return os.open(".", flags, dir_fd=self._open[-1])
+
+    def _leave(self) -> None:
+        self._names.pop()
+        os.close(self._open.pop())
+
+    def _follow(self, name: str, link: int) -> deque[str]:
+        """The steps that a link in the present folder stands for."""
+        self._link = str(self._folder.joinpath(*self._names, name))
+        self._target = os.readlink("", dir_fd=link)
+        self._num_links += 1
+        if self._num_links > _MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), self._link)
+        if not self._target.startswith("/"):
+            return _parts(self._target)
+        self.close()
+        for root in (str(self._folder), os.path.realpath(self._folder)):
+            if f"{self._target}/".startswith(root.rstrip("/") + "/"):
+                return _parts(self._target[len(root) :])
+        raise LeavesRoot(self._link, self._target, self._folder)
+
+
+def _parts(path: str) -> deque[str]:
+    return deque(part for part in path.split("/") if part not in ("", "."))
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
