@@ -49,6 +49,10 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(work)
 
 
+def load(store: SidecarStore, key: SidecarKey, local_path: Path | None) -> Arrays | None:
+    return store.load(key, local_path, lambda _: None)
+
+
 def sidecar(folder: Path) -> Path:
     (path,) = folder.glob(f"*{SUFFIX}")
     return path
@@ -63,7 +67,7 @@ def store(tmp_path: Path) -> SidecarStore:
 @in_a_folder
 def test_saved_arrays_are_loaded(store: SidecarStore, key: SidecarKey, arrays: Arrays) -> None:
     store.save(key, None, arrays)
-    loaded = store.load(key, None)
+    loaded = load(store, key, None)
     assert loaded is not None
     for name, array in arrays.items():
         assert loaded[name].dtype == array.dtype
@@ -81,8 +85,8 @@ def test_only_the_same_key_finds_a_sidecar(store: SidecarStore, key: SidecarKey)
         replace(key, shard=key.shard + "x"),
         replace(key, location=key.location + "x"),
     ):
-        assert store.load(changed, None) is None
-    assert store.load(key, None) is not None
+        assert load(store, changed, None) is None
+    assert load(store, key, None) is not None
 
 
 def test_beside_a_local_shard_the_folder_may_move(tmp_path: Path) -> None:
@@ -92,8 +96,8 @@ def test_beside_a_local_shard_the_folder_may_move(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["a.tar" + SUFFIX]
     (tmp_path / "one").rename(tmp_path / "two")
     moved = replace(KEY, location="/elsewhere")
-    assert store.load(moved, tmp_path / "two" / "a.tar") is not None
-    assert store.load(replace(moved, version="newer"), tmp_path / "two" / "a.tar") is None
+    assert load(store, moved, tmp_path / "two" / "a.tar") is not None
+    assert load(store, replace(moved, version="newer"), tmp_path / "two" / "a.tar") is None
 
 
 def test_every_flipped_byte_reads_as_absent(store: SidecarStore, tmp_path: Path) -> None:
@@ -106,9 +110,9 @@ def test_every_flipped_byte_reads_as_absent(store: SidecarStore, tmp_path: Path)
             damaged = bytearray(whole)
             damaged[position] ^= 1 << position % 8
             path.write_bytes(damaged)
-            assert store.load(KEY, None) is None, f"byte {position} of {len(whole)}"
+            assert load(store, KEY, None) is None, f"byte {position} of {len(whole)}"
         path.write_bytes(whole)
-        assert store.load(KEY, None) is not None
+        assert load(store, KEY, None) is not None
 
     run(flip_all())
 
@@ -121,9 +125,9 @@ def test_every_torn_file_reads_as_absent(store: SidecarStore, tmp_path: Path) ->
     async def tear_all() -> None:
         for length in range(len(whole)):
             path.write_bytes(whole[:length])
-            assert store.load(KEY, None) is None, f"the first {length} of {len(whole)} bytes"
+            assert load(store, KEY, None) is None, f"the first {length} of {len(whole)} bytes"
         path.write_bytes(whole + b"more")
-        assert store.load(KEY, None) is None
+        assert load(store, KEY, None) is None
 
     run(tear_all())
 
@@ -159,9 +163,9 @@ def npy(array: Any) -> bytes:
 def test_foreign_files_read_as_absent(store: SidecarStore, tmp_path: Path, content: bytes) -> None:
     store.save(KEY, None, ARRAYS)
     sidecar(tmp_path / "index").write_bytes(content)
-    assert store.load(KEY, None) is None
+    assert load(store, KEY, None) is None
     store.save(KEY, None, ARRAYS)
-    assert store.load(KEY, None) is not None, "and are written over"
+    assert load(store, KEY, None) is not None, "and are written over"
 
 
 @given(st.binary(max_size=300))
@@ -169,7 +173,7 @@ def test_foreign_files_read_as_absent(store: SidecarStore, tmp_path: Path, conte
 def test_noise_reads_as_absent(store: SidecarStore, tmp_path: Path, content: bytes) -> None:
     store.save(KEY, None, ARRAYS)
     sidecar(tmp_path / "index").write_bytes(content)
-    assert store.load(KEY, None) is None
+    assert load(store, KEY, None) is None
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def test_a_folder_reads_as_absent(store: SidecarStore, tmp_path: Path, make: Any
     path = sidecar(tmp_path / "index")
     path.unlink()
     make(path)
-    assert store.load(KEY, None) is None
+    assert load(store, KEY, None) is None
 
 
 def test_a_shard_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -189,7 +193,7 @@ def test_a_shard_folder_that_cannot_be_written(tmp_path: Path) -> None:
     store = SidecarStore("", tmp_path / "fallback")
     store.save(KEY, tmp_path / "file" / "a.tar", ARRAYS)
     assert sidecar(tmp_path / "fallback")
-    assert store.load(KEY, tmp_path / "file" / "a.tar") is not None
+    assert load(store, KEY, tmp_path / "file" / "a.tar") is not None
 
 
 def test_a_full_disk_leaves_nothing_and_says_so(
@@ -212,7 +216,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     monkeypatch.undo()
     store.save(KEY, shard, ARRAYS)
-    assert store.load(KEY, shard) is not None
+    assert load(store, KEY, shard) is not None
 
 
 def test_two_writers_of_one_sidecar_do_not_mix(store: SidecarStore, tmp_path: Path) -> None:
@@ -224,9 +228,9 @@ def test_two_writers_of_one_sidecar_do_not_mix(store: SidecarStore, tmp_path: Pa
             for arrays in tables:
                 group.create_task(asyncio.to_thread(store.save, KEY, None, arrays))
             for _ in range(20):
-                loaded = store.load(KEY, None)
+                loaded = load(store, KEY, None)
                 assert loaded is None or len(np.unique(loaded["a"])) == 1
-        loaded = store.load(KEY, None)
+        loaded = load(store, KEY, None)
         assert loaded is not None
         assert len(np.unique(loaded["a"])) == 1
 

@@ -1,6 +1,5 @@
 """Turns the user's arguments into protocol messages, and checks them where they are handed in."""
 
-import json
 import operator
 import os
 import time
@@ -15,6 +14,7 @@ from gyre_client.errors import InvalidRequest
 
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
 ORDERS = {
     "full": pb.ORDER_MODE_FULL,
@@ -120,8 +120,8 @@ def dataset_ref(
         options: The definition's other keys, as plain Python values.
 
     Raises:
-        InvalidRequest: There are options but no format, TOML cannot express an option, or the name
-            is empty.
+        InvalidRequest: There are options but no format, an option is of no type of TOML, or the
+            name is empty.
     """
     text = os.fspath(dataset)
     if not text:
@@ -134,37 +134,39 @@ def dataset_ref(
             )
         return pb.DatasetRef(name=text)
     uri = text if "://" in text else str(Path(text).absolute())
-    values = {key: toml_value(value) for key, value in (options or {}).items()}
+    values = {key: option_value(value) for key, value in (options or {}).items()}
     return pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri=uri, format=data_format, options=values))
 
 
-def toml_value(value: object) -> str:
-    """Returns `value` in TOML's syntax (https://toml.io/en/v1.0.0).
+def option_value(value: object) -> pb.OptionValue:
+    """Returns an option of an ad-hoc dataset as the protocol has it.
 
     Raises:
-        InvalidRequest: TOML has no value of this type.
+        InvalidRequest: `value` is of another type than TOML's, or an integer of more than 64 bits.
     """
     match value:
         case bool():
-            return "true" if value else "false"
+            return pb.OptionValue(boolean=value)
         case int():
-            return str(value)
+            if not MIN_INT64 <= value <= MAX_INT64:
+                raise InvalidRequest(
+                    f"an option value has {value.bit_length()} bits; integers may have 64"
+                )
+            return pb.OptionValue(integer=value)
         case float():
-            return repr(value)  # nan, inf and -inf are TOML's words too
+            return pb.OptionValue(real=value)
         case str():
-            return _toml_string(value)
+            try:
+                return pb.OptionValue(text=value)
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(
+                    f"the option value {value!r:.200} is no text: it has half a surrogate pair"
+                ) from error
         case Mapping():
-            items = (
-                f"{_toml_string(str(key))} = {toml_value(item)}" for key, item in value.items()
-            )
-            return "{" + ", ".join(items) + "}"
+            values = {str(key): option_value(item) for key, item in value.items()}
+            return pb.OptionValue(table=pb.OptionTable(values=values))
         case Sequence() if not isinstance(value, bytes | bytearray):
-            return "[" + ", ".join(map(toml_value, value)) + "]"
+            return pb.OptionValue(list=pb.OptionList(values=map(option_value, value)))
     raise InvalidRequest(
         f"the option value {value!r} is neither a string, number, boolean, list nor mapping"
     )
-
-
-def _toml_string(text: str) -> str:
-    # JSON's strings are valid in TOML, except that TOML does not allow a bare DEL.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.checksums import Checksums
@@ -20,6 +22,7 @@ from gyre_daemon.storage.shard import Shard
 Change = Literal["indexed", "kept", "restored", "changed"]
 
 RECORD_SUFFIX = ".gyre-dataset"  # of the sidecar of a dataset as a whole
+_MAX_FINGERPRINT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,28 @@ def load_previous(
         named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
         shards = {shard.name: shard for shard in storage.shards}
         return PreviousIndex(shards, named, before.fingerprint)
-    arrays = records.load(_key(name, location), None)
+    arrays = records.load(_key(name, location), None, _read_record)
     if arrays is None:
         return PreviousIndex({}, {}, "")
-    stored = [Shard(*each) for each in json.loads(arrays["shards"].tobytes())]
-    digest = arrays["fingerprint"].tobytes().decode()
-    return PreviousIndex({shard.name: shard for shard in stored}, {}, digest)
+    shards, digest = _read_record(arrays)
+    return PreviousIndex({shard.name: shard for shard in shards}, {}, digest)
+
+
+def _read_record(arrays: Arrays) -> tuple[list[Shard], str]:
+    """The shards and the fingerprint of a record, which may be forged.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = array_of(arrays, "shards", np.uint8).tobytes()
+    digest = array_of(arrays, "fingerprint", np.uint8).tobytes()
+    if len(digest) > _MAX_FINGERPRINT_BYTES or not digest.isalnum():
+        raise ValueError("its fingerprint is none")
+    try:
+        listed = msgspec.json.decode(text, type=list[tuple[str, int, str]])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError("its list of shards is damaged") from error
+    return [Shard(*each) for each in listed], digest.decode()
 
 
 def save_record(

@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+import numpy as np
+
+from gyre_daemon.datasets.sidecar_file import Arrays
+from gyre_daemon.datasets.sidecars import Check, SidecarKey, SidecarStore
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.storage.checksums import Checksums, ShardChecksums
+from gyre_daemon.storage.checksums import CHECKSUM_BYTES, Checksums, ShardChecksums, num_blocks
 from gyre_daemon.storage.local.listing import file_error
 
 CHECKSUMS_SUFFIX = ".gyre-checksums"
@@ -102,7 +105,7 @@ class ChecksumTaker:
 
         None if there are none.
         """
-        found = self._sidecars.load_latest(_key(location, shards, shard), None)
+        found = self._sidecars.load_latest(_key(location, shards, shard), None, _check(shards, shard))
         if found is None or _NAME not in found[0]:
             return None
         return found[0][_NAME], found[1]
@@ -132,7 +135,8 @@ class ChecksumTaker:
                 self._try_to_take(location, shards, shard, go_on)
 
     def _load(self, location: str, shards: ShardChecksums, shard: int) -> bool:
-        arrays = self._sidecars.load(_key(location, shards, shard), None)
+        key = _key(location, shards, shard)
+        arrays = self._sidecars.load(key, None, _check(shards, shard))
         if arrays is not None:
             shards.add(shard, arrays[_NAME])
         return shard in shards.known
@@ -179,6 +183,18 @@ class _Throttle:
     def _is_idle(self) -> bool:
         shards = self._shards()
         return shards is not None and shards.is_idle()
+
+
+def _check(shards: ShardChecksums, shard: int) -> Check:
+    """Refuses what are no checksums of a shard of this size."""
+
+    def check(arrays: Arrays) -> None:
+        checksums = arrays.get(_NAME)
+        expected = num_blocks(shards.listed[shard].size_bytes), CHECKSUM_BYTES
+        if checksums is None or checksums.dtype != np.uint8 or checksums.shape != expected:
+            raise ValueError("it has no checksums of this shard")
+
+    return check
 
 
 def _key(location: str, shards: ShardChecksums, shard: int) -> SidecarKey:

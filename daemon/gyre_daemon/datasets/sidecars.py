@@ -2,29 +2,34 @@
 
 A sidecar lies beside its local shard. It lies in the index folder instead if one is configured, if
 the shard is remote, or if the shard's own folder cannot be written. It is valid for one size and
-version of the shard; one that is stale, torn or foreign reads as absent.
+version of the shard. One that is stale reads as absent. One that is damaged, or that has arrays
+which no inspection could have found, does too, with a warning: whoever can write beside a shard can
+forge it.
 """
 
 import hashlib
-import io
 import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import stat
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.sidecar_file import Arrays, decode, encode
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
 
 SUFFIX = ".gyre-index"
-_LAYOUT_VERSION = 2
-_KEY = "key"
-_DIGEST_BYTES = 32
+_LAYOUT_VERSION = 3
+# A sidecar has an eighth of the bytes that it describes at most: a member of a tar shard takes 512
+# bytes there at least, and some 40 here. The constant is for datasets of many small files; a larger
+# one lets a forged file take more memory for a moment.
+_ALWAYS_ALLOWED_BYTES, _PART_OF_SHARD = 64 << 20, 8
+
+# Takes arrays and raises ValueError if they are not what an inspection finds.
+Check = Callable[[Arrays], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,14 @@ class SidecarKey:
     version: str
     kind: str
 
-    def encoded(self) -> bytes:
+    def encoded(self) -> str:
         """The key as stored; without the location, since mounts move."""
-        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.kind]).encode()
+        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.kind])
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes that its sidecar may have."""
+        return max(_ALWAYS_ALLOWED_BYTES, self.size_bytes // _PART_OF_SHARD)
 
 
 class SidecarStore:
@@ -72,25 +82,44 @@ class SidecarStore:
         """The store of another kind of sidecars in the same folders."""
         return SidecarStore(str(self._index_dir or ""), self._fallback, suffix)
 
-    def load(self, key: SidecarKey, local_path: Path | None) -> Arrays | None:
-        """The arrays stored under exactly this key, or None."""
-        found = self.load_latest(key, local_path)
+    def load(self, key: SidecarKey, local_path: Path | None, check: Check) -> Arrays | None:
+        """The arrays stored under exactly this key, or None.
+
+        Args:
+            key: of the sidecar.
+            local_path: of the shard, if it is on this machine.
+            check: refuses arrays that no inspection finds.
+        """
+        found = self.load_latest(key, local_path, check)
         return found[0] if found and found[1] else None
 
-    def load_latest(self, key: SidecarKey, local_path: Path | None) -> tuple[Arrays, bool] | None:
+    def load_latest(
+        self, key: SidecarKey, local_path: Path | None, check: Check
+    ) -> tuple[Arrays, bool] | None:
         """The arrays of this kind last stored for a shard, and whether the whole key fits.
 
-        None if there are none for any size and version of the shard.
+        None if there are none for any size and version of the shard. Only the arrays of a key that
+        fits are checked.
+
+        Args:
+            key: as for `load`.
+            local_path: as for `load`.
+            check: as for `load`.
         """
         outdated: Arrays | None = None
         for path in self._candidates(key, local_path):
             try:
-                arrays = _read(path)
-            except (OSError, ValueError):
+                stored, arrays = decode(_read(path, key.max_bytes))
+                if stored == key.encoded():
+                    check(arrays)
+                    return arrays, True
+            except OSError:
                 continue
-            if arrays[_KEY].tobytes() == key.encoded():
-                return arrays, True
-            if outdated is None and json.loads(arrays[_KEY].tobytes())[-1] == key.kind:
+            except ValueError as error:
+                facts = {"shard": key.shard, "path": path, "reason": error}
+                log_event("index thrown away", facts, logging.WARNING)
+                continue
+            if outdated is None and _kind(stored) == key.kind:
                 outdated = arrays
         return None if outdated is None else (outdated, False)
 
@@ -100,7 +129,7 @@ class SidecarStore:
         Raises:
             Overloaded: no folder could take them; names the first one and why.
         """
-        data = _encode({**arrays, _KEY: np.frombuffer(key.encoded(), np.uint8)})
+        data = encode(key.encoded(), arrays)
         failures: list[tuple[Path, OSError]] = []
         for path in self._candidates(key, local_path):
             try:
@@ -147,26 +176,28 @@ def _write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def _encode(arrays: Arrays) -> bytes:
-    """A zip of npy files behind its digest."""
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    data = buffer.getvalue()
-    return _digest(data) + data
-
-
-def _read(path: Path) -> Arrays:
-    """Read what `_encode` made; the content is parsed only if the digest is right.
+def _read(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file.
 
     Raises:
-        ValueError: the file is damaged or foreign.
+        OSError: there is no such file.
+        ValueError: it is larger than this.
     """
-    data = path.read_bytes()
-    if data[:_DIGEST_BYTES] != _digest(data[_DIGEST_BYTES:]):
-        raise ValueError(f"{path} is no sidecar, or a damaged one")
-    with np.load(io.BytesIO(data[_DIGEST_BYTES:]), allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+    # a FIFO in its place must not be waited for
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"it has {status.st_size} bytes, more than {max_bytes}")
+        return file.read(status.st_size)
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+def _kind(stored: str) -> str | None:
+    """The kind of a stored key; None if it is none."""
+    try:
+        parts = json.loads(stored)
+    except (ValueError, RecursionError):
+        return None
+    return parts[-1] if isinstance(parts, list) and parts else None

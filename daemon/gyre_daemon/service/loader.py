@@ -97,8 +97,9 @@ class LoaderService(pb_grpc.LoaderServicer):
             raise InvalidRequest(
                 f"step {request.step} lies beyond any training; positions end at 2**62"
             )
-        planner = await asyncio.to_thread(planner_for, order, dataset.index)
-        batch = planner.batch(request.step, request.rank, world_size)
+        batch = await asyncio.to_thread(
+            lambda: planner_for(order, dataset.index).batch(request.step, request.rank, world_size)
+        )
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),
             mask=[] if batch.mask is None else batch.mask.tolist(),

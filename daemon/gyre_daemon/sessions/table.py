@@ -5,11 +5,12 @@ import contextlib
 import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from weakref import WeakValueDictionary
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
-from gyre_daemon.order.planner import Order, planner_for
+from gyre_daemon.order.planner import BatchPlanner, Order, planner_for
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import NO_JOB, Flow
 from gyre_daemon.sessions.request import Reader, SessionRequest
@@ -55,9 +56,7 @@ class SessionTable:
             )
         request.check()
         resources = self.resources
-        planner = await resources.workers.run(
-            NO_JOB, 0, 0, lambda: planner_for(request.order, request.dataset.index)
-        )
+        planner = await resources.workers.run(NO_JOB, 0, 0, partial(_plan, request, resources))
         await make_room(request, self._sessions.values(), resources)
         reader = request.reader
         for other in self:
@@ -187,6 +186,19 @@ class SessionTable:
         """The weight of the first pattern that the job's name matches."""
         pairs = self._weights.items()
         return next((weight for name, weight in pairs if fnmatch.fnmatchcase(job, name)), 1.0)
+
+
+def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
+    """The planner of a session that can have the memory for one batch; waits.
+
+    Raises:
+        InvalidRequest: the order does not fit the dataset.
+        Overloaded: not even the whole budget has room for a batch.
+    """
+    planner = planner_for(request.order, request.dataset.index)
+    share = request.wanted_share(resources.arena_limit_bytes)
+    resources.budget.check(share.reserved_bytes, f"a session on `{request.dataset.name}`")
+    return planner
 
 
 def _who(reader: Reader) -> str:

@@ -43,6 +43,9 @@ _CHECKS = {"text": check_text, "json": check_json}
 # The first text and JSON of a shard are read into memory up to this size; longer ones are checked
 # when they are served.
 _MAX_CHECKED_BYTES = 1 << 20
+# Limits on what one shard's index may need beside its arrays. A dataset has some ten extensions, and
+# a sample may lack some of them.
+MAX_EXTENSIONS, MAX_META_BYTES = 10_000, 4 << 20
 
 
 def codec_of(extension: str) -> CodecName:
@@ -136,6 +139,12 @@ class _IndexBuilder:
             self.key = key
             self.firsts.append(len(self.starts))
         number = self.extensions.setdefault(extension, len(self.extensions))
+        if len(self.extensions) > MAX_EXTENSIONS:
+            reason = (
+                f"its members have more than {MAX_EXTENSIONS} different extensions, all that "
+                "follows the first dot of a name; write the keys of samples without dots"
+            )
+            raise corrupt(self.shard, member.offset, reason)
         if number in self.members[self.firsts[-1] :]:
             raise corrupt(self.shard, member.offset, f"sample `{key}` has two members .{extension}")
         self.names.update(f"{member.name}\n".encode(errors="surrogateescape"))
@@ -154,8 +163,15 @@ class _IndexBuilder:
             "arrays": [[*kind, *first] for kind, first in self.arrays.items()],
             "unsound": self.unsound,
         }
+        text = json.dumps(meta).encode()
+        if len(text) > MAX_META_BYTES:
+            reason = (
+                f"its samples have {len(self.kinds)} different sets of extensions, far more than "
+                "one dataset can have"
+            )
+            raise corrupt(self.shard, 0, reason)
         return {
-            "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
+            "meta": np.frombuffer(text, np.uint8),
             "start": np.array(self.starts, np.int64),
             "size": np.array(self.sizes, np.int64),
             "extension": np.array(self.members, np.int32),
