@@ -62,9 +62,7 @@ def test_an_option_reaches_the_daemon_as_it_is(value: object) -> None:
     assert type(received.options["key"]) is type(value)
 
 
-@pytest.mark.parametrize(
-    "value", [None, b"bytes", object(), ["fine", None], 2**63, "\ud800"]
-)
+@pytest.mark.parametrize("value", [None, b"bytes", object(), ["fine", None], 2**63, "\ud800"])
 def test_option_values_that_the_protocol_lacks_are_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="option value"):
         option_value(value)
@@ -77,7 +75,9 @@ def test_a_dataset_is_a_name_or_a_definition(
     assert dataset_ref("wiki") == pb.DatasetRef(name="wiki")
     ad_hoc = dataset_ref(Path("data.bin"), "tokens", {"dtype": "uint8"}).ad_hoc
     assert ad_hoc == pb.AdHocDataset(
-        uri=str(tmp_path / "data.bin"), format="tokens", options={"dtype": pb.OptionValue(text="uint8")}
+        uri=str(tmp_path / "data.bin"),
+        format="tokens",
+        options={"dtype": pb.OptionValue(text="uint8")},
     )
     assert dataset_ref("s3://bucket/x.tar", "webdataset").ad_hoc.uri == "s3://bucket/x.tar"
     with pytest.raises(InvalidRequest, match="empty"):

@@ -1,6 +1,7 @@
 """Compares the shards of a dataset with what they were when it was last indexed."""
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -113,13 +114,14 @@ class ShardChanges:
         self._previous = previous
         self._checksums = checksums
 
-    def of(self, shard: int, was_indexed: bool, is_fresh: bool) -> Change:
+    def of(self, shard: int, was_indexed: bool, is_fresh: bool, stopped: threading.Event) -> Change:
         """How a shard has changed; a local one whose times moved is read whole.
 
         Args:
             shard: its number.
             was_indexed: whether it has a sidecar, of this or another version.
             is_fresh: whether that sidecar is of the listed version, or there is nothing to scan.
+            stopped: set when nobody waits for the answer any more.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
@@ -136,5 +138,5 @@ class ShardChanges:
         known = stored[0] if known is None and stored else known
         if known is None:
             return "changed" if then or was_indexed else "indexed"
-        now = self._checksums.take(self._location, checksums, shard)
+        now = self._checksums.take(self._location, checksums, shard, stopped)
         return "restored" if now is not None and np.array_equal(now, known) else "changed"

@@ -72,29 +72,41 @@ class ChecksumTaker:
             self._thread = threading.Thread(target=self._run, name="gyre-checksums", daemon=True)
             self._thread.start()
 
-    def take(self, location: str, shards: ShardChecksums, shard: int) -> Checksums | None:
-        """Take and store the checksums of one shard now; None if it is no longer what was listed.
+    def take(
+        self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
+    ) -> Checksums | None:
+        """Take and store the checksums of one shard now.
+
+        None if it is no longer what was listed, or `stopped` was set meanwhile.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
+
+        def go_on(_: int) -> bool:
+            return not (self._closing.is_set() or stopped.is_set())
+
         try:
-            checksums = shards.take(shard, lambda _: not self._closing.is_set())
+            checksums = shards.take(shard, go_on)
         except OSError as error:
             raise file_error(shards.listed[shard].name, error) from error
         if checksums is not None:
             self._save(location, shards, shard, checksums)
         return checksums
 
-    def keep(self, location: str, shards: ShardChecksums, shard: int) -> None:
+    def keep(
+        self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
+    ) -> None:
         """Store the checksums of one shard for later daemons; take them if there are none.
+
+        Nothing is stored if `stopped` is set before all are taken.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
         known = shards.known.get(shard)
         if known is None:
-            self.take(location, shards, shard)
+            self.take(location, shards, shard, stopped)
         else:
             self._save(location, shards, shard, known)
 
@@ -105,7 +117,9 @@ class ChecksumTaker:
 
         None if there are none.
         """
-        found = self._sidecars.load_latest(_key(location, shards, shard), None, _check(shards, shard))
+        found = self._sidecars.load_latest(
+            _key(location, shards, shard), None, _check(shards, shard)
+        )
         if found is None or _NAME not in found[0]:
             return None
         return found[0][_NAME], found[1]

@@ -5,9 +5,12 @@ assembled to one index.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,7 +23,8 @@ from gyre_daemon.datasets.dataset import Dataset, block_ranges, fingerprint, fin
 from gyre_daemon.datasets.formats import Format, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import Arrays, Probe, Scan
 from gyre_daemon.datasets.probing import ProbeRunner
-from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges
+from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges, until
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.datasets.unpacked import (
     UnpackedDataset,
@@ -34,16 +38,18 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap
 from gyre_daemon.storage.cache.cached import CachedStorage
 from gyre_daemon.storage.cache.node import NodeCache
-from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.local.listing import check_listed, stat_shard
 from gyre_daemon.storage.location import Location, parse_location
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.shard import Shard
 
 Result = TypeVar("Result")
 
-# Shards that are unpacked or scanned at once. A scan is mostly Python, so more threads do not make
-# it faster; they hide the latency of remote shards, and each holds one open stream.
-_NUM_THREADS = 4
+# Shards that are unpacked or scanned at once. Each dataset has one turn of its own, so that a small
+# one does not wait behind a large one; the further turns are shared, and one dataset has at most
+# three of them. More of these would take more cores from the jobs.
+_MAX_DATASETS, _NUM_SHARED_TURNS, _MAX_FURTHER = 32, 6, 3
+_NUM_THREADS = 2 * _MAX_DATASETS  # threads wait for files; there are no more than needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class OpeningDataset:
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
+        stopped: set when nobody waits for it any more; threads that work for it end then.
     """
 
     name: str
@@ -86,6 +93,7 @@ class OpeningDataset:
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, Path]
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     @property
     def identity(self) -> str:
@@ -119,10 +127,14 @@ class Indexer:
         self._checksums = ChecksumTaker(sidecars)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="gyre-scan")
         self._probes = ProbeRunner(opener, sidecars, self._threads)
+        self._processes = ScanProcesses()
+        self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
+        self._shared_turns = asyncio.Semaphore(_NUM_SHARED_TURNS)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
         self._checksums.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
@@ -140,7 +152,7 @@ class Indexer:
 
     async def scan(
         self, opening: OpeningDataset, previous: PreviousIndex | None
-    ) -> AsyncIterator[IndexedShard]:
+    ) -> AsyncGenerator[IndexedShard, None]:
         """Unpack and scan the shards of an opening, several at once, as far as that is needed.
 
         Args:
@@ -158,18 +170,24 @@ class Indexer:
             if previous
             else None
         )
-        slots = asyncio.Semaphore(_NUM_THREADS)
-        shards = [
-            asyncio.create_task(self._index_shard(opening, shard, changes, slots))
-            for shard in range(len(opening.scans))
+        results: asyncio.Queue[IndexedShard | Exception] = asyncio.Queue()
+        shards = iter(range(len(opening.scans)))
+        work = partial(self._index_shards, opening, changes, shards, results)
+        workers = [asyncio.create_task(work(self._own_turns, is_own=True))] + [
+            asyncio.create_task(work(self._shared_turns, is_own=False))
+            for _ in range(min(_MAX_FURTHER, len(opening.scans) - 1))
         ]
         try:
-            for indexed in asyncio.as_completed(shards):
-                yield await indexed
+            for _ in range(len(opening.scans)):
+                result = await results.get()
+                if isinstance(result, Exception):
+                    raise result
+                yield result
         finally:
-            for pending in shards:
-                pending.cancel()
-            await asyncio.gather(*shards, return_exceptions=True)
+            opening.stopped.set()
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
     async def finish(self, opening: OpeningDataset, *, refresh: bool) -> Dataset:
         """The dataset, once all shards are scanned.
@@ -193,7 +211,7 @@ class Indexer:
                 "too short"
             )
         contents = await read_ranges(served, *fingerprint_ranges(shards))
-        identity = fingerprint(shards, index, contents)
+        identity = await self._in_thread(fingerprint, shards, index, contents)
         storage = self._behind_cache(opening, served, index)
         if served.checksums:
             await self._in_thread(self._checksums.begin, opening.location, served.checksums)
@@ -218,54 +236,116 @@ class Indexer:
         checksums = dataset.storage.checksums
         if checksums is None:
             return
-        for shard in range(len(checksums.listed)):
-            await self._in_thread(self._checksums.keep, dataset.uri, checksums, shard)
+        stopped = threading.Event()
+        try:
+            for shard in range(len(checksums.listed)):
+                await self._in_thread(self._checksums.keep, dataset.uri, checksums, shard, stopped)
+        finally:
+            stopped.set()
+
+    async def _index_shards(
+        self,
+        opening: OpeningDataset,
+        changes: ShardChanges | None,
+        shards: Iterator[int],
+        results: asyncio.Queue[IndexedShard | Exception],
+        turns: asyncio.Semaphore,
+        *,
+        is_own: bool,
+    ) -> None:
+        """Index one shard after the other, until there is none left or one fails.
+
+        Its process ends with it, or when it is cancelled.
+
+        Args:
+            opening: the dataset.
+            changes: compares each shard with what it was; None for no comparison.
+            shards: their numbers; several workers take from it.
+            results: takes what was found, or why a shard failed.
+            turns: it waits for one of these, and takes a shard only then.
+            is_own: whether it keeps its turn for all shards.
+        """
+        with contextlib.ExitStack() as cleanup:
+            scanner = _Scanner(self._processes)
+            cleanup.callback(scanner.kill)
+            try:
+                async with turns if is_own else contextlib.nullcontext():
+                    while True:
+                        async with contextlib.nullcontext() if is_own else turns:
+                            if (shard := next(shards, None)) is None:
+                                return
+                            found = await self._index_shard(opening, shard, changes, scanner)
+                        results.put_nowait(found)
+            except Exception as error:
+                results.put_nowait(error)
 
     async def _index_shard(
         self,
         opening: OpeningDataset,
         shard: int,
         changes: ShardChanges | None,
-        slots: asyncio.Semaphore,
+        scanner: "_Scanner",
     ) -> IndexedShard:
         """Unpack a shard if it is compressed, and load or make its index.
 
-        Sidecars are read and written in other threads than those that scan. If a thread scanned and
-        then waited for the disk itself, many small shards would take twice as long on a busy node.
+        Sidecars are read and written in other threads than those that unpack.
         """
         listed, path = opening.source.shards[shard], opening.source.local_path(shard)
         loop = asyncio.get_running_loop()
-        async with slots:
-            if opening.unpacked and _is_packed(listed):
-                opening.paths[shard] = await self._in_thread(
-                    _unpack, opening, opening.unpacked, shard, loop
-                )
-            found: tuple[Arrays, bool] | None = None
-            if opening.scan:
-                key = SidecarKey(
-                    opening.location,
-                    listed.name,
-                    listed.size_bytes,
-                    listed.version,
-                    opening.scan.version,
-                )
-                found = await asyncio.to_thread(self._sidecars.load_latest, key, path)
-            is_fresh = opening.scan is None or (found is not None and found[1])
-            change: Change | None = None
-            if changes:
-                change = await self._in_thread(changes.of, shard, found is not None, is_fresh)
-            reused = is_fresh and change in (None, "kept")
-            if opening.scan is None:
-                return IndexedShard(shard, 0, reused, change)
-            if found and is_fresh:
-                arrays = found[0]
-            else:
-                arrays = await self._in_thread(_scan, opening, opening.scan, shard, loop)
-                # an index that an operator ordered must be stored
-                save = self._sidecars.save if changes else self._sidecars.try_to_save
-                await asyncio.to_thread(save, key, path, arrays)
+        if opening.unpacked and _is_packed(listed):
+            opening.paths[shard] = await self._in_thread(
+                _unpack, opening, opening.unpacked, shard, loop
+            )
+        found: tuple[Arrays, bool] | None = None
+        if opening.scan:
+            key = SidecarKey(
+                opening.location,
+                listed.name,
+                listed.size_bytes,
+                listed.version,
+                opening.scan.version,
+            )
+            check = partial(_check, opening, opening.scan, shard)
+            found = await asyncio.to_thread(self._sidecars.load_latest, key, path, check)
+        is_fresh = opening.scan is None or (found is not None and found[1])
+        change: Change | None = None
+        if changes:
+            was_indexed = found is not None
+            change = await self._in_thread(
+                changes.of, shard, was_indexed, is_fresh, opening.stopped
+            )
+        reused = is_fresh and change in (None, "kept")
+        if opening.scan is None:
+            return IndexedShard(shard, 0, reused, change)
+        if found and is_fresh:
+            arrays = found[0]
+        else:
+            arrays = await self._scan(opening, opening.scan, shard, scanner)
+            # an index that an operator ordered must be stored
+            save = self._sidecars.save if changes else self._sidecars.try_to_save
+            await asyncio.to_thread(save, key, path, arrays)
         opening.scans[shard] = arrays
         return IndexedShard(shard, opening.scan.num_samples(arrays), reused, change)
+
+    async def _scan(
+        self, opening: OpeningDataset, scan: Scan, shard: int, scanner: "_Scanner"
+    ) -> Arrays:
+        """Have a shard scanned by another process.
+
+        Raises:
+            CorruptSample: it is damaged, or a local one was changed meanwhile.
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+        """
+        listed, stored = opening.source.shards[shard], opening.source.local_path(shard)
+        process, path = await scanner.process(), opening.paths.get(shard, stored)
+        if path is None:
+            return await process.scan_stream(scan.run, listed.name, opening.source.stream(shard))
+        with contextlib.ExitStack() as opened:
+            file = await self._in_thread(opened.enter_context, open_file(path, listed.name))
+            arrays = await process.scan_file(scan.run, listed.name, file)
+        if path == stored:
+            await self._in_thread(check_listed, path, listed)
+        return arrays
 
     def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards
@@ -312,6 +392,23 @@ class Indexer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
+class _Scanner:
+    """The process of one worker, started when its first shard is scanned."""
+
+    def __init__(self, processes: ScanProcesses) -> None:
+        self._processes = processes
+        self._process: ScanProcess | None = None
+
+    async def process(self) -> ScanProcess:
+        self._process = self._process or await self._processes.start()
+        return self._process
+
+    def kill(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process = None
+
+
 def _unpack(
     opening: OpeningDataset, unpacked: UnpackedDataset, shard: int, loop: asyncio.AbstractEventLoop
 ) -> Path:
@@ -321,18 +418,14 @@ def _unpack(
     if found:
         return found
     with open_shard(opening.source, shard, loop) as file:
-        return unpacked.unpack(listed, file)
+        return unpacked.unpack(listed, until(file, opening.stopped))
 
 
-def _scan(
-    opening: OpeningDataset, scan: Scan, shard: int, loop: asyncio.AbstractEventLoop
-) -> Arrays:
-    name, unpacked = opening.source.shards[shard].name, opening.paths.get(shard)
-    if unpacked:
-        with open_file(unpacked, name) as file:
-            return scan.run(name, file)
-    with open_shard(opening.source, shard, loop) as file:
-        return scan.run(name, file)
+def _check(opening: OpeningDataset, scan: Scan, shard: int, arrays: Arrays) -> None:
+    """Refuse a stored index that is none of this shard."""
+    unpacked = opening.paths.get(shard)
+    listed = opening.source.shards[shard].size_bytes
+    scan.check(arrays, unpacked.stat().st_size if unpacked else listed)
 
 
 def _is_packed(shard: Shard) -> bool:

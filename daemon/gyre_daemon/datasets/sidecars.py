@@ -185,7 +185,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
     """
     # a FIFO in its place must not be waited for
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
+    with open(descriptor, "rb") as file:  # noqa: PTH123
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no regular file")

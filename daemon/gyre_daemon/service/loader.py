@@ -1,6 +1,7 @@
 """The methods of the protocol. Each converts its request, calls the part that acts, and answers."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -79,8 +80,10 @@ class LoaderService(pb_grpc.LoaderServicer):
     ) -> AsyncIterator[pb.IndexProgress]:
         """Build the missing parts of an index."""
         name, config = self._resolve(request.dataset)
-        async for progress in self._catalog.index(name, config, with_checksums=request.checksums):
-            yield convert.from_progress(progress)
+        indexing = self._catalog.index(name, config, with_checksums=request.checksums)
+        async with contextlib.aclosing(indexing):
+            async for progress in indexing:
+                yield convert.from_progress(progress)
 
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:

@@ -1,7 +1,7 @@
 """Checks a stored index of a tar shard, which anybody may have forged who can write beside it.
 
-What passes can be served without an error of the daemon's own: all numbers point into the shard, and
-the tables fit each other. Whether the bytes there are those samples, nobody can tell without a scan.
+What passes can be served without an error of the daemon's own: all numbers point into the shard,
+and the tables fit each other. Whether the bytes there are those samples, only a scan can tell.
 """
 
 from typing import Annotated
@@ -137,7 +137,8 @@ def _check_arrays(scan: Arrays, meta: _Meta, size: Int64Array, extension: Int64A
 def _check_sizes(
     dim: Int64Array, shape: Int64Array, itemsize: Int64Array, size: Int64Array
 ) -> None:
-    """Each array is smaller than its member; in floats, as the product of forged sizes overflows."""
+    """Each array is smaller than its member."""
+    # in floats, as the product of forged sizes overflows
     num_bytes = itemsize.astype(np.float64)
     for which in range(int(np.diff(dim).max(initial=0))):
         has = np.diff(dim) > which
