@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import itertools
 import tarfile
 import time
 import tracemalloc
@@ -12,6 +13,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gyre_client import Loader
 from gyre_daemon.datasets.formats.values import check_json, check_text
 from gyre_daemon.fetching.prefetch import Prefetcher, Spec
@@ -19,7 +21,6 @@ from gyre_daemon.order.planner import BatchPlanner, Order, planner_for
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.conftest import Daemon, StartDaemon
 
@@ -170,7 +171,7 @@ def test_costly_orders_take_nobody_s_lease(daemon: Daemon, stub: pb_grpc.LoaderS
         Loader("small", batch_size=40, job="bystander", address=daemon.address) as bystander,
     ):
         health = health_pb2_grpc.HealthStub(channel)
-        batches = iter(bystander)
+        batches = (batch for _ in itertools.count() for batch in bystander)
         next(batches)
         for number, (name, mode, tail, size, world_size) in enumerate(COSTLY):
             request = pb.OpenSessionRequest(
@@ -269,7 +270,7 @@ def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
         processes = ScanProcesses()
         try:
             process = await processes.start()
-            with pytest.raises(CorruptSample, match="shard a is no|shard a at byte"):
+            with pytest.raises(CorruptSample, match="shard a at byte"):
                 await process.scan_stream(scan_tar, "a", garbage())
             with pytest.raises(StorageUnavailable):
                 await process.scan_stream(scan_tar, "a", broken())

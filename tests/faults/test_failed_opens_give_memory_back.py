@@ -12,16 +12,16 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import StartDaemon
 
-NUM_WARM_UP, NUM_TRIES = 3, 20
-# 20 tries left 56 MiB of the first kind, and gigabytes of the second
-MAX_GROWTH_BYTES = 16 << 20
+NUM_WARM_UP, NUM_TRIES = 3, 15
+# 15 tries left 11 MiB of the first kind, and gigabytes of the second
+MAX_GROWTH_BYTES = 8 << 20
 
 
 def truncated(path: Path) -> None:
-    """30,000 empty members and no end."""
+    """8,000 empty members and no end."""
     first = tarfile.TarInfo("000000.txt").tobuf()
     blocks = []
-    for number in range(30_000):
+    for number in range(8_000):
         info = bytearray(first)
         info[:6] = b"%06d" % number
         info[148:156] = b" " * 8

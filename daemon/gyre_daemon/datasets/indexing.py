@@ -140,7 +140,7 @@ class Indexer:
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
         """List the shards of a dataset; without a name, its location is its name."""
         dataset_format = make_format(name or config.uri, config)
-        location = parse_location(config.uri)
+        location = await self._in_thread(parse_location, config.uri)  # it may name 100,000 shards
         source = await self._opener.open(location, config.storage, dataset_format.pattern)
         scans: list[Arrays | None] = [None] * len(source.shards)
         opening = OpeningDataset(

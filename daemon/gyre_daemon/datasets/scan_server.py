@@ -94,12 +94,13 @@ def _answer(connection: socket.socket) -> None:
         if len(header) < LENGTH.size:
             return
         body = connection.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
-        reply = _scan(*pickle.loads(body), descriptors[0])
+        run, name, is_stream = pickle.loads(body)
+        reply = _scan(run, name, descriptors[0], is_stream=is_stream)
         connection.sendall(LENGTH.pack(len(reply)))
         connection.sendall(reply)
 
 
-def _scan(run: Any, name: str, is_stream: bool, descriptor: int) -> bytes:
+def _scan(run: Any, name: str, descriptor: int, *, is_stream: bool) -> bytes:
     """The reply for one shard."""
     try:
         with _open(descriptor, is_stream=is_stream) as file:

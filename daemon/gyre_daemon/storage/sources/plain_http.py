@@ -32,6 +32,7 @@ _IDLE_S = 30.0  # a connection without a request for this long is closed
 # A cancelled response may still arrive for this long, so that its connection can be used again. A
 # longer time keeps connections that other requests could use.
 _DRAIN_S = 2.0
+_MAX_SIZE_DIGITS = 18
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -253,7 +254,7 @@ class _Connection(asyncio.Protocol):
         fields = {name.lower(): value for name, value in _FIELD.findall(head)}
         self._is_last = line[1] == b"0" or fields.get(b"connection", b"").lower() == b"close"
         length = fields.get(b"content-length", b"0" if status in (204, 304) else b"")
-        if not length.isdigit() or b"transfer-encoding" in fields:
+        if not _is_number(length) or b"transfer-encoding" in fields:
             self._is_last, length = True, b"0"
             if status < 300:
                 status, rest = 0, b"the response does not say how long it is"
@@ -261,7 +262,7 @@ class _Connection(asyncio.Protocol):
         self._response = Response(
             status,
             etag=fields.get(b"etag", b"").decode("latin-1"),
-            object_bytes=int(total) if total.isdigit() else -1,
+            object_bytes=int(total) if _is_number(total) else -1,
         )
         assert self._get
         self._num_missing = int(length)
@@ -306,3 +307,8 @@ class _Connection(asyncio.Protocol):
     def _abort_if_busy_with(self, get: HttpGet | None) -> None:
         if get is not None and self._get is get:
             self.abort()
+
+
+def _is_number(text: bytes) -> bool:
+    """Whether these are digits, as many as a size can have; `int` refuses thousands of them."""
+    return text.isdigit() and len(text) <= _MAX_SIZE_DIGITS
