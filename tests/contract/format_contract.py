@@ -228,7 +228,7 @@ class FormatContract:
         if inspection is None:
             return
         key = SidecarKey("/data", "a", len(shards[0]), "1", inspection.version)
-        loaded = []
+        loaded: list[Any] = []
         for arrays in inspect(dataset_format, shards):
             store.save(key, None, arrays)
             found = store.load(key, None, lambda _: None)

@@ -6,7 +6,7 @@ import itertools
 import tarfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -101,14 +101,14 @@ def test_a_small_dataset_does_not_wait_behind_large_ones(
     with Loader("tiny", batch_size=8, address=daemon.address) as loader:
         assert len(next(iter(loader))["sample_id"]) == 8
     for call in calls:
-        call.cancel()
+        call.cancel()  # type: ignore[no-untyped-call]
     assert eventually(lambda: not scanning(daemon)), "nobody waits for these scans any more"
     # and what was cancelled can be asked for again
     again = stub.IndexDataset(
         pb.IndexDatasetRequest(dataset=pb.DatasetRef(name="endless-0")), timeout=10 * DEADLINE_S
     )
     assert eventually(lambda: bool(scanning(daemon)))
-    again.cancel()
+    again.cancel()  # type: ignore[no-untyped-call]
     assert eventually(lambda: not scanning(daemon))
 
 
@@ -116,7 +116,7 @@ def test_an_open_that_is_given_up_stops_its_scan(daemon: Daemon, stub: pb_grpc.L
     request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="endless-0"))
     call = stub.DescribeDataset.future(request, timeout=10 * DEADLINE_S)
     assert eventually(lambda: bool(scanning(daemon)))
-    call.cancel()
+    call.cancel()  # type: ignore[no-untyped-call]
     assert eventually(lambda: not scanning(daemon))
     assert daemon.process
     assert daemon.stop() == 0
@@ -128,7 +128,7 @@ def test_a_scan_ends_with_its_daemon(daemon: Daemon, stub: pb_grpc.LoaderStub) -
     assert eventually(lambda: bool(scanning(daemon)))
     processes = scanning(daemon)
     daemon.kill()
-    call.cancel()
+    call.cancel()  # type: ignore[no-untyped-call]
     gone, _ = psutil.wait_procs(processes, timeout=DEADLINE_S)
     assert len(gone) == len(processes)
 
@@ -258,11 +258,11 @@ def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
     from gyre_daemon.datasets.scan_processes import ScanProcesses
     from gyre_daemon.errors import CorruptSample, StorageUnavailable
 
-    async def broken():  # type: ignore[no-untyped-def]
+    async def broken() -> AsyncIterator[bytes]:
         yield b"x" * 100_000
         raise StorageUnavailable("the storage does not answer")
 
-    async def garbage():  # type: ignore[no-untyped-def]
+    async def garbage() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 100_000
 

@@ -54,8 +54,8 @@ def load_previous(
     arrays = records.load(_key(name, location), None, _read_record)
     if arrays is None:
         return PreviousIndex({}, {}, "")
-    shards, digest = _read_record(arrays)
-    return PreviousIndex({shard.name: shard for shard in shards}, {}, digest)
+    stored, digest = _read_record(arrays)
+    return PreviousIndex({shard.name: shard for shard in stored}, {}, digest)
 
 
 def _read_record(arrays: Arrays) -> tuple[list[Shard], str]:

@@ -217,7 +217,12 @@ async def _receive_process(connection: socket.socket) -> int:
     """The process descriptor that a new process sends first."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(connection.fileno(), lambda: readable.done() or readable.set_result(None))
+
+    def can_read() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(connection.fileno(), can_read)
     try:
         await readable
     finally:

@@ -29,7 +29,7 @@ _LAYOUT_VERSION = 3
 _ALWAYS_ALLOWED_BYTES, _PART_OF_SHARD = 64 << 20, 8
 
 # Takes arrays and raises ValueError if they are not what an inspection finds.
-Check = Callable[[Arrays], None]
+Check = Callable[[Arrays], object]
 
 
 @dataclass(frozen=True, slots=True)
