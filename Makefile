@@ -10,8 +10,9 @@ STAMP := $(VENV)/.gyre-setup
 IN_VENV := env -u PYTHONHOME -u PYTHONPATH VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(BIN):$$PATH"
 PIP_INSTALL := $(IN_VENV) python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup demo test test-fast soak lint docs protos bench servers clean
+.PHONY: setup demo test test-fast soak lint docs protos bench fuzz servers clean
 BENCH_STAMP := $(VENV)/.gyre-bench-setup
+FUZZ_STAMP := $(VENV)/.gyre-fuzz-setup
 SERVERS := $(VENV)/servers
 SERVERS_STAMP := $(SERVERS)/.installed
 
@@ -75,6 +76,14 @@ bench: $(BENCH_STAMP)
 
 $(BENCH_STAMP): $(STAMP)
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,bench]'
+	touch $@
+
+# Each target for FUZZ_S seconds (600); `make fuzz TARGETS="tar npy"` runs some. Faults are in build/fuzz.
+fuzz: $(FUZZ_STAMP)
+	$(IN_VENV) nice -n 19 python -m tests.fuzz $(TARGETS)
+
+$(FUZZ_STAMP): $(STAMP)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[fuzz]'
 	touch $@
 
 clean:

@@ -228,11 +228,15 @@ class FormatContract:
         if inspection is None:
             return
         key = SidecarKey("/data", "a", len(shards[0]), "1", inspection.version)
-        loaded = []
+        loaded: list[Any] = []
         for arrays in inspect(dataset_format, shards):
             store.save(key, None, arrays)
-            found = store.load(key, None)
+            found = store.load(key, None, lambda _: None)
             assert found is not None
+            if isinstance(inspection, Scan):
+                inspection.check(found, len(shards[len(loaded)]))
+            else:
+                inspection.check(found, listed(shards))
             loaded.append(found)
         index = dataset_format.assemble(listed(shards), loaded)
         assert index.digest() == self.index(shards).digest()

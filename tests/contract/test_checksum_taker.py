@@ -111,8 +111,8 @@ def test_a_shard_that_cannot_be_read_gets_no_checksums(taker: ChecksumTaker, fol
     taker.begin("data", storage.checksums)
     assert list(storage.checksums.known) == [2]
     with pytest.raises(ShardMissing):
-        taker.take("data", storage.checksums, 0)
-    assert taker.take("data", storage.checksums, 1) is None
+        taker.take("data", storage.checksums, 0, threading.Event())
+    assert taker.take("data", storage.checksums, 1, threading.Event()) is None
 
 
 def test_a_closed_dataset_is_not_read_any_further(

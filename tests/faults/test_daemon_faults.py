@@ -471,7 +471,12 @@ def test_long_errors_and_invalid_options_reach_the_client(
         Loader("ö" * 300, batch_size=4, address=daemon.address)
     with identified_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
-        for options in ({"a": "[" * 5000}, {"a": "9" * 5000}):
+        deep = pb.OptionValue(integer=1)
+        for _ in range(20):
+            deep = pb.OptionValue(list=pb.OptionList(values=[deep]))
+        many = pb.OptionValue(list=pb.OptionList(values=[pb.OptionValue(integer=1)] * 5000))
+        nothing = pb.OptionValue()
+        for options in ({"a": deep}, {"a": many}, {"a": nothing}, {"a" * 200: many}):
             ref = pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/x", format="tokens", options=options))
             with pytest.raises(grpc.RpcError) as caught:
                 stub.DescribeDataset(pb.DescribeDatasetRequest(dataset=ref), timeout=120)

@@ -1,4 +1,3 @@
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -6,7 +5,8 @@ from gyre_client.command.formatting import plain
 from gyre_client.errors import DaemonFault, InvalidRequest
 from gyre_client.transport.arguments import choice
 from gyre_client.transport.frames import MAX_CHUNK_BYTES, chunk_data
-from gyre_client.transport.requests import TAILS, dataset_ref, toml_value
+from gyre_client.transport.requests import TAILS, dataset_ref, option_value
+from gyre_daemon.service.requests import to_ad_hoc
 from gyre_protos.v1 import loader_pb2 as pb
 
 
@@ -42,7 +42,8 @@ def test_a_frame_that_is_no_chunk_is_refused(frame: bytes) -> None:
         False,
         0,
         -7,
-        2**62,
+        2**63 - 1,
+        -(2**63),
         1.5,
         -1e300,
         float("inf"),
@@ -55,14 +56,17 @@ def test_a_frame_that_is_no_chunk_is_refused(frame: bytes) -> None:
         {"a key": 1, "b": {"c": [True]}},
     ],
 )
-def test_option_values_are_toml(value: object) -> None:
-    assert tomllib.loads(f"value = {toml_value(value)}") == {"value": value}
+def test_an_option_reaches_the_daemon_as_it_is(value: object) -> None:
+    ad_hoc = dataset_ref("/data", "tokens", {"key": value}).ad_hoc
+    received = to_ad_hoc(pb.AdHocDataset.FromString(ad_hoc.SerializeToString()))
+    assert received.options == {"key": value}
+    assert type(received.options["key"]) is type(value)
 
 
-@pytest.mark.parametrize("value", [None, b"bytes", object(), ["fine", None]])
-def test_option_values_that_toml_lacks_are_refused(value: object) -> None:
+@pytest.mark.parametrize("value", [None, b"bytes", object(), ["fine", None], 2**63, "\ud800"])
+def test_option_values_that_the_protocol_lacks_are_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="option value"):
-        toml_value(value)
+        option_value(value)
 
 
 def test_a_dataset_is_a_name_or_a_definition(
@@ -72,7 +76,9 @@ def test_a_dataset_is_a_name_or_a_definition(
     assert dataset_ref("wiki") == pb.DatasetRef(name="wiki")
     ad_hoc = dataset_ref(Path("data.bin"), "tokens", {"dtype": "uint8"}).ad_hoc
     assert ad_hoc == pb.AdHocDataset(
-        uri=str(tmp_path / "data.bin"), format="tokens", options={"dtype": '"uint8"'}
+        uri=str(tmp_path / "data.bin"),
+        format="tokens",
+        options={"dtype": pb.OptionValue(text="uint8")},
     )
     assert dataset_ref("s3://bucket/x.tar", "webdataset").ad_hoc.uri == "s3://bucket/x.tar"
     with pytest.raises(InvalidRequest, match="empty"):

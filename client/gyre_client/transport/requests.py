@@ -1,6 +1,5 @@
 """Turns the user's arguments into protocol messages, and checks them where they are handed in."""
 
-import json
 import os
 import time
 import uuid
@@ -118,7 +117,7 @@ def dataset_ref(
         options: The definition's other keys, as plain Python values.
 
     Raises:
-        InvalidRequest: There are options for a name, TOML cannot express an option, or the name
+        InvalidRequest: There are options for a name, an option is of no type of TOML, or the name
             is empty.
     """
     if not isinstance(dataset, str | os.PathLike):
@@ -135,15 +134,15 @@ def dataset_ref(
         return pb.DatasetRef(name=name)
     uri = name if "://" in name else text("dataset", str(Path(name).expanduser().absolute()))
     values = {
-        key: toml_value(value, f"options[{key!r}]")
+        key: option_value(value, f"options[{key!r}]")
         for key, value in mapping("options", {} if options is None else options).items()
     }
     data_format = "" if data_format is None else text("format", data_format)
     return pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri=uri, format=data_format, options=values))
 
 
-def toml_value(value: object, name: str = "the option value", depth: int = 0) -> str:
-    """Returns `value` in TOML's syntax (https://toml.io/en/v1.0.0).
+def option_value(value: object, name: str = "the option value", depth: int = 0) -> pb.OptionValue:
+    """Returns an option of an ad-hoc dataset as the protocol has it.
 
     Args:
         value: A value of Python or numpy.
@@ -151,34 +150,27 @@ def toml_value(value: object, name: str = "the option value", depth: int = 0) ->
         depth: How many lists and mappings it lies in.
 
     Raises:
-        InvalidRequest: TOML has no such value, or it lies too deep.
+        InvalidRequest: `value` is of another type than TOML's, or lies too deep.
     """
     if depth > _MAX_DEPTH:
         raise InvalidRequest(f"{name} has more than {_MAX_DEPTH} levels of lists and dicts")
-    below = partial(toml_value, name=name, depth=depth + 1)
+    below = partial(option_value, name=name, depth=depth + 1)
     match value:
         case bool():
-            return "true" if value else "false"
+            return pb.OptionValue(boolean=value)
         case Integral():
-            return str(whole(name, value, _MIN_INT64, _MAX_INT64))
+            return pb.OptionValue(integer=whole(name, value, _MIN_INT64, _MAX_INT64))
         case Real():
-            return repr(float(value))  # nan, inf and -inf are TOML's words too
+            return pb.OptionValue(real=float(value))
         case str():
-            return _toml_string(text(name, value))
+            return pb.OptionValue(text=text(name, value))
         case os.PathLike():
-            return _toml_string(text(name, os.fspath(value)))
+            return pb.OptionValue(text=text(name, os.fspath(value)))
         case Mapping():
-            items = [
-                f"{_toml_string(key)} = {below(item)}" for key, item in mapping(name, value).items()
-            ]
-            return "{" + ", ".join(items) + "}"
+            values = {key: below(item) for key, item in mapping(name, value).items()}
+            return pb.OptionValue(table=pb.OptionTable(values=values))
         case Sequence() if not isinstance(value, bytes | bytearray | memoryview):
-            return "[" + ", ".join(map(below, value)) + "]"
+            return pb.OptionValue(list=pb.OptionList(values=map(below, value)))
     raise InvalidRequest(
         f"{name} is {shown(value)}, which is neither a string, number, boolean, list nor mapping"
     )
-
-
-def _toml_string(value: str) -> str:
-    # JSON's strings are valid in TOML, except that TOML does not allow a bare DEL.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

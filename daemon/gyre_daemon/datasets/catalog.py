@@ -1,9 +1,10 @@
 """The datasets of a daemon, by name: opened once, indexed, and kept."""
 
 import asyncio
+import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Set
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig
@@ -15,7 +16,8 @@ from gyre_daemon.datasets.changes import (
     save_record,
 )
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.indexing import IndexedShard, Indexer
+from gyre_daemon.datasets.indexing import Indexer
+from gyre_daemon.datasets.shard_indexing import IndexedShard
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedShards, is_compressed, unpacked_name
 from gyre_daemon.errors import NotAllowed, UnknownDataset
@@ -190,14 +192,15 @@ class Catalog:
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._open:
                 opening = await self._indexer.begin(self._shown(name), config)
-                async for _ in self._indexer.scan(opening, None):
-                    pass
+                async with contextlib.aclosing(self._indexer.scan(opening, None)) as scanning:
+                    async for _ in scanning:
+                        pass
                 return self._keep(name, config, await self._indexer.finish(opening, refresh=False))
             return self._open[name]
 
     async def index(
         self, name: str, config: DatasetConfig, *, with_checksums: bool = False
-    ) -> AsyncIterator[IndexProgress]:
+    ) -> AsyncGenerator[IndexProgress, None]:
         """List the shards again, index the stale ones, and report each shard.
 
         Sessions that begin later see the result.
@@ -216,10 +219,11 @@ class Catalog:
                 load_previous, self._records, name, opening.location, self._open.get(name)
             )
             progress = IndexProgress(0, len(opening.scans), 0, "", reused=False, change="indexed")
-            async for indexed in self._indexer.scan(opening, previous):
-                if progress.num_done:
-                    yield progress
-                progress = progress.after(opening.source.shards[indexed.number].name, indexed)
+            async with contextlib.aclosing(self._indexer.scan(opening, previous)) as scanning:
+                async for indexed in scanning:
+                    if progress.num_done:
+                        yield progress
+                    progress = progress.after(opening.source.shards[indexed.number].name, indexed)
             dataset = await self._indexer.finish(opening, refresh=True)
             if with_checksums:
                 await self._indexer.take_checksums(dataset)

@@ -1,14 +1,17 @@
 """Compares the shards of a dataset with what they were when it was last indexed."""
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.formats.base import Arrays, array_of
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.checksums import Checksums
@@ -20,6 +23,7 @@ from gyre_daemon.storage.shard import Shard
 Change = Literal["indexed", "kept", "restored", "changed"]
 
 RECORD_SUFFIX = ".gyre-dataset"  # of the sidecar of a dataset as a whole
+_MAX_FINGERPRINT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,28 @@ def load_previous(
         named = {storage.shards[number].name: checksums for number, checksums in taken.items()}
         shards = {shard.name: shard for shard in storage.shards}
         return PreviousIndex(shards, named, before.fingerprint)
-    arrays = records.load(_key(name, location), None)
+    arrays = records.load(_key(name, location), None, _read_record)
     if arrays is None:
         return PreviousIndex({}, {}, "")
-    stored = [Shard(*each) for each in json.loads(arrays["shards"].tobytes())]
-    digest = arrays["fingerprint"].tobytes().decode()
+    stored, digest = _read_record(arrays)
     return PreviousIndex({shard.name: shard for shard in stored}, {}, digest)
+
+
+def _read_record(arrays: Arrays) -> tuple[list[Shard], str]:
+    """The shards and the fingerprint of a record, which may be forged.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = array_of(arrays, "shards", np.uint8).tobytes()
+    digest = array_of(arrays, "fingerprint", np.uint8).tobytes()
+    if len(digest) > _MAX_FINGERPRINT_BYTES or not digest.isalnum():
+        raise ValueError("its fingerprint is none")
+    try:
+        listed = msgspec.json.decode(text, type=list[tuple[str, int, str]])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError("its list of shards is damaged") from error
+    return [Shard(*each) for each in listed], digest.decode()
 
 
 def save_record(
@@ -94,13 +114,14 @@ class ShardChanges:
         self._previous = previous
         self._checksums = checksums
 
-    def of(self, shard: int, was_indexed: bool, is_fresh: bool) -> Change:
+    def of(self, shard: int, was_indexed: bool, is_fresh: bool, stopped: threading.Event) -> Change:
         """How a shard has changed; a local one whose times moved is read whole.
 
         Args:
             shard: its number.
             was_indexed: whether it has a sidecar, of this or another version.
             is_fresh: whether that sidecar is of the listed version, or there is nothing to scan.
+            stopped: set when nobody waits for the answer any more.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
@@ -117,5 +138,5 @@ class ShardChanges:
         known = stored[0] if known is None and stored else known
         if known is None:
             return "changed" if then or was_indexed else "indexed"
-        now = self._checksums.take(self._location, checksums, shard)
+        now = self._checksums.take(self._location, checksums, shard, stopped)
         return "restored" if now is not None and np.array_equal(now, known) else "changed"

@@ -10,9 +10,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+import numpy as np
+
+from gyre_daemon.datasets.sidecar_file import Arrays
+from gyre_daemon.datasets.sidecars import Check, SidecarKey, SidecarStore
 from gyre_daemon.errors import Overloaded
-from gyre_daemon.storage.checksums import Checksums, ShardChecksums
+from gyre_daemon.storage.checksums import CHECKSUM_BYTES, Checksums, ShardChecksums, num_blocks
 from gyre_daemon.storage.local.listing import file_error
 
 CHECKSUMS_SUFFIX = ".gyre-checksums"
@@ -69,29 +72,41 @@ class ChecksumTaker:
             self._thread = threading.Thread(target=self._run, name="gyre-checksums", daemon=True)
             self._thread.start()
 
-    def take(self, location: str, shards: ShardChecksums, shard: int) -> Checksums | None:
-        """Take and store the checksums of one shard now; None if it is no longer what was listed.
+    def take(
+        self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
+    ) -> Checksums | None:
+        """Take and store the checksums of one shard now.
+
+        None if it is no longer what was listed, or `stopped` was set meanwhile.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
+
+        def go_on(_: int) -> bool:
+            return not (self._closing.is_set() or stopped.is_set())
+
         try:
-            checksums = shards.take(shard, lambda _: not self._closing.is_set())
+            checksums = shards.take(shard, go_on)
         except OSError as error:
             raise file_error(shards.listed[shard].name, error) from error
         if checksums is not None:
             self._save(location, shards, shard, checksums)
         return checksums
 
-    def keep(self, location: str, shards: ShardChecksums, shard: int) -> None:
+    def keep(
+        self, location: str, shards: ShardChecksums, shard: int, stopped: threading.Event
+    ) -> None:
         """Store the checksums of one shard for later daemons; take them if there are none.
+
+        Nothing is stored if `stopped` is set before all are taken.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
         """
         known = shards.known.get(shard)
         if known is None:
-            self.take(location, shards, shard)
+            self.take(location, shards, shard, stopped)
         else:
             self._save(location, shards, shard, known)
 
@@ -102,7 +117,9 @@ class ChecksumTaker:
 
         None if there are none.
         """
-        found = self._sidecars.load_latest(_key(location, shards, shard), None)
+        found = self._sidecars.load_latest(
+            _key(location, shards, shard), None, _check(shards, shard)
+        )
         if found is None or _NAME not in found[0]:
             return None
         return found[0][_NAME], found[1]
@@ -132,7 +149,8 @@ class ChecksumTaker:
                 self._try_to_take(location, shards, shard, go_on)
 
     def _load(self, location: str, shards: ShardChecksums, shard: int) -> bool:
-        arrays = self._sidecars.load(_key(location, shards, shard), None)
+        key = _key(location, shards, shard)
+        arrays = self._sidecars.load(key, None, _check(shards, shard))
         if arrays is not None:
             shards.add(shard, arrays[_NAME])
         return shard in shards.known
@@ -179,6 +197,18 @@ class _Throttle:
     def _is_idle(self) -> bool:
         shards = self._shards()
         return shards is not None and shards.is_idle()
+
+
+def _check(shards: ShardChecksums, shard: int) -> Check:
+    """Refuses what are no checksums of a shard of this size."""
+
+    def check(arrays: Arrays) -> None:
+        checksums = arrays.get(_NAME)
+        expected = num_blocks(shards.listed[shard].size_bytes), CHECKSUM_BYTES
+        if checksums is None or checksums.dtype != np.uint8 or checksums.shape != expected:
+            raise ValueError("it has no checksums of this shard")
+
+    return check
 
 
 def _key(location: str, shards: ShardChecksums, shard: int) -> SidecarKey:

@@ -5,29 +5,32 @@ assembled to one index.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.changes import Change, PreviousIndex, ShardChanges
+from gyre_daemon.datasets.changes import PreviousIndex
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.dataset import Dataset, block_ranges, fingerprint, fingerprint_ranges
 from gyre_daemon.datasets.detection import detect_format
-from gyre_daemon.datasets.formats import Format, SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import Arrays, Probe, Scan
+from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats.base import Arrays, Probe
 from gyre_daemon.datasets.probing import ProbeRunner
-from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
-from gyre_daemon.datasets.unpacked import (
-    UnpackedDataset,
-    UnpackedShards,
-    is_compressed,
-    unpacked_name,
+from gyre_daemon.datasets.shard_indexing import (
+    NUM_THREADS,
+    IndexedShard,
+    OpeningDataset,
+    ShardIndexer,
+    is_packed,
 )
+from gyre_daemon.datasets.shardfiles import read_ranges
+from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.datasets.unpacked import UnpackedDataset, UnpackedShards, unpacked_name
 from gyre_daemon.errors import ConfigError, InvalidRequest
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Storage
@@ -42,69 +45,9 @@ from gyre_daemon.storage.shard import Shard
 
 Result = TypeVar("Result")
 
-# Shards that are unpacked or scanned at once. A scan is mostly Python, so more threads do not make
-# it faster; they hide the latency of remote shards, and each holds one open stream.
-_NUM_THREADS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class IndexedShard:
-    """One more shard has its index.
-
-    Attributes:
-        number: of the shard.
-        num_samples: in the shard; 0 if the format does not scan.
-        reused: whether its sidecar was fresh, or there is nothing to scan.
-        change: how it differs from the previous index; None if it was not compared.
-    """
-
-    number: int
-    num_samples: int
-    reused: bool
-    change: Change | None
-
-
-@dataclass(slots=True)
-class OpeningDataset:
-    """A dataset while its shards are being indexed.
-
-    Attributes:
-        name: for messages.
-        config: its definition.
-        format: its format.
-        location: where it lies, without credentials.
-        source: the shards as they are stored.
-        scans: of each shard, its arrays if it has been scanned.
-        unpacked: where compressed shards go; None if there are none.
-        paths: of each shard that was unpacked, the file.
-    """
-
-    name: str
-    config: DatasetConfig
-    format: Format
-    location: str
-    source: Storage
-    scans: list[Arrays | None]
-    unpacked: UnpackedDataset | None
-    paths: dict[int, LocalFile]
-
-    @property
-    def identity(self) -> str:
-        """Distinguishes the data from other data at the same location of another endpoint."""
-        endpoints = sorted(
-            str(value) for key, value in self.config.storage.items() if "endpoint" in key.lower()
-        )
-        return " ".join([self.location, *endpoints])
-
-    @property
-    def scan(self) -> Scan | None:
-        """The format's scan, if that is how it inspects shards."""
-        inspection = self.format.inspection
-        return inspection if isinstance(inspection, Scan) else None
-
 
 class Indexer:
-    """Indexes datasets in threads of its own."""
+    """Indexes datasets in threads and processes of its own."""
 
     def __init__(
         self,
@@ -118,12 +61,14 @@ class Indexer:
         self._unpacked = unpacked
         self._cache = cache
         self._checksums = ChecksumTaker(sidecars)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="gyre-scan")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gyre-scan")
         self._probes = ProbeRunner(opener, sidecars, self._threads)
+        self._shards = ShardIndexer(sidecars, self._checksums, self._threads)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._shards.close()
         self._checksums.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
@@ -131,7 +76,7 @@ class Indexer:
 
         Where the configuration names no format, the names of all files there decide.
         """
-        location = parse_location(config.uri)
+        location = await self._in_thread(parse_location, config.uri)  # it may name 100,000 shards
         follow_links = config.follow_links
         if not config.format:
             listed = await self._opener.open(
@@ -148,42 +93,15 @@ class Indexer:
         opening = OpeningDataset(
             name or location.text, config, dataset_format, location.text, source, scans, None, {}
         )
-        if dataset_format.unpacks_gzip and any(map(_is_packed, source.shards)):
+        if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
         return opening
 
-    async def scan(
+    def scan(
         self, opening: OpeningDataset, previous: PreviousIndex | None
-    ) -> AsyncIterator[IndexedShard]:
-        """Unpack and scan the shards of an opening, several at once, as far as that is needed.
-
-        Args:
-            opening: from `begin`.
-            previous: what the dataset was before, if an operator ordered the index: then each shard
-                is compared with it, and an index that cannot be stored is an error. None otherwise.
-
-        Raises:
-            Overloaded: an ordered index cannot be stored, or a compressed shard not be unpacked.
-        """
-        if opening.scan is None and opening.unpacked is None and previous is None:
-            return
-        changes = (
-            ShardChanges(opening.location, opening.source, previous, self._checksums)
-            if previous
-            else None
-        )
-        slots = asyncio.Semaphore(_NUM_THREADS)
-        shards = [
-            asyncio.create_task(self._index_shard(opening, shard, changes, slots))
-            for shard in range(len(opening.scans))
-        ]
-        try:
-            for indexed in asyncio.as_completed(shards):
-                yield await indexed
-        finally:
-            for pending in shards:
-                pending.cancel()
-            await asyncio.gather(*shards, return_exceptions=True)
+    ) -> AsyncGenerator[IndexedShard, None]:
+        """See `ShardIndexer.run`."""
+        return self._shards.run(opening, previous)
 
     async def finish(self, opening: OpeningDataset, *, refresh: bool) -> Dataset:
         """The dataset, once all shards are scanned.
@@ -207,7 +125,7 @@ class Indexer:
                 "too short"
             )
         contents = await read_ranges(served, *fingerprint_ranges(shards))
-        identity = fingerprint(shards, index, contents)
+        identity = await self._in_thread(fingerprint, shards, index, contents)
         storage = self._behind_cache(opening, served, index)
         if served.checksums:
             await self._in_thread(self._checksums.begin, opening.location, served.checksums)
@@ -232,54 +150,12 @@ class Indexer:
         checksums = dataset.storage.checksums
         if checksums is None:
             return
-        for shard in range(len(checksums.listed)):
-            await self._in_thread(self._checksums.keep, dataset.uri, checksums, shard)
-
-    async def _index_shard(
-        self,
-        opening: OpeningDataset,
-        shard: int,
-        changes: ShardChanges | None,
-        slots: asyncio.Semaphore,
-    ) -> IndexedShard:
-        """Unpack a shard if it is compressed, and load or make its index.
-
-        Sidecars are read and written in other threads than those that scan. If a thread scanned and
-        then waited for the disk itself, many small shards would take twice as long on a busy node.
-        """
-        listed, path = opening.source.shards[shard], opening.source.local_file(shard)
-        loop = asyncio.get_running_loop()
-        async with slots:
-            if opening.unpacked and _is_packed(listed):
-                opening.paths[shard] = await self._in_thread(
-                    _unpack, opening, opening.unpacked, shard, loop
-                )
-            found: tuple[Arrays, bool] | None = None
-            if opening.scan:
-                key = SidecarKey(
-                    opening.location,
-                    listed.name,
-                    listed.size_bytes,
-                    listed.version,
-                    opening.scan.version,
-                )
-                found = await asyncio.to_thread(self._sidecars.load_latest, key, path)
-            is_fresh = opening.scan is None or (found is not None and found[1])
-            change: Change | None = None
-            if changes:
-                change = await self._in_thread(changes.of, shard, found is not None, is_fresh)
-            reused = is_fresh and change in (None, "kept")
-            if opening.scan is None:
-                return IndexedShard(shard, 0, reused, change)
-            if found and is_fresh:
-                arrays = found[0]
-            else:
-                arrays = await self._in_thread(_scan, opening, opening.scan, shard, loop)
-                # an index that an operator ordered must be stored
-                save = self._sidecars.save if changes else self._sidecars.try_to_save
-                await asyncio.to_thread(save, key, path, arrays)
-        opening.scans[shard] = arrays
-        return IndexedShard(shard, opening.scan.num_samples(arrays), reused, change)
+        stopped = threading.Event()
+        try:
+            for shard in range(len(checksums.listed)):
+                await self._in_thread(self._checksums.keep, dataset.uri, checksums, shard, stopped)
+        finally:
+            stopped.set()
 
     def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards
@@ -288,7 +164,7 @@ class Indexer:
                 f"dataset `{opening.name}` has compressed shards, and this daemon has no folder to "
                 "unpack them"
             )
-        if not opening.source.local_file(0) and not all(map(_is_packed, shards)):
+        if not opening.source.local_file(0) and not all(map(is_packed, shards)):
             raise InvalidRequest(
                 f"some shards of {location.text} are compressed and some are not; compress all of "
                 "them or none, or name those that are meant"
@@ -326,38 +202,11 @@ class Indexer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
-def _unpack(
-    opening: OpeningDataset, unpacked: UnpackedDataset, shard: int, loop: asyncio.AbstractEventLoop
-) -> LocalFile:
-    """The file of an unpacked shard, made if there is none."""
-    listed = opening.source.shards[shard]
-    found = unpacked.find(listed)
-    if found:
-        return found
-    with open_shard(opening.source, shard, loop) as file:
-        return unpacked.unpack(listed, file)
-
-
-def _scan(
-    opening: OpeningDataset, scan: Scan, shard: int, loop: asyncio.AbstractEventLoop
-) -> Arrays:
-    name, unpacked = opening.source.shards[shard].name, opening.paths.get(shard)
-    if unpacked:
-        with open_file(unpacked, name) as file:
-            return scan.run(name, file)
-    with open_shard(opening.source, shard, loop) as file:
-        return scan.run(name, file)
-
-
-def _is_packed(shard: Shard) -> bool:
-    return is_compressed(shard.name)
-
-
 def _check_distinct(shards: Sequence[Shard], location: Location) -> None:
     """Refuse a folder that has a shard twice, as it is and compressed."""
-    plain = {shard.name for shard in shards if not _is_packed(shard)}
+    plain = {shard.name for shard in shards if not is_packed(shard)}
     for shard in shards:
-        if _is_packed(shard) and unpacked_name(shard.name) in plain:
+        if is_packed(shard) and unpacked_name(shard.name) in plain:
             raise InvalidRequest(
                 f"{location.text} has both {shard.name} and {unpacked_name(shard.name)}; name "
                 "those that are meant, by a pattern"

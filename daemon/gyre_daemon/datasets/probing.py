@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
 from gyre_daemon.datasets.formats.base import (
@@ -63,7 +64,8 @@ class ProbeRunner:
         if len(storage.shards) <= _MAX_UNKEPT_SHARDS and storage.local_file(0):
             return await self._run(probe.run(storage.shards), storage, settings)
         key = _key(location, storage.shards, probe.version)
-        arrays = None if refresh else await asyncio.to_thread(self._sidecars.load, key, None)
+        check = partial(_check, probe, storage.shards)
+        arrays = None if refresh else await asyncio.to_thread(self._sidecars.load, key, None, check)
         if arrays is None:
             arrays = await self._run(probe.run(storage.shards), storage, settings)
             await asyncio.to_thread(self._sidecars.try_to_save, key, None, arrays)
@@ -97,6 +99,10 @@ class ProbeRunner:
             f"not each of the shards {names} has its {request.suffix} file beside it; restore the "
             "missing ones"
         )
+
+
+def _check(probe: Probe, shards: Sequence[Shard], arrays: Arrays) -> None:
+    probe.check(arrays, shards)
 
 
 def _advance(steps: ProbeSteps, response: ProbeResponse | None) -> ProbeRequest | Arrays:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import BinaryIO, cast
 
@@ -43,6 +45,29 @@ class _StreamFile(io.RawIOBase):
 
     async def _next(self) -> bytes:
         return await anext(self._chunks, b"")
+
+
+class _StoppableFile(io.RawIOBase):
+    """A file that cannot be read any more once an event is set."""
+
+    def __init__(self, file: BinaryIO, stopped: threading.Event) -> None:
+        self._file = file
+        self._stopped = stopped
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._stopped.is_set():
+            raise InterruptedError(errno.ECANCELED, "nobody waits for it any more")
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def until(file: BinaryIO, stopped: threading.Event) -> BinaryIO:
+    """The same file for one pass, which fails with an OSError once the event is set."""
+    return cast("BinaryIO", _StoppableFile(file, stopped))
 
 
 @contextlib.contextmanager

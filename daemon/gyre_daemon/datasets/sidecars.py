@@ -2,21 +2,20 @@
 
 A sidecar lies beside its local shard. It lies in the index folder instead if one is configured, if
 the shard is remote, or if the shard's own folder cannot be written. It is valid for one size and
-version of the shard; one that is stale, torn or foreign reads as absent.
+version of the shard. One that is stale reads as absent. One that is damaged, or that has arrays
+which no inspection could have found, does too, with a warning: whoever can write beside a shard can
+forge it.
 """
 
 import hashlib
-import io
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.sidecar_file import Arrays, decode, encode
 from gyre_daemon.datasets.sidecar_places import BesideShard, InFolder, SidecarPlace
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
@@ -24,9 +23,14 @@ from gyre_daemon.runtime.ownership import NotOurs
 from gyre_daemon.storage.beneath import LocalFile
 
 SUFFIX = ".gyre-index"
-_LAYOUT_VERSION = 2
-_KEY = "key"
-_DIGEST_BYTES = 32
+_LAYOUT_VERSION = 3
+# A sidecar has at most four times the bytes of its shard: a line of text of three bytes and its end
+# takes 16 bytes here. The constant is for datasets of many small files; a larger one lets a forged
+# file take more memory for a moment.
+_ALWAYS_ALLOWED_BYTES, _PER_SHARD_BYTE = 64 << 20, 4
+
+# Takes arrays and raises ValueError if they are not what an inspection finds.
+Check = Callable[[Arrays], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,14 @@ class SidecarKey:
     version: str
     kind: str
 
-    def encoded(self) -> bytes:
+    def encoded(self) -> str:
         """The key as stored; without the location, since mounts move."""
-        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.kind]).encode()
+        return json.dumps([_LAYOUT_VERSION, self.size_bytes, self.version, self.kind])
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes that its sidecar may have."""
+        return max(_ALWAYS_ALLOWED_BYTES, self.size_bytes * _PER_SHARD_BYTE)
 
 
 class SidecarStore:
@@ -75,28 +84,47 @@ class SidecarStore:
         """The store of another kind of sidecars in the same folders."""
         return SidecarStore(str(self._index_dir or ""), self._fallback, suffix)
 
-    def load(self, key: SidecarKey, local: LocalFile | None) -> Arrays | None:
-        """The arrays stored under exactly this key, or None."""
-        found = self.load_latest(key, local)
+    def load(self, key: SidecarKey, local: LocalFile | None, check: Check) -> Arrays | None:
+        """The arrays stored under exactly this key, or None.
+
+        Args:
+            key: of the sidecar.
+            local: the shard, if it is on this machine.
+            check: refuses arrays that no inspection finds.
+        """
+        found = self.load_latest(key, local, check)
         return found[0] if found and found[1] else None
 
-    def load_latest(self, key: SidecarKey, local: LocalFile | None) -> tuple[Arrays, bool] | None:
+    def load_latest(
+        self, key: SidecarKey, local: LocalFile | None, check: Check
+    ) -> tuple[Arrays, bool] | None:
         """The arrays of this kind last stored for a shard, and whether the whole key fits.
 
-        None if there are none for any size and version of the shard.
+        None if there are none for any size and version of the shard. Only the arrays of a key that
+        fits are checked.
+
+        Args:
+            key: as for `load`.
+            local: as for `load`.
+            check: as for `load`.
         """
         outdated: Arrays | None = None
         for place in self._candidates(key, local):
             try:
-                arrays = _read(place)
+                stored, arrays = decode(_read(place, key.max_bytes))
+                if stored == key.encoded():
+                    check(arrays)
+                    return arrays, True
             except NotOurs as error:
                 self._warn(place, error)
                 continue
-            except (OSError, ValueError):
+            except OSError:
                 continue
-            if arrays[_KEY].tobytes() == key.encoded():
-                return arrays, True
-            if outdated is None and json.loads(arrays[_KEY].tobytes())[-1] == key.kind:
+            except ValueError as error:
+                facts = {"shard": key.shard, "path": place, "reason": error}
+                log_event("index thrown away", facts, logging.WARNING)
+                continue
+            if outdated is None and _kind(stored) == key.kind:
                 outdated = arrays
         return None if outdated is None else (outdated, False)
 
@@ -106,7 +134,7 @@ class SidecarStore:
         Raises:
             Overloaded: no folder could take them; names the first one and why.
         """
-        data = _encode({**arrays, _KEY: np.frombuffer(key.encoded(), np.uint8)})
+        data = encode(key.encoded(), arrays)
         failures: list[tuple[SidecarPlace, OSError]] = []
         for place in self._candidates(key, local):
             try:
@@ -150,28 +178,24 @@ class SidecarStore:
         return [BesideShard(local.sibling(local.path.name + self._suffix), local), fallback]
 
 
-def _encode(arrays: Arrays) -> bytes:
-    """A zip of npy files behind its digest."""
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    data = buffer.getvalue()
-    return _digest(data) + data
-
-
-def _read(place: SidecarPlace) -> Arrays:
-    """Read what `_encode` made; the content is parsed only if the digest is right.
+def _read(place: SidecarPlace, max_bytes: int) -> bytes:
+    """The bytes of a sidecar.
 
     Raises:
-        ValueError: the file is damaged or foreign.
         OSError: there is none that counts.
+        ValueError: it is larger than this.
     """
     with os.fdopen(place.open(), "rb") as file:
-        data = file.read()
-    if data[:_DIGEST_BYTES] != _digest(data[_DIGEST_BYTES:]):
-        raise ValueError(f"{place} is no sidecar, or a damaged one")
-    with np.load(io.BytesIO(data[_DIGEST_BYTES:]), allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > max_bytes:
+            raise ValueError(f"it has {num_bytes} bytes, more than {max_bytes}")
+        return file.read(num_bytes)
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+def _kind(stored: str) -> str | None:
+    """The kind of a stored key; None if it is none."""
+    try:
+        parts = json.loads(stored)
+    except (ValueError, RecursionError):
+        return None
+    return parts[-1] if isinstance(parts, list) and parts else None

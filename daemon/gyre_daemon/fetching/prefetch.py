@@ -5,8 +5,10 @@ A batch group is one batch, or several small ones that are laid out in one slot 
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,12 @@ _FIRST_BYTES = 4 << 20
 # Positions that are planned at once, in a quarter of a millisecond. Fewer cost more for each; the
 # pages of larger arrays are given back to the system and faulted in again each time.
 _PLANNED_POSITIONS = 1 << 13
+# Epochs that are planned at once where a batch goes through a large part of one. Each takes up to
+# half a millisecond; with more, a job on a tiny dataset would plan for seconds before it reads.
+_PLANNED_EPOCHS = 4
+# What costs more positions than this is planned in a thread: it may take longer than 4 ms. Smaller
+# plans are made at once, since a thread may have to wait for its turn behind reads.
+_MAX_COST_ON_LOOP = 1 << 16
 # Blocks that are announced ahead. More would push blocks out of the cache that are still needed.
 _MAX_BLOCKS_AHEAD = 64
 
@@ -95,6 +103,8 @@ class Prefetcher:
         self.share = share
         self._spec = spec
         self._flow = flow
+        self._workers = workers
+        self._num_rewinds = 0
         self._fetcher = Fetcher(spec.dataset, workers)
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
@@ -131,6 +141,7 @@ class Prefetcher:
     def rewind(self, step: int) -> None:
         """Go on at this step, which was begun before."""
         self._fetches.clear()
+        self._num_rewinds += 1
         self._next_to_begin = step
         self._plans = self._spec.planner.batches(step, 0, self._spec.rank, self._spec.world_size)
         if self._announcer:
@@ -162,39 +173,91 @@ class Prefetcher:
         uses = planner.next_use_of_blocks(table, blocks, position)
         return np.where(uses == NEVER, NEVER, uses - position)
 
+    async def prepare(self, end_step: int | None) -> None:
+        """Lay out the next batch groups in a thread, where that takes long.
+
+        Where it does not, or groups are laid out already, `next_fetch` does it.
+
+        Args:
+            end_step: as for `next_fetch`.
+        """
+        while not self._fetches:
+            sizes = self._sizes(end_step)
+            cost = self._spec.planner.cost_of(sizes.num_planned, self._spec.world_size)
+            if cost <= _MAX_COST_ON_LOOP:
+                return
+            num_rewinds, plans = self._num_rewinds, self._plans
+            work = partial(self._lay_out, plans, sizes)
+            fetches, rest = await self._workers.run(self._flow, cost, plans.first_step, work)
+            if num_rewinds == self._num_rewinds:
+                self._add(fetches, rest, sizes, end_step)
+
     def _prepare(self, end_step: int | None) -> None:
         """Lay out the next batch groups together."""
-        num_together = self.share.num_together
-        most = max(_MAX_PREPARED, num_together)
-        # blocks are announced behind what is laid out, which must not lag behind the window
-        if self._announcer:
-            self._num_prepared = min(self.share.num_ahead, most)
-        together = min(num_together, self._num_prepared)
-        wanted = self._num_prepared // together * together
-        self._num_prepared = min(2 * wanted, most)
-        if end_step is not None:
-            wanted = min(wanted, max(end_step - self._next_to_begin, 1))
-        self._plan(wanted)
-        self._fetches.extend(self._fetcher.prepare(self._plans[:wanted], together))
-        self._plans = self._plans[wanted:]
-        if self._announcer:
-            self._announcer.announce(self._plans, wanted, end_step, self._flow)
+        sizes = self._sizes(end_step)
+        self._add(*self._lay_out(self._plans, sizes), sizes, end_step)
 
-    def _plan(self, num_wanted: int) -> None:
-        """Plan this many steps at least, and those that are to be announced.
+    def _sizes(self, end_step: int | None) -> "_Sizes":
+        """How much is laid out next, and how much is planned for that.
 
         A step costs a third where many are planned at once.
         """
-        num_missing = (
-            num_wanted + (self._announcer.num_steps if self._announcer else 0) - len(self._plans)
-        )
-        if num_missing <= 0:
-            return
+        num_together = self.share.num_together
+        most = max(_MAX_PREPARED, num_together)
+        # blocks are announced behind what is laid out, which must not lag behind the window
+        num_prepared = min(self.share.num_ahead, most) if self._announcer else self._num_prepared
+        num_prepared = min(num_prepared, self._steps_in(_PLANNED_EPOCHS))
+        together = min(num_together, num_prepared)
+        wanted = num_prepared // together * together
+        doubled = min(2 * wanted, most)
+        if end_step is not None:
+            wanted = min(wanted, max(end_step - self._next_to_begin, 1))
+        num_announced = self._announcer.num_steps if self._announcer else 0
+        num_missing = max(0, wanted + num_announced - len(self._plans))
         positions = self._spec.order.global_batch_size // self._spec.world_size
-        num_steps = max(num_missing, _PLANNED_POSITIONS // positions)
-        self._plans += self._spec.planner.batches(
-            self._plans.stop_step, num_steps, self._spec.rank, self._spec.world_size
-        )
+        many = min(_PLANNED_POSITIONS // positions, self._steps_in(_PLANNED_EPOCHS))
+        return _Sizes(wanted, together, max(num_missing, many) if num_missing else 0, doubled)
+
+    def _steps_in(self, num_epochs: int) -> int:
+        """How many steps this many epochs have, at least one."""
+        planner = self._spec.planner
+        return max(1, num_epochs * planner.epoch_length // planner.order.global_batch_size)
+
+    def _lay_out(self, plans: GroupPlan, sizes: "_Sizes") -> tuple[list[Fetch], GroupPlan]:
+        """The next batch groups, and the plans of the steps behind them; in any thread."""
+        if sizes.num_planned:
+            spec = self._spec
+            plans += spec.planner.batches(
+                plans.stop_step, sizes.num_planned, spec.rank, spec.world_size
+            )
+        fetches = self._fetcher.prepare(plans[: sizes.num_wanted], sizes.num_together)
+        return fetches, plans[sizes.num_wanted :]
+
+    def _add(
+        self, fetches: Sequence[Fetch], plans: GroupPlan, sizes: "_Sizes", end_step: int | None
+    ) -> None:
+        """Keep what was laid out, and announce the blocks of the steps behind."""
+        self._num_prepared = sizes.num_next_time
+        self._fetches.extend(fetches)
+        self._plans = plans
+        if self._announcer:
+            self._announcer.announce(plans, sizes.num_wanted, end_step, self._flow)
+
+
+class _Sizes(NamedTuple):
+    """How much is planned and laid out at once, in steps.
+
+    Attributes:
+        num_wanted: steps that are laid out.
+        num_together: steps of each batch group.
+        num_planned: steps that must be planned for that, and for the announcement; 0 for none.
+        num_next_time: the most that may be laid out the next time.
+    """
+
+    num_wanted: int
+    num_together: int
+    num_planned: int
+    num_next_time: int
 
 
 class _Announcer:
@@ -212,7 +275,8 @@ class _Announcer:
         self._num_announced = 0  # the steps to come whose blocks were announced
         # beside the blocks of the window itself
         num_blocks = max(1, min(_MAX_BLOCKS_AHEAD, spec.order.window_blocks // 4))
-        samples_ahead = num_blocks * spec.dataset.num_samples // max(1, self._table.num_blocks)
+        num_all = max(1, self._table.num_blocks)
+        samples_ahead = min(num_blocks, num_all) * spec.dataset.num_samples // num_all
         self.num_steps = -(-samples_ahead // spec.order.global_batch_size)
 
     def rewind(self) -> None:

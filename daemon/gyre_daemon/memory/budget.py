@@ -107,6 +107,23 @@ class Budget:
             each.check(num_bytes, purpose)
         self.reserved_bytes += num_bytes
 
+    def check(self, num_bytes: int, purpose: str) -> None:
+        """Check that the bytes could be reserved if nobody else had any.
+
+        Args:
+            num_bytes: how many.
+            purpose: as for `reserve`.
+
+        Raises:
+            Overloaded: they could not.
+        """
+        if num_bytes > self.limit_bytes:
+            raise Overloaded(
+                f"{purpose} needs {num_bytes} bytes, more than the daemon's memory_budget of "
+                f"{self.limit_bytes} bytes; lower the batch size or raise memory_budget",
+                {"needed_bytes": num_bytes, "limit_bytes": self.limit_bytes},
+            )
+
     def give_back(self, num_bytes: int) -> None:
         """Return bytes that were reserved."""
         self.reserved_bytes -= num_bytes

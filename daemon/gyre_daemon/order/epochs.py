@@ -33,7 +33,7 @@ class Sequential:
 
 
 class EpochOrders:
-    """The orders of all epochs of a job."""
+    """The orders of all epochs of a job; any thread may ask for one."""
 
     def __init__(self, make: Callable[[int], EpochOrder]) -> None:
         self._make = make
@@ -45,8 +45,9 @@ class EpochOrders:
 
     def of(self, epoch: int) -> EpochOrder:
         """The order of an epoch."""
-        if epoch not in self._kept:
-            if len(self._kept) >= _MAX_KEPT:
-                del self._kept[min(self._kept)]
-            self._kept[epoch] = self._make(epoch)
-        return self._kept[epoch]
+        order = self._kept.get(epoch)
+        if order is None:
+            order = self._make(epoch)
+            others = sorted(self._kept.items())[-(_MAX_KEPT - 1) :]
+            self._kept = {**dict(others), epoch: order}  # one assignment: threads may do the same
+        return order

@@ -98,8 +98,10 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Build the missing parts of an index."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
-        async for progress in self._catalog.index(name, config, with_checksums=request.checksums):
-            yield convert.from_progress(progress)
+        indexing = self._catalog.index(name, config, with_checksums=request.checksums)
+        async with contextlib.aclosing(indexing):
+            async for progress in indexing:
+                yield convert.from_progress(progress)
 
     @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
@@ -117,8 +119,9 @@ class LoaderService(pb_grpc.LoaderServicer):
             raise InvalidRequest(
                 f"step {request.step} lies beyond any training; positions end at 2**62"
             )
-        planner = await asyncio.to_thread(planner_for, order, dataset.index)
-        batch = planner.batch(request.step, request.rank, world_size)
+        batch = await asyncio.to_thread(
+            lambda: planner_for(order, dataset.index).batch(request.step, request.rank, world_size)
+        )
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),
             mask=[] if batch.mask is None else batch.mask.tolist(),

@@ -1,6 +1,7 @@
 """From a client's requests, which are checked here, to the daemon's own values."""
 
-import tomllib
+from collections.abc import Mapping
+from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -32,6 +33,9 @@ _MAX_WINDOW_BLOCKS = 1 << 16
 _MAX_JOB_CHARS = 200
 # Beyond it lies no Unix time in milliseconds, and a client could not tell it from a damaged one.
 _MAX_GENERATION = 1 << 53
+# The options of an ad hoc dataset: a dozen scalars, a list of fields, and a table of storage
+# settings. These limits bound what one request costs the event loop to 1 ms.
+_MAX_OPTION_KEY_CHARS, _MAX_OPTION_VALUES, _MAX_OPTION_DEPTH = 100, 1000, 4
 
 
 def to_order(message: pb.OrderSpec) -> Order:
@@ -117,19 +121,49 @@ def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
     """A dataset that the client defines.
 
     Raises:
-        InvalidRequest: an option is not a TOML value.
+        InvalidRequest: the options are too many, too deep, or have no value.
         ConfigError: as `parse_dataset`.
     """
     # A private daemon runs as its client, who could open whatever a link leads to.
-    table: dict[str, object] = {"uri": message.uri, "format": message.format, "follow_links": True}
-    for key, text in message.options.items():
-        try:
-            table[key] = tomllib.loads(f"value = {text}")["value"]
-        except (ValueError, RecursionError) as error:
+    own = {"uri": message.uri, "format": message.format, "follow_links": True}
+    return parse_dataset("ad hoc", own | _OptionReader().table(message.options, depth=1) | own)
+
+
+class _OptionReader:
+    """Converts the options of one definition, and counts their values."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    def table(self, values: Mapping[str, pb.OptionValue], depth: int) -> dict[str, Any]:
+        table = {}
+        for key, value in values.items():
+            if len(key) > _MAX_OPTION_KEY_CHARS:
+                raise InvalidRequest(
+                    f"an option of the dataset has a key of {len(key)} characters; at most "
+                    f"{_MAX_OPTION_KEY_CHARS} are allowed"
+                )
+            table[key] = self._value(value, depth)
+        return table
+
+    def _value(self, value: pb.OptionValue, depth: int) -> Any:
+        self._num_values += 1
+        if self._num_values > _MAX_OPTION_VALUES:
             raise InvalidRequest(
-                f"option `{key[:100]}` of the dataset is not a TOML value"
-            ) from error
-    return parse_dataset("ad hoc", table)
+                f"the options of the dataset have more than {_MAX_OPTION_VALUES} values"
+            )
+        kind = value.WhichOneof("kind")
+        if kind is None:
+            raise InvalidRequest("an option of the dataset has no value that this daemon knows")
+        if kind not in ("list", "table"):
+            return getattr(value, kind)
+        if depth == _MAX_OPTION_DEPTH:
+            raise InvalidRequest(
+                f"the options of the dataset are nested more than {_MAX_OPTION_DEPTH} deep"
+            )
+        if kind == "list":
+            return [self._value(each, depth + 1) for each in value.list.values]
+        return self.table(value.table.values, depth + 1)
 
 
 def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery:

@@ -1,5 +1,6 @@
 """From errors to gRPC statuses, with the details that let a client tell errors apart."""
 
+import contextlib
 import inspect
 import itertools
 import logging
@@ -50,8 +51,9 @@ def answers_errors(method: Method) -> Method:
 
         async def stream(self: Any, request: Any, context: Context) -> AsyncIterator[Any]:
             try:
-                async for response in method(self, request, context):
-                    yield response
+                async with contextlib.aclosing(method(self, request, context)) as responses:
+                    async for response in responses:
+                        yield response
             except Exception as error:
                 await abort(context, error)
 

@@ -286,7 +286,7 @@ class SharedStream:
             tasks.create_task(self._complete())
             while True:
                 self._changed.clear()
-                while filling := self._begin():
+                while filling := await self._begin():
                     tasks.create_task(filling)
                     await asyncio.sleep(0)  # planning is computation: let the loop breathe
                 await self._wait()
@@ -300,12 +300,14 @@ class SharedStream:
         if not self.stream.is_closed:
             await self.arenas.complete(self._flow, self.look_again)
 
-    def _begin(self) -> Coroutine[None, None, None] | None:
+    async def _begin(self) -> Coroutine[None, None, None] | None:
         """Take a slot for the next batch group and return the coroutine that reads the group.
 
         None if there is nothing to fetch now, or no slot is free.
         """
         states = self._streams.state
+        if self.stream.room:
+            await self._prefetcher.prepare(self.stream.end_step)
         num_steps = states.next_fetch(self.stream)
         self._streams.execute()
         if not num_steps:

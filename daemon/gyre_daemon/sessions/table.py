@@ -5,13 +5,14 @@ import contextlib
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from weakref import WeakValueDictionary
 
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
 from gyre_daemon.monitoring.jobs import JobKey
-from gyre_daemon.order.planner import Order, planner_for
+from gyre_daemon.order.planner import BatchPlanner, Order, planner_for
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
 from gyre_daemon.runtime.fair import NO_JOB, Flow
@@ -62,9 +63,7 @@ class SessionTable:
         request.check()
         resources = self.resources
         resources.limits.count_job_request(request.owner.name, request.reader.job)
-        planner = await resources.workers.run(
-            NO_JOB, 0, 0, lambda: planner_for(request.order, request.dataset.index)
-        )
+        planner = await resources.workers.run(NO_JOB, 0, 0, partial(_plan, request, resources))
         check_descriptors()
         await make_room(request, self._sessions.values(), resources)
         reader, owner = request.reader, request.owner
@@ -220,6 +219,19 @@ def _facts(session: Session) -> dict[str, object]:
         "job": request.reader.job,
         "rank": request.reader.rank,
     }
+
+
+def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
+    """The planner of a session that can have the memory for one batch; waits.
+
+    Raises:
+        InvalidRequest: the order does not fit the dataset.
+        Overloaded: not even the whole budget has room for a batch.
+    """
+    planner = planner_for(request.order, request.dataset.index)
+    share = request.wanted_share(resources.arena_limit_bytes)
+    resources.budget.check(share.reserved_bytes, f"a session on `{request.dataset.name}`")
+    return planner
 
 
 def _who(reader: Reader) -> str:

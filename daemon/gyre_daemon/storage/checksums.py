@@ -31,7 +31,7 @@ Checksums = npt.NDArray[np.uint8]  # [blocks, 16]
 # small sample, but need more memory (16 bytes each). 1 MiB takes 1 to 2 ms to hash, and a TiB of
 # shards needs 16 MiB of checksums. Another block size makes all stored checksums useless.
 BLOCK_BYTES = 1 << 20
-_CHECKSUM_BYTES = 16
+CHECKSUM_BYTES = 16
 _BLOCKS_PER_STEP = 8
 
 
@@ -75,7 +75,7 @@ class ShardChecksums:
 
         Those of another number of blocks are ignored.
         """
-        if checksums.shape == (num_blocks(self.listed[shard].size_bytes), _CHECKSUM_BYTES):
+        if checksums.shape == (num_blocks(self.listed[shard].size_bytes), CHECKSUM_BYTES):
             self.known[shard] = checksums
 
     def take(
@@ -162,7 +162,7 @@ def _hash_blocks(
     descriptor: int, size_bytes: int, go_on: Callable[[int], bool], *, stays_in_memory: bool
 ) -> Checksums | None:
     """The checksums of a whole file; blocks beyond its end get that of no bytes."""
-    checksums = np.empty((num_blocks(size_bytes), _CHECKSUM_BYTES), np.uint8)
+    checksums = np.empty((num_blocks(size_bytes), CHECKSUM_BYTES), np.uint8)
     for first in range(0, len(checksums), _BLOCKS_PER_STEP):
         step = range(first, min(first + _BLOCKS_PER_STEP, len(checksums)))
         for block in step:
@@ -192,7 +192,7 @@ def unknown(name: str) -> CorruptSample:
 
 
 def _checksum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_CHECKSUM_BYTES).digest()
+    return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
 
 
 def _touched(

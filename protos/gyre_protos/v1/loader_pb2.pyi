@@ -206,14 +206,15 @@ class AdHocDataset(_message.Message):
         KEY_FIELD_NUMBER: _builtins.int
         VALUE_FIELD_NUMBER: _builtins.int
         key: _builtins.str
-        value: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___OptionValue: ...
         def __init__(
             self,
             *,
             key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            value: Global___OptionValue | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
         _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -226,15 +227,15 @@ class AdHocDataset(_message.Message):
     format: _builtins.str
     """"tokens" | "webdataset" """
     @_builtins.property
-    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """the remaining keys of the TOML table; values in TOML syntax"""
+    def options(self) -> _containers.MessageMap[_builtins.str, Global___OptionValue]:
+        """the remaining keys of the TOML table"""
 
     def __init__(
         self,
         *,
         uri: _builtins.str = ...,
         format: _builtins.str = ...,
-        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        options: _abc.Mapping[_builtins.str, Global___OptionValue] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -243,6 +244,107 @@ class AdHocDataset(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdHocDataset: _TypeAlias = AdHocDataset  # noqa: Y015
+
+@_typing.final
+class OptionValue(_message.Message):
+    """A value of TOML, typed: nothing is parsed. At most 1,000 values in a definition, lists and tables at most four deep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOLEAN_FIELD_NUMBER: _builtins.int
+    INTEGER_FIELD_NUMBER: _builtins.int
+    REAL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    LIST_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    boolean: _builtins.bool
+    integer: _builtins.int
+    real: _builtins.float
+    text: _builtins.str
+    @_builtins.property
+    def list(self) -> Global___OptionList: ...
+    @_builtins.property
+    def table(self) -> Global___OptionTable: ...
+    def __init__(
+        self,
+        *,
+        boolean: _builtins.bool = ...,
+        integer: _builtins.int = ...,
+        real: _builtins.float = ...,
+        text: _builtins.str = ...,
+        list: Global___OptionList | None = ...,
+        table: Global___OptionTable | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "integer", b"integer", "kind", b"kind", "list", b"list", "real", b"real", "table", b"table", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "integer", b"integer", "kind", b"kind", "list", b"list", "real", b"real", "table", b"table", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["boolean", "integer", "real", "text", "list", "table"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___OptionValue: _TypeAlias = OptionValue  # noqa: Y015
+
+@_typing.final
+class OptionList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___OptionValue]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[Global___OptionValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OptionList: _TypeAlias = OptionList  # noqa: Y015
+
+@_typing.final
+class OptionTable(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___OptionValue: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___OptionValue | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.MessageMap[_builtins.str, Global___OptionValue]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Mapping[_builtins.str, Global___OptionValue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OptionTable: _TypeAlias = OptionTable  # noqa: Y015
 
 @_typing.final
 class ListDatasetsRequest(_message.Message):

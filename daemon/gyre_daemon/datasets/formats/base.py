@@ -14,7 +14,7 @@ A new format consists of a module or package here, an entry in `FORMATS`, and a 
 options or its arrays. This is a complete format, in which every line of a text file is a sample:
 
     import numpy as np
-    from gyre_daemon.datasets.formats.base import FieldSpec, Scan
+    from gyre_daemon.datasets.formats.base import FieldSpec, Scan, array_of
     from gyre_daemon.datasets.formats.table import SampleTable
     from gyre_daemon.datasets.formats.values import check_text
     from gyre_daemon.errors import CorruptSample
@@ -24,7 +24,12 @@ options or its arrays. This is a complete format, in which every line of a text 
         unpacks_gzip = False
         @property
         def inspection(self):
-            return Scan("lines/1", self._scan, lambda scan: len(scan["size"]))
+            return Scan("lines/1", self._scan, lambda scan: len(scan["size"]), self._check)
+
+        def _check(self, scan, file_bytes):
+            size = array_of(scan, "size", np.int64)
+            if (size < 0).any() or size.sum() != file_bytes:
+                raise ValueError("its lines are not those of the shard")
 
         def _scan(self, shard, file):
             sizes = []
@@ -52,7 +57,7 @@ options or its arrays. This is a complete format, in which every line of a text 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -148,6 +153,20 @@ class Extents:
         )
 
 
+def array_of(
+    arrays: Arrays, name: str, dtype: npt.DTypeLike, num_dims: int = 1
+) -> npt.NDArray[Any]:
+    """One of several arrays that may be forged.
+
+    Raises:
+        ValueError: it is missing, or has another dtype or number of dims.
+    """
+    array = arrays.get(name)
+    if array is None or array.dtype != np.dtype(dtype) or array.ndim != num_dims:
+        raise ValueError(f"its array `{name}` is missing or of another kind")
+    return array
+
+
 class SampleIndex(Protocol):
     """All samples of a dataset, by sample id in `[0, num_samples)`.
 
@@ -191,11 +210,14 @@ class Scan:
             if the file can. It raises CorruptSample if the shard is damaged, with the shard and the
             offset.
         num_samples: takes a shard's arrays and returns how many samples it has.
+        check: takes stored arrays, which may be forged, and the size of the shard. It raises
+            ValueError if `run` could not have returned them for a shard of that size.
     """
 
     version: str
     run: Callable[[str, BinaryIO], Arrays]
     num_samples: Callable[[Arrays], int]
+    check: Callable[[Arrays, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +265,13 @@ class Probe:
         version: name and version of the arrays; a sidecar of another version is made again.
         run: takes all shards and asks for bytes. It raises CorruptSample if a shard is nothing that
             this format stores.
+        check: takes stored arrays, which may be forged, and all shards. It raises ValueError if
+            `run` could not have returned them.
     """
 
     version: str
     run: Callable[[Sequence[Shard]], ProbeSteps]
+    check: Callable[[Arrays, Sequence[Shard]], None]
 
 
 class Format(Protocol):

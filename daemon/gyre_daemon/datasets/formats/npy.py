@@ -25,8 +25,8 @@ _USUAL_HEADER_BYTES = 128  # what numpy writes
 # Limits on what a damaged or hostile header may claim. They bound the memory of the parser, and
 # keep the product of a shape within int64.
 _MAX_HEADER_BYTES = 10_000
-_MAX_DIMS = 32
-_MAX_ARRAY_BYTES = 1 << 40
+MAX_DIMS = 32
+MAX_ARRAY_BYTES = 1 << 40
 
 
 class NpyHeader(NamedTuple):
@@ -59,7 +59,7 @@ def parse_npy_header(data: bytes | memoryview) -> NpyHeader:
         (length,) = length_format.unpack(data[_MAGIC_BYTES:begin])
     if length > _MAX_HEADER_BYTES or len(data) < begin + length:
         raise ValueError("the npy header is truncated or far too long")
-    dtype, shape = _parse(bytes(data[begin : begin + length]))
+    dtype, shape = _parse(bytes(data[begin : begin + length]).strip())
     return NpyHeader(dtype, shape, begin + length)
 
 
@@ -83,25 +83,31 @@ def read_npy_header(read: Callable[[int], bytes]) -> NpyHeader:
 @functools.lru_cache(maxsize=4096)
 def _parse(text: bytes) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
     try:
-        fields = ast.literal_eval(text.decode("latin-1").strip())
+        fields = ast.literal_eval(text.decode("latin-1"))
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError("the npy header is no Python literal") from error
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("the npy header must have the keys descr, fortran_order and shape")
     descr, fortran_order, shape = fields["descr"], fields["fortran_order"], fields["shape"]
-    if not isinstance(descr, str) or not _NUMBER_TYPE.fullmatch(descr):
+    if not isinstance(descr, str) or not is_number_type(descr):
         raise ValueError(f"an npy array of {descr!r:.100} is no tensor")
-    if not _is_shape(shape):
+    if not is_shape(shape):
         raise ValueError(f"the npy header declares an array of shape {shape!r:.200}")
     if fortran_order is not False and len(shape) > 1:
         raise ValueError("the npy array is in Fortran order; store it in C order")
     dtype = np.dtype(descr)
-    if math.prod(shape) * dtype.itemsize > _MAX_ARRAY_BYTES:
+    if math.prod(shape) * dtype.itemsize > MAX_ARRAY_BYTES:
         raise ValueError(f"the npy header declares an array of shape {shape!r:.200}")
     return dtype, shape
 
 
-def _is_shape(shape: Any) -> bool:
-    if not isinstance(shape, tuple) or len(shape) > _MAX_DIMS:
+def is_number_type(descr: str) -> bool:
+    """Whether this is the type of an array of numbers, as an npy header has it."""
+    return _NUMBER_TYPE.fullmatch(descr) is not None
+
+
+def is_shape(shape: Any) -> bool:
+    """Whether this is a shape, as an npy header has it."""
+    if not isinstance(shape, tuple) or len(shape) > MAX_DIMS:
         return False
-    return all(type(size) is int and 0 <= size <= _MAX_ARRAY_BYTES for size in shape)
+    return all(type(size) is int and 0 <= size <= MAX_ARRAY_BYTES for size in shape)

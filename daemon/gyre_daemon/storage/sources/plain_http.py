@@ -36,6 +36,7 @@ _IDLE_S = 30.0  # a connection without a request for this long is closed
 # A cancelled response may still arrive for this long, so that its connection can be used again. A
 # longer time keeps connections that other requests could use.
 _DRAIN_S = 2.0
+_MAX_SIZE_DIGITS = 18
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -275,13 +276,13 @@ class _Connection(asyncio.Protocol):
             self._response = Response(
                 status,
                 etag=fields.get(b"etag", b"").decode("latin-1"),
-                object_bytes=int(length) if length.isdigit() else -1,
+                object_bytes=int(length) if _is_number(length) else -1,
                 location=fields.get(b"location", b"").decode("latin-1"),
             )
             self._num_missing = 0
             self._receive(rest)
             return
-        if not length.isdigit() or b"transfer-encoding" in fields:
+        if not _is_number(length) or b"transfer-encoding" in fields:
             self._is_last, length = True, b"0"
             if status < 300:
                 status, rest = 0, b"the response does not say how long it is"
@@ -289,7 +290,7 @@ class _Connection(asyncio.Protocol):
         self._response = Response(
             status,
             etag=fields.get(b"etag", b"").decode("latin-1"),
-            object_bytes=int(total) if total.isdigit() else -1,
+            object_bytes=int(total) if _is_number(total) else -1,
             location=fields.get(b"location", b"").decode("latin-1"),
         )
         self._num_missing = int(length)
@@ -345,3 +346,8 @@ def _is_redirect(response: Response) -> bool:
 @functools.cache
 def _tls_context() -> ssl.SSLContext:
     return ssl.create_default_context()
+
+
+def _is_number(text: bytes) -> bool:
+    """Whether these are digits, as many as a size can have; `int` refuses thousands of them."""
+    return text.isdigit() and len(text) <= _MAX_SIZE_DIGITS

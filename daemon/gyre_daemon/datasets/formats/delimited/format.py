@@ -7,9 +7,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Scan
+from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Scan, array_of
 from gyre_daemon.datasets.formats.delimited.scan import MalformedTable, scan_table
 from gyre_daemon.datasets.formats.names import check_names, renamed
+from gyre_daemon.datasets.formats.stored import check_columns, json_of
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
@@ -67,7 +68,7 @@ class CsvFormat:
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
         kind = json.dumps([self._delimiter, self._options.names])
-        return Scan(f"delimited/1 {kind}", self._scan, lambda scan: len(scan["size"]))
+        return Scan(f"delimited/1 {kind}", self._scan, lambda scan: len(scan["size"]), _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """See `Format.assemble`."""
@@ -117,6 +118,17 @@ class TsvFormat(CsvFormat):
 
     pattern = "*.{tsv,tsv.gz}"
     _usual_delimiter = "\t"
+
+
+def _check(arrays: Arrays, file_bytes: int) -> None:
+    """See `Scan.check`."""
+    names = json_of(arrays, "names")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("its columns have no names")
+    check_columns(arrays, file_bytes, len(names))
+    size, length = (array_of(arrays, name, np.int64, 2) for name in ("size", "length"))
+    if length.shape != size.shape or (2 * length < size).any() or (length > size).any():
+        raise ValueError("its lengths are not those of its cells")
 
 
 def _common_names(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[str]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, Scan
 from gyre_daemon.datasets.formats.lines.scan import scan_lines
+from gyre_daemon.datasets.formats.stored import check_extents
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.datasets.formats.values import check_json, check_text
 from gyre_daemon.errors import CorruptSample
@@ -34,7 +35,12 @@ class TextFormat:
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        return Scan(f"{self._field.name}-lines/1", self._scan, lambda scan: len(scan["size"]))
+        return Scan(
+            f"{self._field.name}-lines/1",
+            self._scan,
+            lambda scan: len(scan["size"]),
+            check_extents,
+        )
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """See `Format.assemble`."""

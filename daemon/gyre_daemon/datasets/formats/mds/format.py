@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Scan
-from gyre_daemon.datasets.formats.mds.scan import SCAN_VERSION, MdsColumn, scan_mds
+from gyre_daemon.datasets.formats.mds.scan import SCAN_VERSION, MdsColumn, check_scan, scan_mds
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -50,7 +50,7 @@ class MdsFormat:
 
     pattern = "*.mds"
     unpacks_gzip = False
-    inspection = Scan(SCAN_VERSION, scan_mds, lambda scan: len(scan["size"]))
+    inspection = Scan(SCAN_VERSION, scan_mds, lambda scan: len(scan["size"]), check_scan)
 
     def __init__(self, options: MdsOptions) -> None:
         self._options = options

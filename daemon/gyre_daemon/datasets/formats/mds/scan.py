@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.stored import check_columns, json_of
 from gyre_daemon.errors import CorruptSample
 
 SCAN_VERSION = "mds/1"
@@ -77,6 +78,22 @@ def scan_mds(shard: str, file: BinaryIO) -> Arrays:
     }
 
 
+def check_scan(arrays: Arrays, file_bytes: int) -> None:
+    """See `Scan.check`."""
+    declared = json_of(arrays, "columns")
+    if not isinstance(declared, list) or not all(map(_is_column, declared)):
+        raise ValueError("its columns cannot be read")
+    check_columns(arrays, file_bytes, len(declared))
+
+
+def _is_column(declared: Any) -> bool:
+    if not isinstance(declared, list) or len(declared) != 3:
+        return False
+    name, encoding, size = declared
+    has_size = size is None or (type(size) is int and size >= 0)
+    return isinstance(name, str) and isinstance(encoding, str) and has_size
+
+
 class _ShardReader:
     """Reads a shard from its beginning to its end."""
 
@@ -114,25 +131,14 @@ class _ShardReader:
     def _parse(self, text: bytes) -> list[MdsColumn]:
         try:
             config: Any = json.loads(text)
-            columns = [
-                MdsColumn(*each)
-                for each in zip(
-                    config["column_names"],
-                    config["column_encodings"],
-                    config["column_sizes"],
-                    strict=True,
-                )
-            ]
+            names, encodings = config["column_names"], config["column_encodings"]
+            sizes = config["column_sizes"]
+            declared = [list(each) for each in zip(names, encodings, sizes, strict=True)]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self.corrupt(self._offset - len(text), "its columns cannot be read") from error
-        for column in columns:
-            is_text = isinstance(column.name, str) and isinstance(column.encoding, str)
-            has_size = column.size is None or (type(column.size) is int and column.size >= 0)
-            if not is_text or not has_size:
-                raise self.corrupt(self._offset - len(text), "its columns cannot be read")
-        if not columns:
-            raise self.corrupt(self._offset - len(text), "it has no columns")
-        return columns
+        if not declared or not all(map(_is_column, declared)):
+            raise self.corrupt(self._offset - len(text), "its columns cannot be read")
+        return [MdsColumn(*each) for each in declared]
 
     def corrupt(self, offset: int, reason: str) -> CorruptSample:
         """The error for a shard that cannot be served."""

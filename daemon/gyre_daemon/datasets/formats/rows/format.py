@@ -7,9 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, Probe, ProbeRequest, ProbeSteps
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    FieldSpec,
+    Probe,
+    ProbeRequest,
+    ProbeSteps,
+    array_of,
+)
 from gyre_daemon.datasets.formats.names import check_names
-from gyre_daemon.datasets.formats.npy import parse_npy_header
+from gyre_daemon.datasets.formats.npy import is_number_type, is_shape, parse_npy_header
+from gyre_daemon.datasets.formats.stored import json_of
 from gyre_daemon.datasets.formats.strided import StridedIndex
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
@@ -47,7 +55,7 @@ class RowsFormat:
     @property
     def inspection(self) -> Probe:
         """See `Format.inspection`."""
-        return Probe("npy-rows/1", _probe)
+        return Probe("npy-rows/1", _probe, _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> StridedIndex:
         """See `Format.assemble`."""
@@ -97,6 +105,24 @@ def _probe(shards: Sequence[Shard]) -> ProbeSteps:
         "count": np.array(counts, np.int64),
         "row": np.frombuffer(json.dumps(row).encode(), np.uint8),
     }
+
+
+def _check(arrays: Arrays, shards: Sequence[Shard]) -> None:
+    """See `Probe.check`."""
+    start, count = (array_of(arrays, name, np.int64) for name in ("start", "count"))
+    row = json_of(arrays, "row")
+    if not isinstance(row, list) or not row or not isinstance(row[0], str):
+        raise ValueError("its rows have no dtype")
+    if not is_number_type(row[0]) or not is_shape(tuple(row[1:])):
+        raise ValueError("its rows are no arrays of numbers")
+    row_bytes = math.prod(row[1:]) * np.dtype(row[0]).itemsize
+    sizes = np.array([shard.size_bytes for shard in shards], np.int64)
+    if start.shape != sizes.shape or count.shape != sizes.shape or not row_bytes:
+        raise ValueError("it does not describe these shards")
+    if (start < 0).any() or (count < 0).any() or (count > sizes // row_bytes).any():
+        raise ValueError("its rows do not lie in the shards")
+    if (start + count * row_bytes != sizes).any():
+        raise ValueError("its rows do not lie in the shards")
 
 
 def _read_header(shard: Shard, head: bytes) -> tuple[int, int, list[object]]:

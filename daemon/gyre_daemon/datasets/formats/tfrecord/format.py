@@ -13,6 +13,7 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, Scan
+from gyre_daemon.datasets.formats.stored import check_extents
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
@@ -51,7 +52,7 @@ class TfrecordFormat:
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        return Scan("tfrecord/1", scan_records, lambda scan: len(scan["size"]))
+        return Scan("tfrecord/1", scan_records, lambda scan: len(scan["size"]), check_extents)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """See `Format.assemble`."""

@@ -20,7 +20,12 @@ from gyre_daemon.datasets.formats.tokens.headers import (
     TokenHeader,
     not_ids,
 )
-from gyre_daemon.datasets.formats.tokens.probe import PROBE_VERSION, probe_headers, to_headers
+from gyre_daemon.datasets.formats.tokens.probe import (
+    PROBE_VERSION,
+    check_headers,
+    probe_headers,
+    to_headers,
+)
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -76,7 +81,9 @@ class TokensFormat:
     @property
     def inspection(self) -> Probe | None:
         """See `Format.inspection`."""
-        return Probe(PROBE_VERSION, probe_headers) if self._options.header_bytes is None else None
+        if self._options.header_bytes is not None:
+            return None
+        return Probe(PROBE_VERSION, probe_headers, check_headers)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> StridedIndex:
         """See `Format.assemble`."""

@@ -25,6 +25,8 @@ HEADER_BYTES_HINT = (
 
 # Bits of `TokenHeader.hints`: what the head of a file without a header looks like.
 TEXT, WIDER_THAN_2, WIDER_THAN_4 = 1, 2, 4
+MAX_HINTS = TEXT | WIDER_THAN_2 | WIDER_THAN_4
+HEADER_KINDS = ("", "npy", "llm.c", "Megatron")
 # Ids look wider than the dtype if every second number is as small as the upper half of an id. With
 # fewer pairs, or with larger upper halves, ids of the right dtype would be refused by chance;
 # smaller upper halves would miss vocabularies of up to 2**20 ids.

@@ -8,11 +8,20 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, ProbeRequest, ProbeResponse, ProbeSteps
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    ProbeRequest,
+    ProbeResponse,
+    ProbeSteps,
+    array_of,
+)
 from gyre_daemon.datasets.formats.tokens.headers import (
+    DTYPES,
     HEAD_BYTES,
+    HEADER_KINDS,
     IDX_HEAD_BYTES,
     IDX_MAGIC,
+    MAX_HINTS,
     TokenHeader,
     megatron_header,
     read_head,
@@ -53,6 +62,27 @@ def to_headers(arrays: Arrays) -> list[TokenHeader]:
     return [
         TokenHeader(*each) for each in zip(kinds, dtypes, *arrays["numbers"].tolist(), strict=True)
     ]
+
+
+def check_headers(arrays: Arrays, shards: Sequence[Shard]) -> None:
+    """Refuse arrays that `probe_headers` cannot have returned for these shards.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    names = [arrays.get(name) for name in ("kind", "dtype")]
+    numbers = array_of(arrays, "numbers", np.int64, num_dims=2)
+    if numbers.shape != (3, len(shards)):
+        raise ValueError("its numbers are not those of the shards")
+    for array, allowed in zip(names, (HEADER_KINDS, ("", *DTYPES)), strict=True):
+        if array is None or array.dtype.kind != "U" or array.shape != (len(shards),):
+            raise ValueError("its headers are not those of the shards")
+        if not np.isin(array, allowed).all():
+            raise ValueError("it has a header of an unknown kind")
+    sizes = np.array([shard.size_bytes for shard in shards], np.int64)
+    start, stop, hints = numbers
+    if ((start < 0) | (start > stop) | (stop > sizes) | (hints < 0) | (hints > MAX_HINTS)).any():
+        raise ValueError("its headers point outside the shards")
 
 
 def _to_arrays(headers: Sequence[TokenHeader]) -> Arrays:

@@ -21,6 +21,7 @@ from gyre_daemon.datasets.formats.webdataset.fields import (
     parse_fields,
 )
 from gyre_daemon.datasets.formats.webdataset.scan import SCAN_VERSION, num_samples, scan_tar
+from gyre_daemon.datasets.formats.webdataset.stored import check_scan
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
@@ -50,7 +51,7 @@ class WebdatasetFormat:
 
     pattern = "*.{tar,tar.gz,tgz}"
     unpacks_gzip = True
-    inspection = Scan(SCAN_VERSION, scan_tar, num_samples)
+    inspection = Scan(SCAN_VERSION, scan_tar, num_samples, check_scan)
 
     def __init__(self, options: WebdatasetOptions) -> None:
         self._options = options

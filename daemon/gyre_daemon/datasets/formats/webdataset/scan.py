@@ -12,6 +12,7 @@ import json
 import math
 import re
 import tarfile
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -43,6 +44,9 @@ _CHECKS = {"text": check_text, "json": check_json}
 # The first text and JSON of a shard are read into memory up to this size; longer ones are checked
 # when they are served.
 _MAX_CHECKED_BYTES = 1 << 20
+# Limits on what one shard's index may need beside its arrays. A dataset has some ten extensions,
+# and a sample may lack some of them.
+MAX_EXTENSIONS, MAX_META_BYTES = 10_000, 4 << 20
 
 
 def codec_of(extension: str) -> CodecName:
@@ -97,6 +101,11 @@ def corrupt(shard: str, offset: int, reason: str, **facts: str) -> CorruptSample
     )
 
 
+def _numbers() -> "array[int]":
+    """Numbers of 64 bits; a list would take five times the memory."""
+    return array("q")
+
+
 class _WrongSize(ValueError):
     """A member's size contradicts its npy header."""
 
@@ -112,14 +121,14 @@ class _IndexBuilder:
     arrays: dict[tuple[str, str, int], list[Any]] = field(default_factory=dict)
     unsound: dict[str, list[Any]] = field(default_factory=dict)
     names: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
-    starts: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    members: list[int] = field(default_factory=list)  # the extension of each
-    firsts: list[int] = field(default_factory=list)
-    array: list[int] = field(default_factory=list)
-    dims: list[int] = field(default_factory=lambda: [0])
-    shapes: list[int] = field(default_factory=list)
-    itemsizes: list[int] = field(default_factory=list)
+    starts: "array[int]" = field(default_factory=_numbers)
+    sizes: "array[int]" = field(default_factory=_numbers)
+    members: "array[int]" = field(default_factory=_numbers)  # the extension of each
+    firsts: "array[int]" = field(default_factory=_numbers)
+    arrays_at: "array[int]" = field(default_factory=_numbers)
+    dims: "array[int]" = field(default_factory=lambda: array("q", [0]))
+    shapes: "array[int]" = field(default_factory=_numbers)
+    itemsizes: "array[int]" = field(default_factory=_numbers)
     checked: set[str] = field(default_factory=set)  # extensions whose first member was read
     key: str | None = None  # of the sample that is being read
 
@@ -136,6 +145,12 @@ class _IndexBuilder:
             self.key = key
             self.firsts.append(len(self.starts))
         number = self.extensions.setdefault(extension, len(self.extensions))
+        if len(self.extensions) > MAX_EXTENSIONS:
+            reason = (
+                f"its members have more than {MAX_EXTENSIONS} different extensions, all that "
+                "follows the first dot of a name; write the keys of samples without dots"
+            )
+            raise corrupt(self.shard, member.offset, reason)
         if number in self.members[self.firsts[-1] :]:
             raise corrupt(self.shard, member.offset, f"sample `{key}` has two members .{extension}")
         self.names.update(f"{member.name}\n".encode(errors="surrogateescape"))
@@ -154,13 +169,20 @@ class _IndexBuilder:
             "arrays": [[*kind, *first] for kind, first in self.arrays.items()],
             "unsound": self.unsound,
         }
+        text = json.dumps(meta).encode()
+        if len(text) > MAX_META_BYTES:
+            reason = (
+                f"its samples have {len(self.kinds)} different sets of extensions, far more than "
+                "one dataset can have"
+            )
+            raise corrupt(self.shard, 0, reason)
         return {
-            "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8),
+            "meta": np.frombuffer(text, np.uint8),
             "start": np.array(self.starts, np.int64),
             "size": np.array(self.sizes, np.int64),
             "extension": np.array(self.members, np.int32),
             "first": np.array([*self.firsts, len(self.starts)], np.int64),
-            "array": np.array(self.array, np.int64),
+            "array": np.array(self.arrays_at, np.int64),
             "dim": np.array(self.dims, np.int64),
             "shape": np.array(self.shapes, np.int64),
             "itemsize": np.array(self.itemsizes, np.int64),
@@ -201,7 +223,7 @@ class _IndexBuilder:
         self.headers.setdefault(extension, {"dtype": header.dtype.str, "shape": list(header.shape)})
         kind = extension, header.dtype.newbyteorder("<").str, len(header.shape)
         self.arrays.setdefault(kind, [member.offset_data, _printable(self.key or "")])
-        self.array.append(len(self.starts))
+        self.arrays_at.append(len(self.starts))
         self.shapes.extend(header.shape)
         self.dims.append(len(self.shapes))
         self.itemsizes.append(header.dtype.itemsize)

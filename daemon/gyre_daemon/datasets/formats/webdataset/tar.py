@@ -7,7 +7,7 @@ a size is negative, and accepts extended headers of any length.
 import contextlib
 import tarfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NoReturn, Self
 
 _EXTENDED_TYPES = (
     tarfile.GNUTYPE_LONGNAME,
@@ -20,6 +20,7 @@ _EXTENDED_TYPES = (
 # take a few hundred bytes.
 _MAX_EXTENDED_BYTES = 1 << 16
 _MAX_MEMBER_BYTES = 1 << 50
+_MAX_GLOBAL_KEYS = 100
 _READ_BYTES = 1 << 20
 
 
@@ -39,10 +40,11 @@ class TarReader:
             )
 
     def __iter__(self) -> Iterator[tarfile.TarInfo]:
-        """The regular files in their order, sparse ones included.
+        """The regular files in their order.
 
         Raises:
-            ValueError: the archive is damaged or truncated, or goes on after its end mark.
+            ValueError: the archive is damaged or truncated, has a sparse file, or goes on after its
+                end mark.
         """
         while member := self._next():
             if member.isreg():
@@ -95,6 +97,8 @@ class _StrictHeader(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        if len(archive.pax_headers) > _MAX_GLOBAL_KEYS:  # each member gets a copy
+            raise tarfile.ReadError(f"its global headers have more than {_MAX_GLOBAL_KEYS} keys")
         try:
             member = super().fromtarfile(archive)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # a block of zeros: the end mark
@@ -108,6 +112,15 @@ class _StrictHeader(tarfile.TarInfo):
                 f"the sizes of member {member.name!r:.200} contradict each other"
             )
         return member
+
+    # A sparse file's map has any length and may lie in the member itself. No field is a sparse
+    # file, so none is read.
+    def _refuse_sparse(self, *_: Any) -> NoReturn:
+        raise tarfile.ReadError(
+            f"member {self.name!r:.200} is a sparse file; write the shard without --sparse"
+        )
+
+    _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
 
 def _check_size(member: tarfile.TarInfo, max_bytes: int) -> None:

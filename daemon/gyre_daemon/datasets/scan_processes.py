@@ -1,0 +1,260 @@
+"""Has shards scanned by processes that may be killed; see `scan_server` for their side."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, BinaryIO
+
+import msgspec
+
+from gyre_daemon.datasets.scan_server import LENGTH
+from gyre_daemon.datasets.sidecar_file import Arrays, decode
+from gyre_daemon.errors import (
+    CorruptSample,
+    GyreError,
+    NotAllowed,
+    Overloaded,
+    ShardMissing,
+    StorageUnavailable,
+)
+
+Run = Callable[[str, BinaryIO], Arrays]
+
+# To start the server takes 0.3 s, and some seconds on a machine that is busy. One that does not
+# answer for longer never will.
+_MAX_START_S = 60.0
+# The most that a reply may have: the index of some hundred million members.
+_MAX_REPLY_BYTES = 8 << 30
+_PIECE_BYTES = 1 << 20
+_ERRORS: Mapping[str, type[GyreError]] = {
+    kind.__name__: kind for kind in (CorruptSample, NotAllowed, ShardMissing, StorageUnavailable)
+}
+
+
+class ScanProcesses:
+    """Starts processes that scan, for all datasets of a daemon. Nothing runs before the first."""
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()  # guards the server
+        self._server: socket.socket | None = None
+        self._pid = 0
+        self._is_closed = False
+
+    async def start(self) -> "ScanProcess":
+        """A process that scans one shard at a time; the caller ends it.
+
+        Raises:
+            Overloaded: no process can be started.
+        """
+        try:
+            with contextlib.suppress(ConnectionResetError):
+                return await self._start()
+            return await self._start()  # the server had died
+        except (OSError, TimeoutError) as error:
+            raise Overloaded(
+                f"no process could be started to index shards: {error}; raise the limit of "
+                "processes, or end some"
+            ) from error
+
+    def close(self) -> None:
+        """End all processes; waits until the server has ended."""
+        with self._starting:
+            self._is_closed = True
+            self._end_server()
+
+    async def _start(self) -> "ScanProcess":
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                await asyncio.to_thread(self._send, theirs)
+            ours.setblocking(False)
+            async with asyncio.timeout(_MAX_START_S):
+                return ScanProcess(ours, await _receive_process(ours))
+        except BaseException:
+            ours.close()
+            raise
+
+    def _send(self, connection: socket.socket) -> None:
+        """Send a connection to the server, which is started if there is none or if it died."""
+        with self._starting:
+            for _ in range(2):
+                if self._is_closed:
+                    raise ConnectionAbortedError("the daemon is stopping")
+                try:
+                    self._server = self._server or self._spawn()
+                    socket.send_fds(self._server, [b"\0"], [connection.fileno()])
+                except ConnectionError:
+                    self._end_server()
+                else:
+                    return
+            raise ConnectionAbortedError("the server of such processes ends at once")
+
+    def _spawn(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_MAX_START_S)
+        with theirs:
+            theirs.set_inheritable(True)
+            module = "gyre_daemon.datasets.scan_server"
+            command = [sys.executable, "-m", module, str(theirs.fileno())]
+            no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+            # threads of a library must not exist when the server forks
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            try:
+                self._pid = os.posix_spawn(
+                    sys.executable, command, environment, file_actions=[no_input]
+                )
+            except OSError:
+                ours.close()
+                raise
+        if not ours.recv(1):
+            ours.close()
+            self._reap()
+            raise ConnectionResetError("it ended")
+        return ours
+
+    def _end_server(self) -> None:
+        if self._server:
+            self._server.close()
+            self._server = None
+        self._reap()
+
+    def _reap(self) -> None:
+        if self._pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+            self._pid = 0
+
+
+class ScanProcess:
+    """One process, used by one task at a time."""
+
+    def __init__(self, connection: socket.socket, process: int) -> None:
+        """Take over a connection, which does not block, and a process descriptor."""
+        self._connection = connection
+        self._process = process
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        self._connection.close()
+        os.close(self._process)
+
+    async def scan_file(self, run: Run, name: str, file: BinaryIO) -> Arrays:
+        """Scan an open file from its beginning.
+
+        Args:
+            run: of a `Scan`; it must be picklable.
+            name: of the shard.
+            file: stays the caller's.
+
+        Raises:
+            CorruptSample: as `run`, or the scan needs too much memory.
+            GyreError: the file cannot be read.
+        """
+        self._ask(run, name, file.fileno(), is_stream=False)
+        return await self._reply(name)
+
+    async def scan_stream(self, run: Run, name: str, chunks: AsyncIterator[bytes]) -> Arrays:
+        """Scan a stream, which is closed at the end.
+
+        Raises:
+            GyreError: as `scan_file`; what reading the stream raises is raised.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with ours:
+            with theirs:
+                self._ask(run, name, theirs.fileno(), is_stream=True)
+            sending = asyncio.create_task(_send_all(ours, chunks))
+            replying = asyncio.create_task(self._reply(name))
+            try:
+                await asyncio.wait({sending, replying}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()  # the storage's own error, before one of a stream cut off
+                return await replying
+            finally:
+                sending.cancel()
+                replying.cancel()
+                await asyncio.gather(sending, replying, return_exceptions=True)
+
+    def _ask(self, run: Run, name: str, descriptor: int, *, is_stream: bool) -> None:
+        body = pickle.dumps((run, name, is_stream))
+        request = LENGTH.pack(len(body)) + body
+        if socket.send_fds(self._connection, [request], [descriptor]) != len(request):
+            raise Overloaded(f"shard {name} cannot be indexed: its process takes no request")
+
+    async def _reply(self, name: str) -> Arrays:
+        loop = asyncio.get_running_loop()
+        try:
+            (num_bytes,) = LENGTH.unpack(await _receive(loop, self._connection, LENGTH.size))
+            if num_bytes > _MAX_REPLY_BYTES:
+                raise ConnectionResetError
+            data = await _receive(loop, self._connection, num_bytes)
+            failure, arrays = await asyncio.to_thread(decode, bytes(data))
+        except (ConnectionError, ValueError) as error:
+            reason = "the process that indexed it died; see the log of the kernel"
+            raise CorruptSample(
+                f"shard {name} has no index: {reason}", {"shard": name, "reason": reason}
+            ) from error
+        if failure:
+            raise _to_error(failure)
+        return arrays
+
+
+def _to_error(text: str) -> GyreError:
+    kind, message, facts = msgspec.json.decode(text, type=tuple[str, str, dict[str, str]])
+    return _ERRORS.get(kind, GyreError)(message, dict[str, Any](facts))
+
+
+async def _receive_process(connection: socket.socket) -> int:
+    """The process descriptor that a new process sends first."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def can_read() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(connection.fileno(), can_read)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection.fileno())
+    descriptors = socket.recv_fds(connection, 1, 1)[1]
+    if not descriptors:
+        raise ConnectionResetError("it ended at once")
+    return descriptors[0]
+
+
+async def _receive(
+    loop: asyncio.AbstractEventLoop, connection: socket.socket, num_bytes: int
+) -> bytearray:
+    data = bytearray()
+    while len(data) < num_bytes:
+        piece = await loop.sock_recv(connection, min(_PIECE_BYTES, num_bytes - len(data)))
+        if not piece:
+            raise ConnectionResetError
+        data += piece
+    return data
+
+
+async def _send_all(connection: socket.socket, chunks: AsyncIterator[bytes]) -> None:
+    """Send a stream until its end, or until nobody reads it any more."""
+    loop = asyncio.get_running_loop()
+    try:
+        async for chunk in chunks:
+            await loop.sock_sendall(connection, chunk)
+    except ConnectionError:
+        return
+    finally:
+        close = getattr(chunks, "aclose", None)
+        if close:
+            await close()
+    connection.shutdown(socket.SHUT_WR)

@@ -1,0 +1,150 @@
+"""`python -m gyre_daemon.datasets.scan_server DESCRIPTOR`: forks processes that scan shards.
+
+Only a daemon starts it: see `scan_processes`. A scan reads files that anybody may have written, in
+pure Python, for seconds or minutes. In a process of its own it takes no turn of the daemon's
+interpreter, all its memory is given back at its end, and it can be killed at any time.
+
+The server imports what a scan needs once, so that a process more takes some milliseconds. Over its
+connection it receives the connections of new processes, one descriptor each. A process first sends
+a descriptor of itself, by which the daemon kills it. Then it answers requests, one after the other:
+
+    request  length | pickle of (function, name of the shard, is_stream), with the file's descriptor
+    reply    length | an encoded file of `sidecar_file`: the key is "", or JSON of an error
+
+Requests come from the daemon, so they may be pickles. Replies may come from a process that read
+hostile bytes, so they are not. All processes end with the daemon, however that ends.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, cast
+
+from gyre_daemon.datasets import formats
+from gyre_daemon.datasets.sidecar_file import encode
+from gyre_daemon.errors import CorruptSample, GyreError
+from gyre_daemon.storage.local.listing import file_error
+
+LENGTH = struct.Struct("<Q")
+# What one process may allocate. The index of a shard of 10 million members takes 1 GiB while it is
+# made. More would let one file take the memory of the machine.
+_MAX_DATA_BYTES = 4 << 30
+_SIGNALS_FOR_THE_DAEMON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def serve(connection: socket.socket) -> NoReturn:
+    """Fork a process for every descriptor that comes; end all when the daemon is gone."""
+    os.setsid()  # a group of its own, which is killed at the end
+    for number in _SIGNALS_FOR_THE_DAEMON:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a process that ends leaves no zombie
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("gyre-scan")
+    gc.collect()
+    gc.freeze()
+    connection.sendall(b"\0")
+    with contextlib.suppress(OSError):
+        while descriptors := socket.recv_fds(connection, 1, 1)[1]:
+            _fork(connection, descriptors[0])
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError
+
+
+def _fork(connection: socket.socket, descriptor: int) -> None:
+    own = socket.socket(fileno=descriptor)
+    try:
+        pid = os.fork()
+    except OSError:
+        pid = -1  # the daemon sees that its connection is closed
+    if pid:
+        own.close()
+        return
+    connection.close()
+    status = 1
+    try:
+        with contextlib.suppress(ConnectionError):
+            _answer(own)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _answer(connection: socket.socket) -> None:
+    """Scan what is asked for until the daemon hangs up."""
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA_BYTES, _MAX_DATA_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    myself = os.pidfd_open(os.getpid())
+    socket.send_fds(connection, [b"\0"], [myself])
+    os.close(myself)
+    while True:
+        header, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_WAITALL)
+        if len(header) < LENGTH.size:
+            return
+        body = connection.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
+        run, name, is_stream = pickle.loads(body)
+        reply = _scan(run, name, descriptors[0], is_stream=is_stream)
+        connection.sendall(LENGTH.pack(len(reply)))
+        connection.sendall(reply)
+
+
+def _scan(run: Any, name: str, descriptor: int, *, is_stream: bool) -> bytes:
+    """The reply for one shard."""
+    try:
+        with _open(descriptor, is_stream=is_stream) as file:
+            return encode("", run(name, file))
+    except GyreError as error:
+        failure = error
+    except OSError as error:
+        failure = file_error(name, error)
+    except MemoryError:
+        reason = f"its index needs more than {_MAX_DATA_BYTES >> 30} GiB"
+        failure = CorruptSample(f"shard {name}: {reason}", {"shard": name, "reason": reason})
+    facts = {key: str(value)[:1000] for key, value in failure.facts.items()}
+    return encode(json.dumps([type(failure).__name__, str(failure)[:10_000], facts]), {})
+
+
+def _open(descriptor: int, *, is_stream: bool) -> BinaryIO:
+    if is_stream:
+        return cast("BinaryIO", _Stream(descriptor))
+    return open(descriptor, "rb")
+
+
+class _Stream(io.RawIOBase):
+    """A stream as a file that is read once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._socket.recv_into(buffer)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._socket.close()
+        super().close()
+
+
+if __name__ == "__main__":
+    assert formats.FORMATS  # imported before the first fork
+    serve(socket.socket(fileno=int(sys.argv[1])))
