@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,32 @@ def test_a_token_names_its_caller_on_loopback_without_tls(
             else:
                 with pytest.raises(NotAuthenticated):
                     connection.status()
+
+
+def test_a_session_ends_with_its_token_and_goes_on_with_the_next(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    """The client reads its file again. Without a valid token it fails, and does not hang."""
+    secure = start_secure(gyred, tmp_path / "secure", settings={"lease_s": 2.0})
+    mine = write_secret(tmp_path / "mine", TOKEN)
+    with Loader("numbers", batch_size=8, address=secure.daemon.address) as loader:
+        expected = [batch["sample_id"].tolist() for batch in islice(loader.stream(), 400)]
+    with (
+        environment(ca=secure.authority.path, token=mine),
+        Loader("numbers", batch_size=8, address=secure.address, prefetch_batches=2) as loader,
+    ):
+        batches = loader.stream()
+        seen = [next(batches)["sample_id"].tolist()]
+        write_secret(mine, OTHER)
+        begin = log_size(secure)
+        write_secret(secure.token_file, f"{OTHER}\n")
+        wait_for_event(secure, "authentication failed", begin)
+        seen += [next(batches)["sample_id"].tolist() for _ in range(50)]
+        assert seen == expected[:51]
+
+        begin = log_size(secure)
+        secure.token_file.unlink()
+        wait_for_event(secure, "authentication failed", begin)
+        with pytest.raises(NotAuthenticated, match="does not know the token"):
+            for _ in islice(batches, 400):
+                pass

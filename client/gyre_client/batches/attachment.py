@@ -18,7 +18,13 @@ from gyre_client.batches.batch import (
     read_layouts,
 )
 from gyre_client.batches.tokens import Widened
-from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
+from gyre_client.errors import (
+    DaemonFault,
+    DaemonUnavailable,
+    GyreError,
+    LeaseExpired,
+    NotAuthenticated,
+)
 from gyre_client.transport.arena import Arenas
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.transport.frames import chunk_data
@@ -213,7 +219,11 @@ class Attachment:
     def _error(self, failure: grpc.RpcError) -> GyreError:
         if self._silent_for_s is not None:
             return self._silence()
-        return error_from(failure, self._connection.address)
+        error = error_from(failure, self._connection.address)
+        if isinstance(error, NotAuthenticated):
+            # The token has expired or was taken away. The file may hold the next one by now.
+            return LeaseExpired(f"{error}; the session is opened again")
+        return error
 
     def _silence(self) -> DaemonUnavailable:
         return DaemonUnavailable(
