@@ -230,7 +230,7 @@ def test_metadata_that_is_too_large_refuses_the_call_alone(daemon: Daemon) -> No
     with identified_channel(daemon.address) as channel:
         with pytest.raises(grpc.RpcError) as refused:
             LoaderStub(channel).GetStatus(
-                request, timeout=DEADLINE_S, metadata=[("x-large", "x" * (20 << 10))]
+                request, timeout=DEADLINE_S, metadata=(("x-large", "x" * (20 << 10)),)
             )
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert LoaderStub(channel).GetStatus(request, timeout=DEADLINE_S).pid

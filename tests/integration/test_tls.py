@@ -313,3 +313,25 @@ def test_handshakes_that_fail_are_events_of_the_log_and_cannot_fill_it(
     assert [line for line in lines if not line.startswith("{")] == []
     assert len(lines) < 80
     assert mutual.daemon.events()[-1]["event"] == "stopped"
+
+
+def test_a_job_uses_the_certificate_that_its_files_hold_when_it_connects_again(
+    mutual: SecureDaemon, tmp_path: Path
+) -> None:
+    """The roots that the daemon knows have changed, and the client's certificate with them."""
+    with Loader("numbers", batch_size=8, address=mutual.daemon.address) as loader:
+        uninterrupted = steps(loader, 30)
+    mine = mutual.authority.sign("trainer-1")
+    root = tmp_path / "daemon-root.pem"
+    root.write_bytes(mutual.authority.path.read_bytes())
+    with (
+        environment(ca=root, pair=mine),
+        Loader("numbers", batch_size=8, address=mutual.address, prefetch_batches=4) as loader,
+    ):
+        seen = steps(loader, 3)
+        after = Authority(tmp_path / "after", "after")
+        mine.replace(after.sign("trainer-2"))
+        mutual.daemon.kill()
+        mutual.authority.path.write_bytes(after.path.read_bytes())
+        mutual.daemon.restart()
+        assert seen + steps(loader, 27) == uninterrupted

@@ -138,13 +138,13 @@ def test_failures_are_bounded_and_stand_in_nobodys_way(secure: SecureDaemon) -> 
         for number in range(200):
             header = ("authorization", f"Bearer {number:032}")
             with pytest.raises(grpc.RpcError) as refused:
-                stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=[header])
+                stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=(header,))
             codes.append(refused.value.code())
         assert codes[0] is grpc.StatusCode.UNAUTHENTICATED
         assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
-        assert "no valid credential; check the token, and try again" in refused.value.details()
+        assert "no valid credential; check the token, and try again" in str(refused.value.details())
         header = ("authorization", f"Bearer {TOKEN}")
-        assert stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=[header]).pid
+        assert stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=(header,)).pid
     num_lines = secure.daemon.log_path.read_text().count('"event": "authentication failed"')
     assert 1 <= num_lines < 150
 
