@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import GyreError, InvalidRequest, NotAuthenticated
@@ -335,3 +336,29 @@ def test_a_job_uses_the_certificate_that_its_files_hold_when_it_connects_again(
         mutual.authority.path.write_bytes(after.path.read_bytes())
         mutual.daemon.restart()
         assert seen + steps(loader, 27) == uninterrupted
+
+
+def own_addresses() -> list[str]:
+    """IPv4 addresses by which other hosts know this one."""
+    return [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family is socket.AF_INET and not each.address.startswith("127.")
+    ]
+
+
+def test_a_daemon_with_tokens_listens_beyond_loopback(gyred: StartDaemon, tmp_path: Path) -> None:
+    if not own_addresses():
+        pytest.skip("this machine has no address but loopback")
+    port, host = free_port(), own_addresses()[0]
+    listen = [f"unix:{tmp_path}/secure/run/gyre.sock", f"tls:0.0.0.0:{port}"]
+    secure = start_secure(gyred, tmp_path / "secure", settings={"listen": listen})
+    begin = log_size(secure)
+    secure.certificate.replace(secure.authority.sign("outside", host=host))
+    wait_for_event(secure, "certificate reloaded", begin)
+    with (
+        environment(ca=secure.authority.path, token=secure.token_file),
+        Loader("numbers", batch_size=8, address=f"tls:{host}:{port}") as loader,
+    ):
+        assert len(next(loader)["sample_id"]) == 8

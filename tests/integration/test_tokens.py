@@ -179,7 +179,8 @@ def test_what_the_check_refuses_does_not_start(
     secure_files: Callable[..., dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for change in ({"tls_key": "shared"}, {"tokens": {}}):
+    changes: tuple[dict[str, Any], ...] = ({"tls_key": "shared"}, {"tokens": {}})
+    for change in changes:
         config = secure_files(change)
         assert refused_start(tmp_path, config) == refused_check(tmp_path, config, capsys)
 
