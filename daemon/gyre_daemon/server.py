@@ -38,6 +38,7 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.lag import LoopLag
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.runtime.listen import TcpAddress, UnixAddress, parse_address, parse_metrics_address
+from gyre_daemon.runtime.native_log import native_lines_as_events
 from gyre_daemon.runtime.notify import notify, ping_watchdog
 from gyre_daemon.service import (
     SERVER_OPTIONS,
@@ -107,6 +108,8 @@ async def serve(
         limits = Limits(None if owner else config.limits)
         listeners = []
         addresses = [parse_address(text) for text in config.listen]
+        if any(isinstance(address, TcpAddress) and address.is_tls for address in addresses):
+            cleanup.enter_context(native_lines_as_events())
         for address in addresses:
             if isinstance(address, UnixAddress):
                 listeners.append(UnixListener(address, limits.why_no_connection))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import GyreError, InvalidRequest, NotAuthenticated
@@ -294,3 +295,70 @@ def test_a_token_is_not_sent_in_clear(tmp_path: Path, caplog: pytest.LogCaptureF
     ):
         connection.status()
     assert TOKEN not in caplog.text
+
+
+def test_handshakes_that_fail_are_events_of_the_log_and_cannot_fill_it(
+    mutual: SecureDaemon,
+) -> None:
+    """Every line is JSON, few of many failures are logged, and the daemon ends as it should."""
+    host = parse_address(mutual.address).host_and_port
+    assert host
+    for _ in range(100):
+        with socket.create_connection(host, DEADLINE_S) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            assert connection.recv(65536) == b""
+    failed = wait_for_event(mutual, "TLS handshake failed", 0)
+    assert "WRONG_VERSION_NUMBER" in str(failed["reason"])
+    assert mutual.daemon.stop() == 0
+    lines = mutual.daemon.log_path.read_text().splitlines()
+    assert [line for line in lines if not line.startswith("{")] == []
+    assert len(lines) < 80
+    assert mutual.daemon.events()[-1]["event"] == "stopped"
+
+
+def test_a_job_uses_the_certificate_that_its_files_hold_when_it_connects_again(
+    mutual: SecureDaemon, tmp_path: Path
+) -> None:
+    """The roots that the daemon knows have changed, and the client's certificate with them."""
+    with Loader("numbers", batch_size=8, address=mutual.daemon.address) as loader:
+        uninterrupted = steps(loader, 30)
+    mine = mutual.authority.sign("trainer-1")
+    root = tmp_path / "daemon-root.pem"
+    root.write_bytes(mutual.authority.path.read_bytes())
+    with (
+        environment(ca=root, pair=mine),
+        Loader("numbers", batch_size=8, address=mutual.address, prefetch_batches=4) as loader,
+    ):
+        seen = steps(loader, 3)
+        after = Authority(tmp_path / "after", "after")
+        mine.replace(after.sign("trainer-2"))
+        mutual.daemon.kill()
+        mutual.authority.path.write_bytes(after.path.read_bytes())
+        mutual.daemon.restart()
+        assert seen + steps(loader, 27) == uninterrupted
+
+
+def own_addresses() -> list[str]:
+    """IPv4 addresses by which other hosts know this one."""
+    return [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family is socket.AF_INET and not each.address.startswith("127.")
+    ]
+
+
+def test_a_daemon_with_tokens_listens_beyond_loopback(gyred: StartDaemon, tmp_path: Path) -> None:
+    if not own_addresses():
+        pytest.skip("this machine has no address but loopback")
+    port, host = free_port(), own_addresses()[0]
+    listen = [f"unix:{tmp_path}/secure/run/gyre.sock", f"tls:0.0.0.0:{port}"]
+    secure = start_secure(gyred, tmp_path / "secure", settings={"listen": listen})
+    begin = log_size(secure)
+    secure.certificate.replace(secure.authority.sign("outside", host=host))
+    wait_for_event(secure, "certificate reloaded", begin)
+    with (
+        environment(ca=secure.authority.path, token=secure.token_file),
+        Loader("numbers", batch_size=8, address=f"tls:{host}:{port}") as loader,
+    ):
+        assert len(next(loader)["sample_id"]) == 8

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,13 @@ def test_failures_are_bounded_and_stand_in_nobodys_way(secure: SecureDaemon) -> 
         for number in range(200):
             header = ("authorization", f"Bearer {number:032}")
             with pytest.raises(grpc.RpcError) as refused:
-                stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=[header])
+                stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=(header,))
             codes.append(refused.value.code())
         assert codes[0] is grpc.StatusCode.UNAUTHENTICATED
         assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
-        assert "no valid credential; check the token, and try again" in refused.value.details()
+        assert "no valid credential; check the token, and try again" in str(refused.value.details())
         header = ("authorization", f"Bearer {TOKEN}")
-        assert stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=[header]).pid
+        assert stub.GetStatus(pb.GetStatusRequest(), timeout=DEADLINE_S, metadata=(header,)).pid
     num_lines = secure.daemon.log_path.read_text().count('"event": "authentication failed"')
     assert 1 <= num_lines < 150
 
@@ -178,7 +179,8 @@ def test_what_the_check_refuses_does_not_start(
     secure_files: Callable[..., dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for change in ({"tls_key": "shared"}, {"tokens": {}}):
+    changes: tuple[dict[str, Any], ...] = ({"tls_key": "shared"}, {"tokens": {}})
+    for change in changes:
         config = secure_files(change)
         assert refused_start(tmp_path, config) == refused_check(tmp_path, config, capsys)
 
@@ -257,3 +259,32 @@ def test_a_token_names_its_caller_on_loopback_without_tls(
             else:
                 with pytest.raises(NotAuthenticated):
                     connection.status()
+
+
+def test_a_session_ends_with_its_token_and_goes_on_with_the_next(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    """The client reads its file again. Without a valid token it fails, and does not hang."""
+    secure = start_secure(gyred, tmp_path / "secure", settings={"lease_s": 2.0})
+    mine = write_secret(tmp_path / "mine", TOKEN)
+    with Loader("numbers", batch_size=8, address=secure.daemon.address) as loader:
+        expected = [batch["sample_id"].tolist() for batch in islice(loader.stream(), 400)]
+    with (
+        environment(ca=secure.authority.path, token=mine),
+        Loader("numbers", batch_size=8, address=secure.address, prefetch_batches=2) as loader,
+    ):
+        batches = loader.stream()
+        seen = [next(batches)["sample_id"].tolist()]
+        write_secret(mine, OTHER)
+        begin = log_size(secure)
+        write_secret(secure.token_file, f"{OTHER}\n")
+        wait_for_event(secure, "authentication failed", begin)
+        seen += [next(batches)["sample_id"].tolist() for _ in range(50)]
+        assert seen == expected[:51]
+
+        begin = log_size(secure)
+        secure.token_file.unlink()
+        wait_for_event(secure, "authentication failed", begin)
+        with pytest.raises(NotAuthenticated, match="does not know the token"):
+            for _ in islice(batches, 400):
+                pass

@@ -19,7 +19,13 @@ from gyre_client.batches.batch import (
     read_layouts,
 )
 from gyre_client.batches.tokens import Widened
-from gyre_client.errors import DaemonFault, DaemonUnavailable, GyreError
+from gyre_client.errors import (
+    DaemonFault,
+    DaemonUnavailable,
+    GyreError,
+    LeaseExpired,
+    NotAuthenticated,
+)
 from gyre_client.printable import printable
 from gyre_client.transport.answers import check_grant, check_group
 from gyre_client.transport.arena import Arenas
@@ -279,7 +285,11 @@ class Attachment:
     def _error(self, failure: grpc.RpcError) -> GyreError:
         if self._silent_for_s is not None:
             return self._silence()
-        return error_from(failure, self._connection.address)
+        error = error_from(failure, self._connection.address)
+        if isinstance(error, NotAuthenticated):
+            # The token has expired or was taken away. The file may hold the next one by now.
+            return LeaseExpired(f"{error}; the session is opened again")
+        return error
 
     def _silence(self) -> DaemonUnavailable:
         return DaemonUnavailable(

@@ -42,8 +42,8 @@ from gyre_client.transport.answers import (
     check_opened,
     check_plan,
 )
-from gyre_client.transport.credentials import CredentialFiles
-from gyre_client.transport.frames import MAX_FRAME_BYTES
+from gyre_client.transport.channel import MAX_CONTROL_BYTES, open_channel
+from gyre_client.transport.credentials import CredentialFiles, Pem
 from gyre_client.transport.handshake import why_refused
 from gyre_client.transport.identity import Identity, Metadata
 from gyre_client.transport.side_channel import TOKEN_KEY
@@ -57,10 +57,6 @@ OPEN_TIMEOUT_S = 600.0
 INDEX_TIMEOUT_S = 24 * 3600.0
 CLOSE_TIMEOUT_S = 2.0
 HEALTH_TIMEOUT_S = 5.0
-# How long one attempt to connect may take. A daemon whose processor is busy accepts late; where
-# nobody listens, the attempt fails at once.
-CONNECT_TIMEOUT_MS = 10_000
-MAX_CONTROL_BYTES = 64 << 10  # the daemon's limit for a request
 UNIDENTIFIED = "side_channel"  # the fact of a refusal because the call named no live side channel
 RETRY_AFTER = "retry_after_s"  # the fact that says how long the daemon wants no further attempt
 
@@ -69,16 +65,6 @@ _DETAILS_KEY = "grpc-status-details-bin"
 # gRPC's message for a request or an answer that is too long
 _TOO_LONG = re.compile(
     r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)"
-)
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_CONTROL_BYTES),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # share no connection back-off with other channels
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    # despite its name, this is the time that one attempt to connect may take
-    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
-    ("grpc.max_reconnect_backoff_ms", 500),
 )
 _BY_STATUS: dict[grpc.StatusCode, type[GyreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -166,13 +152,13 @@ class Connection:
         self.address = address
         self._is_trusted = False
         self._files = CredentialFiles.of_environment()
-        self._channel = (
-            grpc.secure_channel(address.target, self._files.channel_credentials(), _OPTIONS)
-            if address.is_tls
-            else grpc.insecure_channel(address.target, _OPTIONS)
-        )
-        self._stub = LoaderStub(self._channel)
         self._identity = Identity(address, self._files)
+        self._pem = self._files.read_pem() if address.is_tls else Pem()
+        self._open_channel()
+
+    def _open_channel(self) -> None:
+        self._channel = open_channel(self.address, self._pem)
+        self._stub = LoaderStub(self._channel)
         self._read_payload = self._channel.unary_stream(
             "/gyre_protos.v1.Loader/ReadPayload",
             request_serializer=pb.ReadPayloadRequest.SerializeToString,
@@ -235,12 +221,17 @@ class Connection:
     ) -> pb.SessionOpened:
         """Opens a session; the daemon begins to prefetch.
 
+        No other call is under way: where the files of a TLS connection have changed, it is made
+        again.
+
         Args:
             request: Which batches, for which reader, from which cursor.
             timeout_s: The deadline.
             side_token: The token of a side channel, where the daemon is to pass its arenas; the
                 payload comes inline without one.
         """
+        if self.address.is_tls:
+            self._renew()
         open_ = self._stub.OpenSession
         if side_token:
             opened = self._call_as(((TOKEN_KEY, side_token),), open_, request, timeout_s)
@@ -279,6 +270,15 @@ class Connection:
         """Starts the payload stream of a session, as raw frames; see `frames.chunk_data`."""
         request = pb.ReadPayloadRequest(session_id=session_id)
         return self._read_payload(request, timeout=timeout_s, metadata=self._identity.metadata())
+
+    def _renew(self) -> None:
+        """Uses the client's certificate as it is now, if it can be read."""
+        with contextlib.suppress(InvalidRequest):
+            pem = self._files.read_pem()
+            if pem != self._pem:
+                self._pem = pem
+                self._channel.close()
+                self._open_channel()
 
     def _call(
         self,

@@ -5,10 +5,8 @@ All of it stands in files that the environment names, so that it appears in no a
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import grpc
 
 from gyre_client.errors import InvalidRequest
 from gyre_client.transport.address import Address
@@ -19,6 +17,15 @@ CERTIFICATE_VARIABLE = "GYRE_CERTIFICATE_FILE"
 KEY_VARIABLE = "GYRE_KEY_FILE"
 
 _MAX_FILE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """What a TLS connection needs; see `CredentialFiles`."""
+
+    ca: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +62,16 @@ class CredentialFiles:
             )
         return files
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns gRPC's credentials for a TLS connection.
+    def read_pem(self) -> Pem:
+        """Returns what the files of a TLS connection hold now.
 
         Raises:
             InvalidRequest: A file cannot be read.
         """
-        return grpc.ssl_channel_credentials(
+        return Pem(
             _read(self.ca, CA_VARIABLE),
-            _read(self.key, KEY_VARIABLE),
             _read(self.certificate, CERTIFICATE_VARIABLE),
+            _read(self.key, KEY_VARIABLE),
         )
 
     def metadata(self, address: Address) -> tuple[tuple[str, str], ...]:

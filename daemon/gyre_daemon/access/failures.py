@@ -5,9 +5,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from gyre_daemon.errors import NotAuthenticated, Overloaded
+from gyre_daemon.runtime.bucket import Bucket
 from gyre_daemon.runtime.events import log_event
 
 # Failures of one address that are answered with their reason: ten at once, then one in six seconds.
@@ -17,37 +17,6 @@ _MAX_ADDRESSES = 4096
 # Lines of the log, for all addresses together.
 _LINES, _LINES_PER_S = 20.0, 1 / 3
 _IPV6_NETWORK_BITS = 64  # what one host usually has for itself
-
-
-@dataclass(slots=True)
-class Bucket:
-    """A token bucket: full at first, and refilled with time.
-
-    Attributes:
-        capacity: the most that it holds.
-        per_s: what it gains in a second.
-        level: what it holds now.
-        since_s: when it was last looked at.
-    """
-
-    capacity: float
-    per_s: float
-    level: float
-    since_s: float
-
-    def take(self, now_s: float) -> bool:
-        """Take one, if there is one."""
-        self.level = min(self.capacity, self.level + (now_s - self.since_s) * self.per_s)
-        self.since_s = now_s
-        if self.level < 1:
-            return False
-        self.level -= 1
-        return True
-
-    @property
-    def wait_s(self) -> float:
-        """How long until there is one again."""
-        return max(0.0, (1 - self.level) / self.per_s)
 
 
 class FailureLimit:
@@ -60,7 +29,7 @@ class FailureLimit:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
-        self._lines = Bucket(_LINES, _LINES_PER_S, _LINES, clock())
+        self._lines = Bucket(_LINES, _LINES_PER_S, clock())
         self._num_unlogged = 0
 
     def refuse(self, address: str, reason: NotAuthenticated) -> NotAuthenticated | Overloaded:
@@ -77,7 +46,7 @@ class FailureLimit:
         key = _network(address)
         bucket = self._buckets.pop(key, None)
         if bucket is None:
-            bucket = Bucket(_FAILURES, _FAILURES_PER_S, _FAILURES, now)
+            bucket = Bucket(_FAILURES, _FAILURES_PER_S, now)
         self._buckets[key] = bucket
         while len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.popitem(last=False)

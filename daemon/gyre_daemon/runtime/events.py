@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import TextIO
 
 from gyre_daemon.runtime.printable import printable
 
@@ -42,6 +43,13 @@ def start_log(level: str, style: str = "json") -> None:
     _LOGGER.handlers[:] = [handler]
     _LOGGER.propagate = False
     _LOGGER.setLevel(level.upper())
+
+
+def log_to(stream: TextIO) -> None:
+    """Write further events to another stream."""
+    for handler in _LOGGER.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(stream)
 
 
 class _TextFormatter(logging.Formatter):

@@ -60,9 +60,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
         def admit(request: Any, context: Context) -> Any:
-            if not (is_open or is_local(context)):
+            """The request, or the requests of a stream, with the checks in front."""
+            if is_open or is_local(context):
+                return _each(request, _check) if streams else _check(request)
+
+            def check(message: Any) -> Any:
                 self._authenticator.principal(context)
-            return _decoded(request) if streams else _check(request)
+                return _check(message)
+
+            return _each(request, check) if streams else check(request)
 
         async def unary(request: Any, context: Context) -> Any:
             try:
@@ -113,6 +119,7 @@ def _check(request: Any) -> Any:
     return request
 
 
-async def _decoded(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _each(requests: AsyncIterator[Any], check: Callable[[Any], Any]) -> AsyncIterator[Any]:
+    """The messages of a stream. Each is checked: a stream may outlast the token of its caller."""
     async for request in requests:
-        yield _check(request)
+        yield check(request)
