@@ -160,7 +160,7 @@ def test_one_sees_what_one_may_read(node: Node, alice: User, bob: User) -> None:
     ],
 )
 def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
-    method: str, request_of: Callable[[str], Any], bob: User
+    method: str, request_of: Callable[[str], Any], node: Node, bob: User
 ) -> None:
     answers = []
     for name in ("secret", "alice", "absent"):
@@ -168,6 +168,11 @@ def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
             bob.call(method, request_of(name))
         answers.append((refused.value.code, refused.value.details.replace(name, "X")))
     assert answers == [("NOT_FOUND", "no dataset is named 'X'; this daemon serves: open")] * 3
+    event = "session refused" if method == "OpenSession" else "dataset refused"
+    lines = node.audit(event)[-3 if method == "OpenSession" else -2 :][:2]
+    assert [(line["user"], line["dataset"], line["rule"]) for line in lines] == [
+        (f"uid:{BOB}", name, f"datasets.{name}.allow") for name in ("secret", "alice")
+    ]
 
 
 def test_a_job_needs_a_name_that_the_dataset_admits(node: Node, alice: User) -> None:
