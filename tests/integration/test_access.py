@@ -281,6 +281,8 @@ def test_two_users_share_a_stream_and_see_their_own_of_it(
     assert "hers" in jobs[0]
     assert "his" not in jobs[0]
     assert "hers" not in jobs[1]
+    close(alice, first)
+    close(bob, second)
 
 
 def test_metrics_name_no_jobs_where_users_or_datasets_are_apart(node: Node, alice: User) -> None:
@@ -314,7 +316,6 @@ def test_the_audit_log_says_who_read_what(node: Node, alice: User, bob: User) ->
 def test_who_loses_access_is_told_so(node: Node, alice: User, bob: User) -> None:
     reading = alice.call("OpenSession", open_request("alice", "train"))
     other = bob.call("OpenSession", open_request(job="stays"))
-    node.audit("session open")
     (node.folder / "audit.log").rename(node.folder / "audit.log.1")
     datasets = node.config["datasets"] | {"alice": node.dataset("alice", [f"uid:{BOB}"])}
     event = node.daemon.reconfigure(to_toml(node.config | {"datasets": datasets}))
@@ -329,6 +330,7 @@ def test_who_loses_access_is_told_so(node: Node, alice: User, bob: User) -> None
             alice.call("OpenSession", open_request("alice", "train"))
         close(bob, bob.call("OpenSession", open_request("alice", "any")))
         assert bob.stream("Stream", attach(other), 1)
+        close(bob, other)
         mistaken = node.config | {"admin": ["usr:root"]}
         refusal = node.daemon.reconfigure(to_toml(mistaken))
         assert refusal["event"] == "reload refused"
