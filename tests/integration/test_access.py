@@ -160,7 +160,7 @@ def test_one_sees_what_one_may_read(node: Node, alice: User, bob: User) -> None:
     ],
 )
 def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
-    method: str, request_of: Callable[[str], Any], bob: User
+    method: str, request_of: Callable[[str], Any], node: Node, bob: User
 ) -> None:
     answers = []
     for name in ("secret", "alice", "absent"):
@@ -168,6 +168,11 @@ def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
             bob.call(method, request_of(name))
         answers.append((refused.value.code, refused.value.details.replace(name, "X")))
     assert answers == [("NOT_FOUND", "no dataset is named 'X'; this daemon serves: open")] * 3
+    event = "session refused" if method == "OpenSession" else "dataset refused"
+    lines = node.audit(event)[-3 if method == "OpenSession" else -2 :][:2]
+    assert [(line["user"], line["dataset"], line["rule"]) for line in lines] == [
+        (f"uid:{BOB}", name, f"datasets.{name}.allow") for name in ("secret", "alice")
+    ]
 
 
 def test_a_job_needs_a_name_that_the_dataset_admits(node: Node, alice: User) -> None:
@@ -276,6 +281,8 @@ def test_two_users_share_a_stream_and_see_their_own_of_it(
     assert "hers" in jobs[0]
     assert "his" not in jobs[0]
     assert "hers" not in jobs[1]
+    close(alice, first)
+    close(bob, second)
 
 
 def test_metrics_name_no_jobs_where_users_or_datasets_are_apart(node: Node, alice: User) -> None:
@@ -309,7 +316,6 @@ def test_the_audit_log_says_who_read_what(node: Node, alice: User, bob: User) ->
 def test_who_loses_access_is_told_so(node: Node, alice: User, bob: User) -> None:
     reading = alice.call("OpenSession", open_request("alice", "train"))
     other = bob.call("OpenSession", open_request(job="stays"))
-    node.audit("session open")
     (node.folder / "audit.log").rename(node.folder / "audit.log.1")
     datasets = node.config["datasets"] | {"alice": node.dataset("alice", [f"uid:{BOB}"])}
     event = node.daemon.reconfigure(to_toml(node.config | {"datasets": datasets}))
@@ -324,6 +330,7 @@ def test_who_loses_access_is_told_so(node: Node, alice: User, bob: User) -> None
             alice.call("OpenSession", open_request("alice", "train"))
         close(bob, bob.call("OpenSession", open_request("alice", "any")))
         assert bob.stream("Stream", attach(other), 1)
+        close(bob, other)
         mistaken = node.config | {"admin": ["usr:root"]}
         refusal = node.daemon.reconfigure(to_toml(mistaken))
         assert refusal["event"] == "reload refused"

@@ -13,6 +13,13 @@ from gyre_daemon.runtime.audit import audit_event
 _MAX_CHARS = 200  # of a name that a client sent
 
 
+def audit_hidden(caller: Principal, dataset: str, policy: Policy) -> None:
+    """Write a line if a dataset that the caller asked about exists, and not for the caller."""
+    if rule := policy.refusal(caller, dataset, ""):
+        facts = {"user": caller.name, "pid": caller.pid, "dataset": dataset, "rule": rule}
+        audit_event("dataset refused", facts)
+
+
 @contextlib.contextmanager
 def audited_refusals(
     caller: Principal, request: pb.OpenSessionRequest, policy: Policy

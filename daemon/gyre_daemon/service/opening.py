@@ -10,10 +10,11 @@ from gyre_daemon.access.principal import Principal
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.errors import InvalidRequest, NotAllowed
+from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.order.cursor import joined_at
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
+from gyre_daemon.service.audit import audit_hidden
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
@@ -50,7 +51,7 @@ class SessionOpener:
             GyreError: as `resolve`, `Catalog.open` and `SessionTable.open`.
         """
         order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
-        name, config = self.resolve(request.dataset, owner)
+        name, config = self._find(request.dataset, owner)
         self._policy.check_job(owner, name, reader.job)
         dataset = await self._catalog.open(name, config)
         session = await self._sessions.open(
@@ -80,6 +81,13 @@ class SessionOpener:
             NotAllowed: the caller may not define a dataset.
             InvalidRequest: the request names none, or defines one that makes no sense.
         """
+        try:
+            return self._find(ref, caller)
+        except UnknownDataset:
+            audit_hidden(caller, ref.name, self._policy)
+            raise
+
+    def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):
             case "name":
                 return self._catalog.resolve(ref.name, self._policy.readable(caller))
