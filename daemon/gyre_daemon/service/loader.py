@@ -255,7 +255,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         pause_s = self._sessions.resources.limits.pace(session.request.owner.name)
         async for message in messages:
             control.handle(session, message)
-            while left_s := pause_s(message.ByteSize()):
+            if left_s := pause_s(message.ByteSize()):
                 await asyncio.sleep(left_s)
         self._close(session.session_id)
 
