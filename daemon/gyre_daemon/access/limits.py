@@ -16,7 +16,7 @@ _BURST_S = 5.0
 # message of 64 KiB may release thousands of batches. A user who sends more is not refused but read
 # later. Jobs of small batches need some hundred messages per second; with a smaller number of
 # messages per request they would wait.
-_MESSAGES_PER_REQUEST = 50
+_MESSAGES_PER_REQUEST = 20
 _MESSAGE_BYTES = 64
 # Beyond this many buckets those that are full are dropped, since a full one says nothing.
 _MAX_BUCKETS = 1024
