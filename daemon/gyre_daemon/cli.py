@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,12 +245,13 @@ def _print_dataset(name: str, dataset: DatasetConfig) -> None:
 
 
 def _print_limits(limits: LimitsConfig) -> None:
-    tables: dict[str, Any] = {"user": limits.user, "job": limits.job}
-    tables |= {f"users.{json.dumps(pattern)}": each for pattern, each in limits.users.items()}
-    for name, each in tables.items():
+    tables = {"user": asdict(limits.user), "job": asdict(limits.job)}
+    for pattern, each in limits.users.items():
+        tables[f"users.{json.dumps(pattern)}"] = asdict(each)
+    for name, table in tables.items():
         print(f"\n[limits.{name}]")
-        for field in fields(each):
-            print(f"{field.name} = {json.dumps(getattr(each, field.name))}")
+        for key, value in table.items():
+            print(f"{key} = {json.dumps(value)}")
 
 
 def _open_datasets(config: DaemonConfig) -> int:

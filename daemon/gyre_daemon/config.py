@@ -99,7 +99,7 @@ class UserLimits:
     memory: _Fraction = 0.875
     sessions: _AtLeast1 = 2048
     connections: _AtLeast1 = 2048
-    requests_per_s: _Positive = 200.0
+    requests_per_s: _Positive = 500.0
 
 
 @dataclass(frozen=True, slots=True)

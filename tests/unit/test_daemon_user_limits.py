@@ -68,7 +68,7 @@ def test_callers_that_are_not_heard_of_again_are_forgotten() -> None:
 
 def test_large_messages_slow_a_control_stream_down_and_small_ones_do_not() -> None:
     now = 0.0
-    limits = Limits(LimitsConfig(UserLimits(requests_per_s=200.0)), clock=lambda: now)
+    limits = Limits(LimitsConfig(UserLimits(requests_per_s=500.0)), clock=lambda: now)
     pause_s = limits.pace("uid:7")
     for _ in range(20_000):
         now += 1 / 2000

@@ -16,7 +16,7 @@ _BURST_S = 5.0
 # message of 64 KiB may release thousands of batches. A user who sends more is not refused but read
 # later. Jobs of small batches need some hundred messages per second; with a smaller number of
 # messages per request they would wait.
-_MESSAGES_PER_REQUEST = 50
+_MESSAGES_PER_REQUEST = 20
 _MESSAGE_BYTES = 64
 # Beyond this many buckets those that are full are dropped, since a full one says nothing.
 _MAX_BUCKETS = 1024
@@ -86,7 +86,7 @@ class Limits:
             if limits is None:
                 return 0.0
             per_s = _MESSAGES_PER_REQUEST * limits.requests_per_s
-            return self._requests.take(key, per_s, 1.0 + num_bytes / _MESSAGE_BYTES)
+            return self._requests.charge(key, per_s, 1.0 + num_bytes / _MESSAGE_BYTES)
 
         limits, key = self.of_user(user), f"{user} messages"
         return pause_s
@@ -150,12 +150,29 @@ class Rates:
         """How many callers are remembered."""
         return len(self._buckets)
 
-    def take(self, key: str, per_s: float, num: float = 1.0) -> float:
-        """Take tokens of a caller who gets so many per second; some may be owed afterwards.
+    def take(self, key: str, per_s: float) -> float:
+        """Take a token of a caller who gets so many per second.
 
         Returns:
-            0, or the seconds until there is a token where there is none. Then none is taken.
+            0, or the seconds until there is a token where there is none.
         """
+        bucket = self._filled(key, per_s)
+        if bucket.level < 1.0:
+            return (1.0 - bucket.level) / per_s
+        bucket.level -= 1.0
+        return 0.0
+
+    def charge(self, key: str, per_s: float, num: float) -> float:
+        """Take tokens, whether they are there or not.
+
+        Returns:
+            The seconds until none is owed.
+        """
+        bucket = self._filled(key, per_s)
+        bucket.level -= num
+        return max(0.0, -bucket.level / per_s)
+
+    def _filled(self, key: str, per_s: float) -> _Bucket:
         now = self.clock()
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -164,10 +181,7 @@ class Rates:
             bucket = self._buckets[key] = _Bucket(max(1.0, per_s * _BURST_S), now, per_s)
         bucket.per_s = per_s
         bucket.fill(now)
-        if bucket.level < 1.0:
-            return (1.0 - bucket.level) / per_s
-        bucket.level -= num
-        return 0.0
+        return bucket
 
     def _forget_full(self, now: float) -> None:
         for bucket in self._buckets.values():

@@ -46,8 +46,8 @@ class Allowance:
         if num_bytes > self.free_bytes:
             raise Overloaded(
                 f"{purpose} needs {num_bytes} bytes, but {self.who} has {self.taken_bytes} and may "
-                f"have {self.limit_bytes} now ({self.key}); close a session, give back what is "
-                "kept of those that are over, or lower the batch size",
+                f"have {self.limit_bytes} now ({self.key}); close a session, lower the batch "
+                "size, or end what is kept by clients whose sessions are over",
                 {
                     "needed_bytes": num_bytes,
                     "free_bytes": max(0, self.free_bytes),

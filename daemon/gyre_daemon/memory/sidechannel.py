@@ -62,7 +62,7 @@ class Peer:
         try:
             descriptor = arena.open_for(self.principal.name)
         except OSError as error:
-            facts = {"session": session_id, "reason": error.strerror}
+            facts = {"user": self.principal.name, "reason": error.strerror}
             log_event("arena not shared", facts, logging.WARNING)
             return False
         try:

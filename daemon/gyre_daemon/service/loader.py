@@ -267,7 +267,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         try:
             async for message in messages:
                 control.handle(session, message)
-                while left_s := pause_s(message.ByteSize()):  # noqa: ASYNC110  # a rate, no event
+                if left_s := pause_s(message.ByteSize()):
                     await asyncio.sleep(left_s)
         finally:
             self._close(session.session_id)

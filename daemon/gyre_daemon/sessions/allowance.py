@@ -13,45 +13,54 @@ from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
 
 
+class Taken:
+    """The memory that each user and each job has.
+
+    Attributes:
+        by_user: reserved by the user's sessions, and kept of arenas that are closed.
+        by_job: reserved by the sessions of a user's job.
+    """
+
+    def __init__(self, sessions: Collection[Session], budget: Budget) -> None:
+        self.by_user = budget.abandoned_by.copy()
+        self.by_job: Counter[tuple[str, str]] = Counter()
+        for session in sessions:
+            self.add(session, session.share.reserved_bytes)
+
+    def add(self, session: Session, num_bytes: int) -> None:
+        """Count bytes of a session; negative where it gave some back."""
+        user = session.request.owner.name
+        self.by_user[user] += num_bytes
+        self.by_job[user, session.request.reader.job] += num_bytes
+
+
 def allowances(
-    request: SessionRequest, sessions: Collection[Session], resources: DaemonResources
+    request: SessionRequest, taken: Taken, resources: DaemonResources
 ) -> Iterator[Allowance]:
     """What the newcomer's user and job may still reserve, as far as they are limited."""
-    budget, limits = resources.budget, resources.limits
+    limits, limit_bytes = resources.limits, resources.budget.limit_bytes
     user, job = request.owner.name, request.reader.job
     if of_user := limits.of_user(user):
-        taken = taken_by_user(sessions, budget)
-        others_bytes = taken.total() - taken[user]
+        others_bytes = taken.by_user.total() - taken.by_user[user]
         yield Allowance(
             user,
             "limits.user.memory",
-            taken[user],
-            int(of_user.memory * (budget.limit_bytes - others_bytes)),
-            int(of_user.memory * budget.limit_bytes),
+            taken.by_user[user],
+            int(of_user.memory * (limit_bytes - others_bytes)),
+            int(of_user.memory * limit_bytes),
         )
     if of_job := limits.of_job:
-        limit_bytes = int(of_job.memory * budget.limit_bytes)
-        taken_bytes = sum(
-            session.share.reserved_bytes
-            for session in sessions
-            if (session.request.owner.name, session.request.reader.job) == (user, job)
-        )
+        most_bytes = int(of_job.memory * limit_bytes)
         yield Allowance(
-            f"job {job!r} of {user}", "limits.job.memory", taken_bytes, limit_bytes, limit_bytes
+            f"job {job!r} of {user}",
+            "limits.job.memory",
+            taken.by_job[user, job],
+            most_bytes,
+            most_bytes,
         )
 
 
-def free_bytes(
-    request: SessionRequest, sessions: Collection[Session], resources: DaemonResources
-) -> int:
+def free_bytes(request: SessionRequest, taken: Taken, resources: DaemonResources) -> int:
     """How many bytes the newcomer may reserve now."""
-    allowed = (each.free_bytes for each in allowances(request, sessions, resources))
-    return min(resources.budget.free_bytes, *allowed, resources.budget.limit_bytes)
-
-
-def taken_by_user(sessions: Collection[Session], budget: Budget) -> Counter[str]:
-    """The bytes that each user's sessions have reserved, and those that the user may keep."""
-    taken = budget.abandoned_by.copy()
-    for session in sessions:
-        taken[session.request.owner.name] += session.share.reserved_bytes
-    return taken
+    allowed = (each.free_bytes for each in allowances(request, taken, resources))
+    return min([resources.budget.free_bytes, *allowed])

@@ -10,10 +10,11 @@ takes what is there.
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Collection
 
-from gyre_daemon.sessions.allowance import free_bytes, taken_by_user
+from gyre_daemon.sessions.allowance import Taken, free_bytes
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
@@ -57,7 +58,8 @@ class _Room:
 
     @property
     def free_bytes(self) -> int:
-        return free_bytes(self._request, self._sessions, self._resources)
+        """How many bytes the newcomer may reserve now."""
+        return free_bytes(self._request, Taken(self._sessions, self._budget), self._resources)
 
     @property
     def found_bytes(self) -> int:
@@ -72,9 +74,8 @@ class _Room:
 
         0 where that is less than one batch.
         """
-        all_bytes = self._budget.limit_bytes - self._budget.abandoned_bytes
-        most_bytes = min(self._most_bytes, all_bytes - sum(self._least_by_user.values()))
         num_own = 1 + sum(each.request.owner.name == self._user for each in self._sessions)
+        most_bytes = self._most_bytes
         fair_bytes = min(self._resources.arena_limit_bytes, self._part_bytes // num_own)
         needed_bytes = self._request.wanted_share(fair_bytes, scarce=True).reserved_bytes
         if needed_bytes > most_bytes:
@@ -83,19 +84,27 @@ class _Room:
 
     def halve_the_largest(self, needed_bytes: int) -> None:
         """Until the newcomer may have so many bytes, or may once batches are released."""
-        resources = self._resources
+        resources, part_bytes = self._resources, self._part_bytes
+        taken = Taken(self._sessions, self._budget)
         others = set(self._sessions)
-        while self.free_bytes + resources.leaving_bytes < needed_bytes:
-            is_budget_short = self._budget.free_bytes + resources.leaving_bytes < needed_bytes
-            taken = taken_by_user(self._sessions, self._budget)
-            givers = [each for each in others if self._gives(each, taken, is_budget_short)]
+        while True:
+            missing_bytes = needed_bytes - resources.leaving_bytes
+            if free_bytes(self._request, taken, resources) >= missing_bytes:
+                return
+            # where only the limit of its user is reached, no other user can help
+            least_bytes = part_bytes if self._budget.free_bytes < missing_bytes else math.inf
+            givers = [
+                (taken.by_user[user], each.share.reserved_bytes, each)
+                for each in others
+                if (user := each.request.owner.name) == self._user
+                or taken.by_user[user] > least_bytes
+            ]
             if not givers:
                 return
-            largest = max(
-                givers,
-                key=lambda each: (taken[each.request.owner.name], each.share.reserved_bytes),
-            )
-            if not largest.halve():
+            _, before_bytes, largest = max(givers, key=lambda each: each[:2])
+            if largest.halve():
+                taken.add(largest, largest.share.reserved_bytes - before_bytes)
+            else:
                 others.remove(largest)
 
     async def wait_for(self, num_bytes: int, kept_bytes: int) -> None:
@@ -116,29 +125,22 @@ class _Room:
         return (self._budget.limit_bytes - self._budget.abandoned_bytes) // len(users)
 
     @property
-    def _least_by_user(self) -> Counter[str]:
-        """What each user has in any case, abandoned memory apart."""
+    def _most_bytes(self) -> int:
+        """What is left for it where all others have no more than they cannot give."""
+        budget, part_bytes = self._budget, self._part_bytes
+        taken = Taken(self._sessions, budget).by_user
         least: Counter[str] = Counter()
-        taken: Counter[str] = Counter()
         for session in self._sessions:
             least[session.request.owner.name] += session.least_bytes
-            taken[session.request.owner.name] += session.share.reserved_bytes
-        for user in least.keys() - {self._user}:
-            least[user] = max(least[user], min(taken[user], self._part_bytes))
-        return least
-
-    @property
-    def _most_bytes(self) -> int:
-        """What its user's limit leaves it where the others have what they have in any case."""
+        own_bytes = least.pop(self._user, 0)
+        others_bytes = sum(
+            max(least[user], min(taken[user] - budget.abandoned_by[user], part_bytes))
+            for user in least
+        )
+        most_bytes = budget.limit_bytes - budget.abandoned_bytes - others_bytes - own_bytes
         limits = self._resources.limits.of_user(self._user)
         if limits is None:
-            return self._budget.limit_bytes
-        least = self._least_by_user
-        own_bytes = least.pop(self._user, 0) + self._budget.abandoned_by[self._user]
-        others_bytes = least.total() + self._budget.abandoned_bytes
-        others_bytes -= self._budget.abandoned_by[self._user]
-        return int(limits.memory * (self._budget.limit_bytes - others_bytes)) - own_bytes
-
-    def _gives(self, session: Session, taken: Counter[str], is_budget_short: bool) -> bool:
-        user = session.request.owner.name
-        return user == self._user or (is_budget_short and taken[user] > self._part_bytes)
+            return most_bytes
+        kept_bytes = budget.abandoned_by[self._user]
+        allowed_bytes = budget.limit_bytes - (budget.abandoned_bytes - kept_bytes) - others_bytes
+        return min(most_bytes, int(limits.memory * allowed_bytes) - own_bytes - kept_bytes)

@@ -16,7 +16,7 @@ from gyre_daemon.order.planner import BatchPlanner, Order, planner_for
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
 from gyre_daemon.runtime.fair import NO_JOB, Flow
-from gyre_daemon.sessions.allowance import allowances
+from gyre_daemon.sessions.allowance import Taken, allowances
 from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.room import make_room
 from gyre_daemon.sessions.session import Session
@@ -83,7 +83,8 @@ class SessionTable:
                 Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"),
             )
         self._check_number(request)
-        allowed = list(allowances(request, self._sessions.values(), resources))
+        taken = Taken(self._sessions.values(), resources.budget)
+        allowed = list(allowances(request, taken, resources))
         key = JobKey(owner.name, reader.job)
         session = Session(request, planner, self._flow(key), resources, allowed)
         self._sessions[session.session_id] = session
