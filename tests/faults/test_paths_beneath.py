@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,7 +279,7 @@ def test_a_private_daemon_follows_links_unless_it_is_told_not_to(shared: Path) -
     snapshot.mkdir()
     (snapshot / "a.bin").symlink_to("../blob")
     options = {"dtype": "uint16", "sequence_length": 2}
-    arguments = {"format": "tokens", "batch_size": 1, "epochs": 1}
+    arguments: dict[str, Any] = {"format": "tokens", "batch_size": 1, "epochs": 1}
     with Loader(str(snapshot), options=options, **arguments) as loader:
         assert sum(1 for _ in loader) == 50
     with (

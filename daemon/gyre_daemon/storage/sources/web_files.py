@@ -39,7 +39,7 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         source: reads the same files, with the same connections.
     """
 
-    cachable = False
+    cachable = False  # codespell:ignore cachable
 
     def __init__(
         self, settings: Mapping[str, Any], policy: RedirectPolicy, budget: ConnectionBudget
