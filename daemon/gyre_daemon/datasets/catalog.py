@@ -16,7 +16,8 @@ from gyre_daemon.datasets.changes import (
     save_record,
 )
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.indexing import IndexedShard, Indexer
+from gyre_daemon.datasets.indexing import Indexer
+from gyre_daemon.datasets.shard_indexing import IndexedShard
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedShards, is_compressed, unpacked_name
 from gyre_daemon.errors import NotAllowed, UnknownDataset
