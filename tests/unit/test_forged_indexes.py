@@ -215,7 +215,9 @@ def test_a_file_that_is_too_large_is_not_read(
     with path.open("r+b") as file:
         file.truncate(1 << 40)  # a hole
     assert store.load(KEY, None, check) is None
-    assert "more than 67108864" in warnings_of(caplog)[0]
+    assert warnings_of(caplog) == ["index thrown away"]
+    (record,) = caplog.records
+    assert "more than 67108864" in str(record.__dict__["facts"]["reason"])
 
 
 @given(st.data())

@@ -187,7 +187,11 @@ class ScanProcess:
     def _ask(self, run: Run, name: str, descriptor: int, *, is_stream: bool) -> None:
         body = pickle.dumps((run, name, is_stream))
         request = LENGTH.pack(len(body)) + body
-        if socket.send_fds(self._connection, [request], [descriptor]) != len(request):
+        try:
+            num_sent = socket.send_fds(self._connection, [request], [descriptor])
+        except ConnectionError as error:
+            raise _died(name) from error
+        if num_sent != len(request):
             raise Overloaded(f"shard {name} cannot be indexed: its process takes no request")
 
     async def _reply(self, name: str) -> Arrays:
@@ -199,13 +203,15 @@ class ScanProcess:
             data = await _receive(loop, self._connection, num_bytes)
             failure, arrays = await asyncio.to_thread(decode, bytes(data))
         except (ConnectionError, ValueError) as error:
-            reason = "the process that indexed it died; see the log of the kernel"
-            raise CorruptSample(
-                f"shard {name} has no index: {reason}", {"shard": name, "reason": reason}
-            ) from error
+            raise _died(name) from error
         if failure:
             raise _to_error(failure)
         return arrays
+
+
+def _died(name: str) -> CorruptSample:
+    reason = "the process that indexed it died; see the log of the kernel"
+    return CorruptSample(f"shard {name} has no index: {reason}", {"shard": name, "reason": reason})
 
 
 def _to_error(text: str) -> GyreError:
