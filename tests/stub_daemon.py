@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import grpc
 import numpy as np
-from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
 
 BATCH_SIZE = 2
@@ -111,7 +110,7 @@ class StubDaemon:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "gyre.sock"
         self.address = f"unix:{self.path}"
-        self.answers: dict[str, Callable[[Any], Message]] = {
+        self.answers: dict[str, Callable[[Any], Any]] = {
             "DescribeDataset": lambda request: description(),
             "OpenSession": self.session,
             "CloseSession": lambda request: pb.CloseSessionResponse(),
@@ -201,8 +200,8 @@ class StubDaemon:
                 )
         return handlers
 
-    def _unary(self, name: str) -> Callable[[Any, grpc.ServicerContext], Message]:
-        def answer(request: Any, context: grpc.ServicerContext) -> Message:
+    def _unary(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
             if name not in self.answers:
                 context.abort(grpc.StatusCode.UNIMPLEMENTED, name)
             if name == "OpenSession":

@@ -4,6 +4,7 @@ Names of datasets, fields, shards and jobs, and messages of the daemon, may hold
 tests look at the raw bytes of standard output and standard error.
 """
 
+import contextlib
 import json
 import os
 import pty
@@ -11,17 +12,20 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from google.protobuf.message import Message
+from gyre_client.command.cli import main
+from gyre_client.program import run_program
 from gyre_protos.v1 import loader_pb2 as pb
 
 from tests import stub_daemon
+from tests.conftest import StartDaemon
 from tests.stub_daemon import StubDaemon, batches, frame, group, payload
 
 # A title, a cleared screen, C1's CSI, DEL, text from right to left, lines, a half of a pair, a byte
@@ -107,190 +111,211 @@ COMMANDS = {
 
 
 def command(stub: StubDaemon, name: str, *more: str) -> list[str]:
-    address = f"--address={stub.address}"
-    return [sys.executable, "-m", "gyre_client", *COMMANDS[name], address, *more]
+    return [*COMMANDS[name], f"--address={stub.address}", *more]
 
 
-def run(arguments: list[str], **streams: Any) -> "subprocess.CompletedProcess[bytes]":
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    return subprocess.run(arguments, check=False, timeout=DEADLINE_S, **streams)
+class Written(NamedTuple):
+    """What a program wrote, and its exit status."""
+
+    status: int
+    stdout: bytes
+    stderr: bytes
 
 
-@pytest.mark.parametrize("json_too", [False, True], ids=["text", "json"])
+def outside(module: str, arguments: Sequence[str], **options: Any) -> Written:
+    """Runs a program in a process of its own."""
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    line = [sys.executable, "-m", module, *arguments]
+    done: subprocess.CompletedProcess[bytes] = subprocess.run(
+        line, check=False, timeout=DEADLINE_S, **streams
+    )
+    return Written(done.returncode, done.stdout or b"", done.stderr or b"")
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Written]]:
+    """Runs `gyre` in this process, which is quicker, with other standard streams."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def run(arguments: Sequence[str], stdout: Path | int | None = None) -> Written:
+        paths = [stdout if stdout is not None else tmp_path / "stdout", tmp_path / "stderr"]
+        with contextlib.ExitStack() as stack:
+            for name, path in zip(("stdout", "stderr"), paths, strict=True):
+                file = stack.enter_context(open(path, "w", encoding="utf-8"))  # noqa: PTH123
+                monkeypatch.setattr(sys, name, file)
+            status = run_program("gyre", lambda: main(arguments))
+        monkeypatch.undo()
+        own = b"" if stdout is not None else (tmp_path / "stdout").read_bytes()
+        return Written(status, own, (tmp_path / "stderr").read_bytes())
+
+    yield run
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_text_of_a_daemon_reaches_a_terminal_raw(
-    stub: StubDaemon, name: str, json_too: bool
+    stub: StubDaemon, inside: Callable[..., Written], name: str, as_json: bool
 ) -> None:
-    done = run(command(stub, name, *["--json"] * json_too))
+    done = inside(command(stub, name, *["--json"] * as_json))
     written = done.stdout + done.stderr
     assert not OBEYED.search(written), OBEYED.search(written)
-    assert b"Traceback" not in written
-    assert done.returncode == (2 if name == "bench" else 0), written
+    assert done.status == (2 if name == "bench" else 0), written
     if name != "plan":
-        assert b"a\\u001b" in written if json_too and name != "bench" else b"a\\x1b" in written
-    if json_too and name != "bench":
+        escape = b"a\\u001b" if as_json and name != "bench" else b"a\\x1b"
+        assert escape in written
+    if as_json and name != "bench":
         assert json.loads(done.stdout)
 
 
-def test_a_dataset_that_does_not_exist_is_named_without_its_control_characters(
-    stub: StubDaemon,
-) -> None:
-    done = run(command(stub, "describe", "--option", f"x={EVIL[:8]}"))
-    assert done.returncode == 2
-    assert not OBEYED.search(done.stdout + done.stderr)
-
-
-def on_terminal(arguments: list[str], environment: dict[str, str]) -> bytes:
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """A pseudo-terminal to write to, and what was written to it once it is closed."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        arguments, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **environment}
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            shown += part
-    except OSError:  # EIO: the last process has closed the terminal
-        pass
+    shown: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
+            while part := os.read(ours, 1 << 16):
+                shown.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def all_shown() -> bytes:
+        reader.join(DEADLINE_S)
+        return b"".join(shown)
+
+    yield theirs, all_shown
+    reader.join(DEADLINE_S)
     os.close(ours)
-    assert process.wait(DEADLINE_S) == 0, shown
-    return shown
 
 
-@pytest.mark.parametrize("name", ["describe", "status", "datasets", "index", "top", "why"])
-def test_colours_are_all_that_a_terminal_obeys(stub: StubDaemon, name: str) -> None:
-    shown = on_terminal(command(stub, name), {"TERM": "xterm", "COLUMNS": "60"})
-    shown = COLOUR.sub(b"", shown).replace(b"\r\n", b"\n").replace(b"\r\x1b[K", b"")
+@pytest.mark.parametrize("name", ["describe", "status", "datasets", "index", "cat", "why"])
+def test_colours_are_all_that_a_terminal_obeys(
+    stub: StubDaemon,
+    inside: Callable[..., Written],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with terminal() as (theirs, all_shown):
+        assert inside(command(stub, name), stdout=theirs).status == 0
+        shown = COLOUR.sub(b"", all_shown()).replace(b"\r\n", b"\n")
+    assert b"\\x1b" in shown
     assert not OBEYED.search(shown), OBEYED.search(shown)
-    assert b"\\x1b" in shown or b"\\u202e" in shown or b"\xe2\x80\xa6" in shown
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "-5", "x", "", "9" * 30, "1e3"])
 @pytest.mark.parametrize("term", ["", "dumb", "no-such-terminal"])
-def test_an_odd_terminal_is_no_traceback(stub: StubDaemon, columns: str, term: str) -> None:
-    shown = on_terminal(command(stub, "status"), {"COLUMNS": columns, "TERM": term})
-    assert b"Traceback" not in shown
+def test_an_odd_terminal_is_no_error(
+    stub: StubDaemon, inside: Callable[..., Written], columns: str, term: str
+) -> None:
+    with pytest.MonkeyPatch.context() as environment, terminal() as (theirs, _):
+        environment.setenv("COLUMNS", columns)
+        environment.setenv("TERM", term)
+        assert inside(command(stub, "status"), stdout=theirs) == (0, b"", b"")
 
 
 @pytest.mark.parametrize(
     "environment",
     [
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"LC_ALL": "POSIX"},
-        {"LC_ALL": "no_SUCH.locale"},
-        {"PYTHONIOENCODING": "ascii"},
-        {"PYTHONIOENCODING": "latin-1:strict"},
-        {"PYTHONIOENCODING": "utf-16"},
+        {"LC_ALL": "no_SUCH.locale", "PYTHONIOENCODING": "latin-1:strict"},
     ],
 )
-def test_a_terminal_of_few_characters_is_no_traceback(
+def test_a_terminal_of_few_characters_is_no_error(
     stub: StubDaemon, environment: dict[str, str]
 ) -> None:
-    stub.answers["DescribeDataset"] = lambda request: pb.DatasetDescription.FromString(
-        (lambda it: (setattr(it, "uri", "/wörter/日本"), it)[1])(
-            stub_daemon.description()
-        ).SerializeToString()
-    )
-    done = run(command(stub, "describe"), env={**os.environ, **environment})
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == b""
-    assert done.stdout
+    found = stub_daemon.description()
+    found.uri = "/w\u00f6rter/\u65e5\u672c"
+    stub.answers["DescribeDataset"] = lambda request: found
+    done = outside("gyre_client", command(stub, "describe"), env={**os.environ, **environment})
+    assert (done.status, done.stderr) == (0, b"")
+    assert b"\\u65e5\\u672c" in done.stdout
 
 
-def with_closed(streams: str, arguments: list[str]) -> "subprocess.CompletedProcess[bytes]":
-    return run(["/bin/sh", "-c", f'exec "$@" {streams}', "sh", *arguments])
+PRINTING = [*(name for name in COMMANDS if name != "bench"), "help"]
 
 
-GYRED = [sys.executable, "-m", "gyre_daemon"]
+@pytest.mark.parametrize("name", PRINTING)
+def test_a_full_disk_is_one_sentence(
+    stub: StubDaemon, inside: Callable[..., Written], name: str
+) -> None:
+    arguments = ["--help"] if name == "help" else command(stub, name)
+    done = inside(arguments, stdout=Path("/dev/full"))
+    sentence = b"gyre: the output cannot be written: No space left on device\n"
+    assert (done.status, done.stderr) == (1, sentence)
+
+
+@pytest.mark.parametrize("name", PRINTING)
+def test_a_reader_that_went_away_is_silent(
+    stub: StubDaemon, inside: Callable[..., Written], name: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = ["--help"] if name == "help" else command(stub, name)
+    assert inside(arguments, stdout=writer) == (128 + signal.SIGPIPE, b"", b"")
 
 
 @pytest.fixture
 def programs(stub: StubDaemon, tmp_path: Path) -> dict[str, list[str]]:
+    """A command line of each program that prints."""
     config = tmp_path / "gyre.toml"
     config.write_text(f'listen = ["unix:{tmp_path}/other.sock"]\n')
-    check = [*GYRED, "check-config", "--config", str(config)]
     return {
-        "help": [sys.executable, "-m", "gyre_client", "--help"],
-        "completion": [sys.executable, "-m", "gyre_client", "--print-completion", "bash"],
-        "gyred help": [*GYRED, "serve", "--help"],
-        "gyred check": check,
-    } | {name: command(stub, name) for name in COMMANDS if name != "bench"}
+        "gyre": ["gyre_client", *command(stub, "describe")],
+        "gyred": ["gyre_daemon", "check-config", "--config", str(config)],
+    }
 
 
-PROGRAMS = ["help", "completion", "gyred help", "gyred check", *COMMANDS]
-PROGRAMS.remove("bench")
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_full_disk_is_one_sentence(programs: dict[str, list[str]], name: str) -> None:
+@pytest.mark.parametrize("name", ["gyre", "gyred"])
+def test_streams_of_a_process_that_are_full_gone_or_closed(
+    programs: dict[str, list[str]], name: str
+) -> None:
+    module, *arguments = programs[name]
     with Path("/dev/full").open("wb") as full:
-        done = run(programs[name], stdout=full)
-        assert done.returncode == 1
-        assert done.stderr.count(b"\n") == 1
-        assert re.match(rb"gyred?: the output cannot be written: No space left", done.stderr)
-        both = run(programs[name], stdout=full, stderr=full)
-        assert both.returncode == 1
+        sentence = f"{name}: the output cannot be written: No space left on device\n".encode()
+        assert outside(module, arguments, stdout=full) == (1, b"", sentence)
+        assert outside(module, arguments, stdout=full, stderr=full).status == 1
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = outside(module, arguments, stdout=writer, stderr=writer)
+    os.close(writer)
+    assert gone.status == 128 + signal.SIGPIPE
+
+    def closed(streams: str) -> Written:
+        line = ["/bin/sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", module]
+        done = subprocess.run(
+            [*line, *arguments], check=False, timeout=DEADLINE_S, capture_output=True
+        )
+        return Written(done.returncode, done.stdout, done.stderr)
+
+    assert closed("<&-")[::2] == (0, b"")
+    sentence = b"gyre: the output cannot be written: standard output is closed\n"
+    assert closed(">&-") == ((1, b"", sentence) if name == "gyre" else (0, b"", b""))
+    assert closed("<&- >&- 2>&-")[1:] == (b"", b"")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_reader_that_went_away_is_silent(programs: dict[str, list[str]], name: str) -> None:
-    for both in (False, True):
-        reader, writer = os.pipe()
-        os.close(reader)
-        streams = {"stdout": writer} | ({"stderr": writer} if both else {})
-        done = run(programs[name], **streams)
-        os.close(writer)
-        assert done.returncode == 128 + signal.SIGPIPE
-        assert not done.stderr
+def test_ctrl_c_is_130_without_a_word(stub: StubDaemon) -> None:
+    asked = threading.Event()
 
+    def hang(request: pb.DescribeDatasetRequest) -> pb.DatasetDescription:
+        asked.set()
+        stub.stopping.wait(DEADLINE_S)
+        return pb.DatasetDescription()
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_closed_streams_are_no_traceback(programs: dict[str, list[str]], name: str) -> None:
-    fine = with_closed("<&-", programs[name])
-    assert (fine.returncode, fine.stderr) == (0, b"")
-    assert fine.stdout
-    closed = with_closed(">&-", programs[name])
-    assert b"Traceback" not in closed.stderr
-    if not name.startswith("gyred"):
-        assert closed.returncode == 1
-        assert closed.stderr == b"gyre: the output cannot be written: standard output is closed\n"
-    assert with_closed("2>&-", programs[name]).returncode == 0
-    assert with_closed("<&- >&- 2>&-", programs[name]).stdout == b""
-
-
-def test_an_error_with_closed_streams(stub: StubDaemon) -> None:
-    wrong = [sys.executable, "-m", "gyre_client", "status", "--address=unix:/nowhere.sock"]
-    assert with_closed(">&- 2>&-", wrong).returncode == 1
-    with Path("/dev/full").open("wb") as full:
-        assert run(wrong, stdout=full, stderr=full).returncode == 1
-
-
-@pytest.mark.parametrize("name", ["top", "describe", "index"])
-def test_ctrl_c_is_130_without_a_word(stub: StubDaemon, name: str) -> None:
-    called = stub.stopping
-
-    def hang(request: Any) -> Any:
-        asked.append(request)
-        called.wait(20)
-        return iter([])
-
-    asked: list[Any] = []
-    for method in ("DescribeDataset", "IndexDataset", "GetStatus"):
-        stub.answers[method] = hang
-    process = subprocess.Popen(command(stub, name), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not asked:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    stub.answers["DescribeDataset"] = hang
+    line = [sys.executable, "-m", "gyre_client", *command(stub, "describe")]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert asked.wait(DEADLINE_S)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=DEADLINE_S) == (b"", b"")
     assert process.returncode == 130
-    stub.stopping.set()
 
 
 @pytest.mark.parametrize("module", ["gyre_client", "gyre_daemon"])
 def test_ctrl_c_during_the_imports(module: str) -> None:
-    """The interrupt comes where the first module of the command line is imported."""
+    """The interrupt comes where the module of the command line is imported."""
     program = (
         "import sys, os, signal, runpy\n"
         "class Finder:\n"
@@ -298,42 +323,30 @@ def test_ctrl_c_during_the_imports(module: str) -> None:
         "        if name in ('gyre_client.command.cli', 'gyre_daemon.cli'):\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Finder())\n"
-        f"sys.argv = ['x', '--help']\n"
+        "sys.argv = ['x', '--help']\n"
         f"runpy.run_module('{module}', run_name='__main__')\n"
     )
-    done = run([sys.executable, "-c", program])
-    assert (done.returncode, done.stderr) == (130, b"")
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, check=False, timeout=DEADLINE_S, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
-def test_jobs_and_datasets_of_a_real_daemon(gyred: Any, tmp_path: Path) -> None:
-    """The daemon's log for people, and its answers, with such a name of a folder and of a shard."""
-    folder = tmp_path / "a\x1b[2J\u202eb"
-    folder.mkdir()
-    np.arange(80, dtype=np.int16).tofile(folder / "c\x1b]0;t\x07\x7f.bin")
+def test_names_of_a_real_daemon(
+    gyred: StartDaemon, inside: Callable[..., Written], tmp_path: Path
+) -> None:
+    """Answers, log and check of a daemon with such names of a dataset and of a shard."""
+    shard = tmp_path / "c\x1b]0;t\x07\x7f\u202e.bin"
+    np.arange(80, dtype=np.int16).tofile(shard)
     name = "n\x1b[31m\u202e"
-    daemon = gyred(
-        {
-            "log_format": "json",
-            "datasets": {
-                name: {
-                    "uri": str(folder),
-                    "format": "tokens",
-                    "dtype": "int16",
-                    "sequence_length": 8,
-                }
-            },
-        }
-    )
+    tokens = {"uri": str(tmp_path), "format": "tokens", "dtype": "int16", "sequence_length": 8}
+    daemon = gyred({"datasets": {name: tokens}})
     for arguments in (["datasets"], ["describe", name], ["index", name], ["cat", name], ["status"]):
         for more in ([], ["--json"]):
-            done = run(
-                [sys.executable, "-m", "gyre_client", *arguments, *more]
-                + [f"--address={daemon.address}"]
-            )
+            done = inside([*arguments, *more, f"--address={daemon.address}"])
             written = done.stdout + done.stderr
-            assert done.returncode == 0, written
+            assert done.status == 0, written
             assert not OBEYED.search(written), (arguments, OBEYED.search(written))
-    check = run([*GYRED, "check-config", "--open", "--config", str(daemon.config_path)])
+    check = outside("gyre_daemon", ["check-config", "--open", "--config", str(daemon.config_path)])
     assert not OBEYED.search(check.stdout + check.stderr)
     daemon.stop()
     assert not OBEYED.search(daemon.log_path.read_bytes())

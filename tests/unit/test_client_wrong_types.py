@@ -26,9 +26,33 @@ class Unprintable:
         raise RuntimeError("no")
 
 
-NO_NUMBERS = [None, "8", b"8", 8.0, True, math.nan, [8], {}, Unprintable(), torch.ones(2)]
-NO_TEXTS = [3, 3.5, True, b"text", ["text"], {}, object(), Unprintable()]
-NO_SECONDS = [None, "1", b"1", True, [1], math.nan, math.inf, -1, -0.5, 1e300, DIGITS, 1j]
+NO_NUMBERS: list[Any] = [
+    None,
+    "8",
+    b"8",
+    8.0,
+    True,
+    math.nan,
+    [8],
+    {},
+    Unprintable(),
+    torch.ones(2),
+]
+NO_TEXTS: list[Any] = [3, 3.5, True, b"text", ["text"], {}, object(), Unprintable()]
+NO_SECONDS: list[Any] = [
+    None,
+    "1",
+    b"1",
+    True,
+    [1],
+    math.nan,
+    math.inf,
+    -1,
+    -0.5,
+    1e300,
+    DIGITS,
+    1j,
+]
 
 
 def rows() -> list[tuple[str, Any, str]]:
@@ -55,13 +79,16 @@ def rows() -> list[tuple[str, Any, str]]:
     found += [("dataset", "", "is empty")]
     found += [("format", value, "it must be a string") for value in NO_TEXTS]
     found += [("format", HALF, "not UTF-8")]
-    found += [("restart", value, "it must be True or False") for value in (None, 0, 1, "no", [])]
-    found += [("daemon_user", value, "whole number") for value in (1.5, True, b"x", [], object())]
+    flags: list[Any] = [None, 0, 1, "no", []]
+    found += [("restart", value, "it must be True or False") for value in flags]
+    users: list[Any] = [1.5, True, b"x", [], object()]
+    found += [("daemon_user", value, "whole number") for value in users]
     found += [("daemon_user", value, "it must be from") for value in (-1, 2**32, DIGITS)]
     found += [
         ("daemon_user", value, "no user of that name") for value in ("nobody here", HALF, "\0")
     ]
-    found += [("device", value, "") for value in ("gpu", HALF, b"cpu", 1.5, True, [], DIGITS, -7)]
+    devices: list[Any] = ["gpu", HALF, b"cpu", 1.5, True, [], DIGITS, -7]
+    found += [("device", value, "") for value in devices]
     return found
 
 
@@ -90,14 +117,14 @@ def options() -> list[tuple[Any, str]]:
 
 
 def loader(**arguments: Any) -> Loader:
-    usual = {"dataset": "d", "batch_size": 8, "address": "unix:/nowhere/gyre.sock"}
+    usual: dict[str, Any] = {"dataset": "d", "batch_size": 8, "address": "unix:/nowhere/gyre.sock"}
     if "format" in arguments or "options" in arguments:
         usual |= {"format": "tokens"}
     if "rank" in arguments or "world_size" in arguments:
         usual |= {"rank": 0, "world_size": 1}
     if "io_block_bytes" in arguments or "window_blocks" in arguments:
         usual |= {"order": "block"}
-    return Loader(**{"reattach_timeout_s": 0, **usual, **arguments})  # type: ignore[arg-type]
+    return Loader(**{"reattach_timeout_s": 0, **usual, **arguments})
 
 
 def test_the_table_is_long_enough() -> None:

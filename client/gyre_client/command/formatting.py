@@ -12,17 +12,12 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from gyre_client.command.colour import painted
-from gyre_client.errors import GyreError
 from gyre_client.printable import printable
 
 _ELLIPSIS = "\u2026"
 _GAP = 2  # columns of a terminal between two columns of a table
 _WIDTH = 80  # of a page that is no terminal
 _MIN_WIDTH = 20  # of a value, however narrow the terminal is
-
-
-class OutputFailed(GyreError):
-    """What a command found out cannot be written."""
 
 
 class CommandOutput(NamedTuple):
@@ -41,15 +36,9 @@ def emit(text: str) -> None:
     """Prints the text of a command, in colours on a terminal; nothing in it moves the cursor.
 
     Raises:
-        OutputFailed: The output cannot be written, as on a full disk.
-        BrokenPipeError: Its reader is gone.
+        OSError: The output cannot be written; see `program.run_program`.
     """
-    try:
-        print(painted(printable(text, kept="\n"), sys.stdout), flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputFailed(f"the output cannot be written: {error.strerror or error}") from error
+    print(painted(printable(text, kept="\n"), sys.stdout), flush=True)
 
 
 def show_progress(line: str) -> None:
