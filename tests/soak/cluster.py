@@ -126,9 +126,7 @@ class Cluster:
             for rank in range(job.world_size):
                 address = self._address(job, rank)
                 self.ranks.append(
-                    RankProcess(
-                        job, rank, address, self.histories, interpreter, self._environment
-                    )
+                    RankProcess(job, rank, address, self.histories, interpreter, self._environment)
                 )
         return self
 

@@ -24,7 +24,6 @@ _PLANNED_STEPS = 64  # with one call of the permutation
 Int64Array = npt.NDArray[np.int64]
 
 
-
 def write_tokens(folder: Path) -> None:
     """Writes shards of int32 in which sample i is [256 i, 256 (i + 1))."""
     folder.mkdir(parents=True)

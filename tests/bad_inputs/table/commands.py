@@ -33,7 +33,11 @@ GYRE: dict[str, tuple[list[str], str, str]] = {
         "step",
     ),
     "why step -1": (["why", "tokens", "--step", "-1", *ADDRESS], "2", "step|-1"),
-    "why step unread": (["why", "tokens", "--step", "99", *ADDRESS], "2", "no batch of step 99"),
+    "why step unread": (
+        ["why", "tokens", "--step", "9999999", *ADDRESS],
+        "2",
+        "no batch of step 9999999",
+    ),
     "top interval 0": (["top", "--interval", "0", *ADDRESS], "2", "interval"),
     "top interval nan": (["top", "--interval", "nan", *ADDRESS], "2", "interval"),
     "index unknown": (["index", "wiki", *ADDRESS], "2", "no dataset is named"),

@@ -37,7 +37,10 @@ FILES = {
     "uri of a number": ('[datasets.x]\nuri = 3\nformat = "tokens"', "uri is 3"),
     "chained uri": ('[datasets.x]\nuri = "zip://a::/b"\nformat = "webdataset"', "chained URLs"),
     "pipe": ('[datasets.x]\nuri = "pipe:cat x"\nformat = "webdataset"', "chained URLs|pipes"),
-    "unknown scheme": ('[datasets.x]\nuri = "gopher://a/b"\nformat = "webdataset"', "unknown scheme"),
+    "unknown scheme": (
+        '[datasets.x]\nuri = "gopher://a/b"\nformat = "webdataset"',
+        "unknown scheme",
+    ),
     "password in a uri": (
         f'[datasets.x]\nuri = "http://user:{SECRET}@host/x.tar"\nformat = "webdataset"',
         "must not contain a password",
@@ -117,7 +120,10 @@ def _wrong_types() -> list[Row]:
 
 
 ROWS = [
-    *(Row(f"config {words}", (text, {}, []), *REFUSED, told) for words, (text, told) in FILES.items()),
+    *(
+        Row(f"config {words}", (text, {}, []), *REFUSED, told)
+        for words, (text, told) in FILES.items()
+    ),
     *_wrong_types(),
     *(
         Row(f"environment {key}", ("", {key: value}, []), *REFUSED, told)

@@ -293,8 +293,8 @@ STREAMS: list[tuple[str, list[pb.StreamRequest], tuple[str, str], str]] = [
 ]
 # After a good `attach` of a session of its own.
 ATTACHED: list[tuple[str, pb.StreamRequest, tuple[str, str], str]] = [
-    ("second attach", message(attach=pb.Attach(session_id="x")), INVALID, "attach"),
-    ("empty event", pb.StreamRequest(), INVALID, ""),
+    ("second attach", message(attach=pb.Attach(session_id="x")), INVALID, "must be `credit`"),
+    ("empty event", pb.StreamRequest(), INVALID, "must be `credit`"),
 ]
 # What a client may send by mistake, and what changes nothing. `sent` is as in ATTACHED.
 HARMLESS = {
@@ -310,7 +310,10 @@ HARMLESS = {
 }
 HARMLESS_ROWS = [Row(f"stream {words}", sent, "", "", "") for words, sent in HARMLESS.items()]
 ROWS = [
-    *(Row(f"open {words}", ("OpenSession", sent), *told, text) for words, sent, told, text in OPENINGS),
+    *(
+        Row(f"open {words}", ("OpenSession", sent), *told, text)
+        for words, sent, told, text in OPENINGS
+    ),
     *(
         Row(f"open {words}", ("OpenSession", sent), *told, text, awaits)
         for words, sent, told, text, awaits in LATER
