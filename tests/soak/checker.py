@@ -18,8 +18,8 @@ from tests.soak.contents import Expected, Int64Array
 from tests.soak.history import Line
 from tests.soak.plan import Job
 
-# What a daemon may have beside its budget while it works, and more than at its base when it is idle:
-# the interpreter's own memory is never given back to the byte.
+# What a daemon may have beside its budget while it works, and more than at its base when it is
+# idle: the interpreter's own memory is never given back to the byte.
 WORKING_BYTES, IDLE_BYTES = 192 << 20, 48 << 20
 IDLE_DESCRIPTORS = 16  # connections to storage that are kept open, and shards
 _MOST_PROBLEMS = 20  # of one file

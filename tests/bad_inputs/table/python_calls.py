@@ -60,14 +60,13 @@ def _wrong_types() -> list[Row]:
                 continue
             sent = {"rank": 0, "world_size": 1, name: value}
             rows.append(Row(f"call {name} {words}", sent, *INVALID, name))
-    for name in WORDS:
-        rows.append(Row(f"call {name} unknown", {name: "sideways"}, *INVALID, "sideways"))
     return rows
 
 
 ROWS = [
     *(Row(f"call {words}", sent, *told, text) for words, (sent, told, text) in CALLS.items()),
     *_wrong_types(),
+    *(Row(f"call {name} unknown", {name: "sideways"}, *INVALID, "sideways") for name in WORDS),
 ]
 STATE_ROWS = [
     Row(f"state {words}", sent, "", "CursorRejected", "") for words, sent in STATES.items()
