@@ -103,6 +103,7 @@ FLAGS = {
 
 def _wrong_types() -> list[Row]:
     rows = []
+    sent: tuple[str, dict[str, str], list[str]]
     for key in NUMBERS:
         for value in ('"many"', "[]", "-1", "nan", "true", "{{}}"):
             sent = (f"{key} = {value}", {}, [])

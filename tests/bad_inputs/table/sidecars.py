@@ -22,7 +22,7 @@ def sealed(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data
 
 
-def rewritten(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Forge:  # type: ignore[type-arg]
+def rewritten(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Forge:
     def forge(good: bytes) -> bytes:
         with np.load(io.BytesIO(good[DIGEST_BYTES:]), allow_pickle=False) as archive:
             arrays = change({name: archive[name] for name in archive.files})
