@@ -33,10 +33,9 @@ class Row:
 
 
 def cases(rows: Iterable[Row]) -> Sequence[Any]:
-    """Returns the rows as parameters of a test; one that cannot hold yet must fail."""
-    return [
-        pytest.param(
-            row, id=row.id, marks=[pytest.mark.xfail(reason=row.awaits)] if row.awaits else []
-        )
-        for row in rows
-    ]
+    """Returns the rows as parameters of a test; one that cannot hold yet is not sent."""
+
+    def marks(row: Row) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.xfail(reason=row.awaits, run=False)] if row.awaits else []
+
+    return [pytest.param(row, id=row.id, marks=marks(row)) for row in rows]

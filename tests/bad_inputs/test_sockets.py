@@ -2,8 +2,8 @@
 
 import array
 import contextlib
-import os
 import socket
+from pathlib import Path
 
 import grpc
 import pytest
@@ -31,17 +31,20 @@ def test_bytes_that_are_no_grpc(row: Row, node: Node) -> None:
 
 @pytest.mark.parametrize("row", cases(sockets.SIDE_ROWS))
 def test_bytes_on_the_side_channel(row: Row, node: Node) -> None:
-    with side_channel(node) as connection:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            for part in row.sent:
-                connection.send(part)
+    with side_channel(node) as connection, contextlib.suppress(OSError):
+        for part in row.sent:
+            connection.send(part)
     assert len(node.read()) == 16
 
 
 def test_descriptors_that_are_sent_to_the_side_channel_are_not_kept(node: Node) -> None:
-    with side_channel(node) as connection, contextlib.suppress(OSError):
+    with (
+        Path(__file__).open("rb") as file,
+        side_channel(node) as connection,
+        contextlib.suppress(OSError),
+    ):
         for _ in range(20):
-            connection.sendmsg([b"x"], [rights([0, 1, 2])])
+            connection.sendmsg([b"x"], [rights([file.fileno()] * 3)])
     assert len(node.read()) == 16
 
 
@@ -80,5 +83,4 @@ def side_channel(node: Node) -> socket.socket:
 
 
 def rights(descriptors: list[int]) -> tuple[int, int, bytes]:
-    open_ones = [each for each in descriptors if os.path.exists(f"/proc/self/fd/{each}")]
-    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", open_ones).tobytes()
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes()

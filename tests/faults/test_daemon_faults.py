@@ -370,52 +370,6 @@ def test_a_full_budget_refuses_the_next_session_and_no_other(
             next(iter(first))
 
 
-INVALID_REQUESTS = [
-    (pb.OpenSessionRequest(order=pb.OrderSpec(global_batch_size=1 << 60)), "global batch size"),
-    (pb.OpenSessionRequest(order=pb.OrderSpec(tail=17)), "tail 17"),  # type: ignore[arg-type]
-    (pb.OpenSessionRequest(order=pb.OrderSpec(mode=9)), "order mode 9"),  # type: ignore[arg-type]
-    (pb.OpenSessionRequest(reader=pb.Reader(rank=5, world_size=2)), "rank 5 of world size 2"),
-    (pb.OpenSessionRequest(reader=pb.Reader(job="j" * 300)), "job's name"),
-    (pb.OpenSessionRequest(num_epochs=1 << 63), "epochs"),
-    (pb.OpenSessionRequest(step=1 << 63), "step 9223372036854775808 lies beyond any training"),
-    (pb.OpenSessionRequest(prefetch_batches=1 << 31), "prefetched batches"),
-    (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="")), "no dataset is named ''"),
-    (pb.OpenSessionRequest(dataset=pb.DatasetRef(name="\x00\n\x1b[31m")), "no dataset is named"),
-    (
-        pb.OpenSessionRequest(
-            dataset=pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri="/etc", format="tokens"))
-        ),
-        "private daemon",
-    ),
-    (pb.OpenSessionRequest(cursor=b"GYRE" + bytes(5000)), "cursor is damaged"),
-]
-REFUSALS = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-}
-
-
-def test_invalid_requests_are_refused_and_leave_nothing(
-    tokens: Daemon, stub: pb_grpc.LoaderStub
-) -> None:
-    for change, complaint in INVALID_REQUESTS:
-        request = open_request("bad")
-        request.MergeFrom(change)
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.OpenSession(request, timeout=120)
-        assert complaint in str(caught.value.details()), change
-        assert caught.value.code() in REFUSALS, change
-        assert not stub.GetStatus(pb.GetStatusRequest()).sessions, change
-        assert read_some(tokens)
-
-
-def test_a_batch_without_samples_is_refused(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
-    with pytest.raises(grpc.RpcError, match="global batch size must be 1 to 2"):
-        stub.OpenSession(open_request("bad", batch_size=0), timeout=120)
-
-
 def test_an_invalid_message_ends_only_its_own_stream(
     tokens: Daemon, stub: pb_grpc.LoaderStub
 ) -> None:

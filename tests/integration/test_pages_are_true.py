@@ -38,6 +38,16 @@ def test_the_plan_of_the_training_page_is_what_the_command_prints(
     assert capsys.readouterr().out == shown
 
 
+def test_every_promise_of_the_security_page_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    promises = [line for line in page.splitlines() if re.match(r"\| .*\.(py\)|\.) ", line)]
+    links = re.findall(r"\[(\w+)\]\(\.\./(tests/\S+\.py)\)", page)
+    assert len(links) >= 20
+    assert len(promises) == len(links), "a promise without a test"
+    for name, path in links:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
+
+
 def write_tokens(folder: Path) -> None:
     folder.mkdir(parents=True)
     np.arange(1025 * 600, dtype=np.uint16).tofile(folder / "train.bin")

@@ -36,7 +36,7 @@ def summary(report: checker.Report) -> list[str]:
     return [
         f"faults: {sum(report.faults.values())} ({faults})",
         f"samples compared: {report.num_samples:,} in {report.num_batches:,} batches",
-        f"steps lost: {report.num_lost}, doubled: {report.num_doubled}; "
+        f"steps lost: {report.num_lost}, doubled: {report.num_doubled}",
         f"batches with a wrong byte: {report.num_wrong}",
         f"errors that ranks were told: {report.num_errors}",
         *(f"PROBLEM {problem}" for problem in report.problems),

@@ -18,8 +18,8 @@ from tests.soak.contents import Expected, Int64Array
 from tests.soak.history import Line
 from tests.soak.plan import Job
 
-# What a daemon may have beside its budget while it works, and more than at its base when it is idle:
-# the interpreter's own memory is never given back to the byte.
+# What a daemon may have beside its budget while it works, and more than at its base when it is
+# idle: the interpreter's own memory is never given back to the byte.
 WORKING_BYTES, IDLE_BYTES = 192 << 20, 48 << 20
 IDLE_DESCRIPTORS = 16  # connections to storage that are kept open, and shards
 _MOST_PROBLEMS = 20  # of one file
@@ -80,20 +80,33 @@ def check_lines(driver: Sequence[Line], rank_lines: Callable[[str], Iterator[Lin
         report.problems.append("the driver's history does not begin with its plan")
         return report
     jobs = [Job.from_json(each) for each in driver[0]["jobs"]]
-    _DriverCheck(driver, report).run(num_daemons=1 + max(n for job in jobs for n in job.daemons))
-    excuses = _excuses(driver)
+    check_driver(driver, report)
+    excuses = excuses_of(driver)
     for job in jobs:
         ends = []
         for rank in range(job.world_size):
             lines = rank_lines(history.of_rank(job.name, rank))
-            ends.append(_RankCheck(job, rank, excuses, report).run(lines))
+            ends.append(check_rank(job, rank, excuses, lines, report))
         if len(set(ends)) > 1:
             report.problems.append(f"the ranks of {job.name} end at different steps: {ends}")
     return report
 
 
+def check_driver(driver: Sequence[Line], report: Report) -> None:
+    """Checks the driver's lines, of which the first is its plan."""
+    daemons = {number for job in driver[0]["jobs"] for number in job["daemons"]}
+    _DriverCheck(driver, report).run(daemons)
+
+
+def check_rank(
+    job: Job, rank: int, excuses: "Sequence[Excuse]", lines: Iterator[Line], report: Report
+) -> int:
+    """Checks a rank's lines, and returns the step at which it ended; -1 if it did not."""
+    return _RankCheck(job, rank, excuses, report).run(lines)
+
+
 @dataclass(frozen=True)
-class _Excuse:
+class Excuse:
     """The time in which errors of some classes are explained by a fault."""
 
     begin_s: float
@@ -101,13 +114,14 @@ class _Excuse:
     errors: frozenset[str]
 
 
-def _excuses(driver: Sequence[Line]) -> list[_Excuse]:
+def excuses_of(driver: Sequence[Line]) -> list[Excuse]:
+    """Returns the times in which errors are explained."""
     excuses, begin_s, name = [], 0.0, ""
     for line in driver:
         if line["event"] == "fault":
             begin_s, name = line["t"], line["name"]
         elif line["event"] == "running" and name in EXPLAINED:
-            excuses.append(_Excuse(begin_s, line["t"] + _LATE_ERROR_S, EXPLAINED[name]))
+            excuses.append(Excuse(begin_s, line["t"] + _LATE_ERROR_S, EXPLAINED[name]))
     return excuses
 
 
@@ -133,7 +147,7 @@ class _Numbers:
 class _RankCheck:
     """The history of one rank."""
 
-    def __init__(self, job: Job, rank: int, excuses: list[_Excuse], report: Report) -> None:
+    def __init__(self, job: Job, rank: int, excuses: Sequence[Excuse], report: Report) -> None:
         self._job, self._excuses, self._report = job, excuses, report
         self._expected = Expected(job, rank)
         self._numbers = _Numbers(history.of_rank(job.name, rank), report)
@@ -268,17 +282,20 @@ class _DriverCheck:
         self._stopped: set[int] = set()
         self._fault, self._stage = "", "running"
         self._num_left = self._num_plans = 0
+        self._must_stop = False
 
-    def run(self, num_daemons: int) -> None:
+    def run(self, daemons: set[int]) -> None:
         for line in self._lines:
             self._numbers.check(line)
+            if line.get("daemon", 0) not in daemons:
+                self._numbers.tell(line, f"there is no daemon {line['daemon']}")
             getattr(self, f"_on_{line['event']}")(line)
         for what, seen in (
             ("base", self._bases),
             ("idle", self._idle),
             ("stopped", self._stopped),
         ):
-            if missing := set(range(num_daemons)) - set(seen):
+            if missing := daemons - set(seen):
                 self._numbers.tell(None, f"there is no `{what}` of daemons {missing}")
         if self._num_left != 1:
             self._numbers.tell(None, "nobody looked for what is left")

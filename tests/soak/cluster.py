@@ -35,9 +35,9 @@ _DEADLINE_S = 300.0  # until all ranks run, or have ended
 _IDLE_DEADLINE_S = 60.0
 _LOOK_S = 0.05
 _SETTLED_S = 2.0  # in which the daemon notices connections that have ended
-# Steps that every rank reads after the run was told to end: more than one can take until it is told.
+# Steps that every rank reads after the run was told to end: more than any takes until it knows.
 _STEPS_TO_STOP = 150
-_FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+_FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Cluster:
     @property
     def has_faked_clock(self) -> bool:
         """Whether the clock of the daemons can be set."""
-        return _FAKETIME.exists()
+        return _FAKETIME is not None
 
     def _daemon(self, number: int) -> Daemon:
         folder = self.folder / f"daemon-{number}"
@@ -297,12 +297,13 @@ def kill(daemon: Daemon) -> None:
 
 
 # libfaketime 0.9.10 fails where Python sleeps until a monotonic time, so that one call is another.
-_SERVE = (
-    "-c",
-    "import select, sys, time; "
-    "time.sleep = lambda seconds: select.select([], [], [], seconds) and None; "
-    "from gyre_daemon.cli import main; main(['serve', '--config', sys.argv[1]])",
-)
+_PROGRAM = """
+import select, sys, time
+time.sleep = lambda seconds: select.select([], [], [], seconds) and None
+from gyre_daemon.cli import main
+main(["serve", "--config", sys.argv[1]])
+"""
+_SERVE = ("-c", _PROGRAM)
 _TOKENS = {
     "format": "tokens",
     "dtype": "int32",

@@ -14,6 +14,7 @@ from tests.soak.plan import DATASETS, Job
 
 _LONGEST_PAUSE_S = 2.0  # between two faults
 _WARM_UP_BATCHES = 40
+_WARM_UP_S = 240.0
 
 Tell = Callable[[str], None]
 
@@ -95,7 +96,9 @@ def _warm_up(cluster: Cluster, number: int) -> None:
     """Reads some of every dataset, so that the daemon has all that it keeps without clients."""
     for dataset in DATASETS:
         address = cluster.daemons[number].address
-        with Loader(dataset, batch_size=32, address=address) as loader:
+        with Loader(
+            dataset, batch_size=32, address=address, reattach_timeout_s=_WARM_UP_S
+        ) as loader:
             batches = loader.stream()
             for _ in range(_WARM_UP_BATCHES):
                 next(batches)

@@ -23,6 +23,8 @@ class Job:
         over_tcp: The batches come through gRPC instead of shared memory.
         pace_s: The time from one batch to the next that the rank computes, at most.
         checkpoint_steps: The number of steps from one checkpoint to the next.
+        prefetch_batches: So few that a fault of the data is met soon after it begins, and so many
+            that every kill finds batches in flight, ready, queued and kept.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Job:
     over_tcp: bool = False
     pace_s: float = 0.02
     checkpoint_steps: int = 25
+    prefetch_batches: int = 24
 
     def to_json(self) -> dict[str, Any]:
         """Returns the job as a JSON object."""

@@ -23,9 +23,6 @@ STOP = "stop"
 # Longer than any fault lasts: only what a fault damages is an error.
 _REATTACH_TIMEOUT_S = 240.0
 _RETRY_S = 0.3
-# So few that a fault of the data is met soon after it begins, and so many that every kill finds
-# batches in flight, ready, queued and kept.
-_PREFETCH_BATCHES = 24
 
 
 class Rank:
@@ -67,7 +64,7 @@ class Rank:
             world_size=job.world_size,
             job=job.name,
             address=self._address,
-            prefetch_batches=_PREFETCH_BATCHES,
+            prefetch_batches=job.prefetch_batches,
             reattach_timeout_s=_REATTACH_TIMEOUT_S,
         ) as loader:
             if self._state:

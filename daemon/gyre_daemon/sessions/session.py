@@ -121,6 +121,7 @@ class Session:
         self._sendable = asyncio.Event()
         self._ended: GyreError | None = None
         self._draining = False
+        self._has_started = False
         self._seen = self.opened_at = self._resources.clock()
         self._occupancy = Occupancy(self._seen)
         self._recorder = Recorder(self._seen)
@@ -140,6 +141,8 @@ class Session:
         await self._streams.running[self.consumer.stream].has_started.wait()
         if self._ended:
             raise self._ended
+        self._has_started = True
+        self.renew()
 
     @property
     def window_size(self) -> int:
@@ -192,7 +195,12 @@ class Session:
 
     @property
     def lease_left_s(self) -> float:
-        """The seconds until the session ends, unless a message of its client comes before."""
+        """The seconds until the session ends, unless a message of its client comes before.
+
+        Before it has started, the client knows of no session and can send no message.
+        """
+        if not self._has_started:
+            return math.inf
         return self._seen + self._resources.lease_s - self._resources.clock()
 
     def cursor_at(self, step: int) -> bytes:

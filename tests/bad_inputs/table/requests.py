@@ -217,8 +217,8 @@ PLANS: list[tuple[str, Any, tuple[str, str], str]] = [
     ("PlanStep step 2^63", planning(step=BEYOND), INVALID, "step"),
     ("PlanStep step 2^64-1", planning(step=2**64 - 1), INVALID, "step"),
     ("PlanStep no batch", planning(order=pb.OrderSpec()), INVALID, "global batch size"),
-    ("PlanStep mode 9", planning(order=pb.OrderSpec(mode=9)), INVALID, "order mode 9"),
-    ("PlanStep tail 9", planning(order=pb.OrderSpec(tail=9)), INVALID, "tail 9"),
+    ("PlanStep mode 9", planning(order=pb.OrderSpec(mode=9)), INVALID, "order mode 9"),  # type: ignore[arg-type]
+    ("PlanStep tail 9", planning(order=pb.OrderSpec(tail=9)), INVALID, "tail 9"),  # type: ignore[arg-type]
     ("PlanCost no dataset", pb.PlanCostRequest(), INVALID, "names no dataset"),
     ("PlanCost negative price", costing(price_per_gb=-1), INVALID, "price"),
     ("PlanCost nan price", costing(price_per_gb=float("nan")), INVALID, "price"),
@@ -293,8 +293,8 @@ STREAMS: list[tuple[str, list[pb.StreamRequest], tuple[str, str], str]] = [
 ]
 # After a good `attach` of a session of its own.
 ATTACHED: list[tuple[str, pb.StreamRequest, tuple[str, str], str]] = [
-    ("second attach", message(attach=pb.Attach(session_id="x")), INVALID, "attach"),
-    ("empty event", pb.StreamRequest(), INVALID, ""),
+    ("second attach", message(attach=pb.Attach(session_id="x")), INVALID, "must be `credit`"),
+    ("empty event", pb.StreamRequest(), INVALID, "must be `credit`"),
 ]
 # What a client may send by mistake, and what changes nothing. `sent` is as in ATTACHED.
 HARMLESS = {
