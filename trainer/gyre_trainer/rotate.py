@@ -21,6 +21,7 @@ from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.rule_checks import check_linearity
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.dropout import use_equal_masks
+from gyre_trainer.layers.expert_lists import call_every_expert
 from gyre_trainer.layers.known_modules import rotate_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
@@ -208,7 +209,9 @@ def _require_new(module: nn.Module) -> None:
 
 def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     """Keep every parameter in the module that does not rotate whole on every rank."""
+    name_modules(module)
     require_equal_models(module, target.mesh)
+    call_every_expert(module)
     replicate(module, target.mesh)
     if target.policy.recompute:
         recompute_norms(module)
