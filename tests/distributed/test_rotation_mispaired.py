@@ -38,15 +38,21 @@ def told_when_ranks_differ(reach: str, when: str) -> str:
         )
         pair = Pair()
         rotate_all(pair, mesh=mesh)
-        x, is_first = torch.ones(2, 4), dist.get_rank() == 0
-        try:
-            if when == "forward":
-                (pair.other if is_first else pair.one)(x)
-            else:
-                outputs = pair.one(x), pair.other(x)
-                outputs[is_first].sum().backward()
-        except RotationError as error:
-            return str(error)
+        text = _told(pair, when)
+        dist.barrier()  # a rank that ends at once could be missed before the difference is seen
+    return text
+
+
+def _told(pair: Pair, when: str) -> str:
+    x, is_first = torch.ones(2, 4), dist.get_rank() == 0
+    try:
+        if when == "forward":
+            (pair.other if is_first else pair.one)(x)
+        else:
+            outputs = pair.one(x), pair.other(x)
+            outputs[is_first].sum().backward()
+    except RotationError as error:
+        return str(error)
     return ""
 
 

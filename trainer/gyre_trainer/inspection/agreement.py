@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
+from gyre_trainer.shards.sharded_parameters import digest_of, sharded_parameters_of
 
 
 def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     """Return if every rank on the mesh has the same parameters, cut alike, under the same policies.
 
-    Compared are names, shapes, dtypes, kinds of device, `requires_grad`, cuts, and the policies of
-    rotated modules. Collective.
+    Compared are names, shapes, dtypes, kinds of device, `requires_grad`, cuts, a digest of the
+    values, and the policies of rotated modules. Collective.
 
     Raises:
         RotationError: on every rank, with the first difference between rank 0 and another rank.
@@ -36,7 +37,13 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     all_here = [here] * mesh.size()
     dist.all_gather_object(all_here, here, group=mesh.get_group())
     differences = (_difference(descriptions) for descriptions in zip(*all_here, strict=True))
-    raise RotationError(f"ranks have different models: {next(filter(None, differences))}")
+    difference = next(filter(None, differences))
+    advice = (
+        "; give every rank the same values, or take those of one with sync_from=0"
+        if "with values" in difference
+        else ""
+    )
+    raise RotationError(f"ranks have different models: {difference}{advice}")
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -47,11 +54,20 @@ def _parameters(model: nn.Module) -> list[str]:
             cut = f", cut {parameter.placements[0]}" if isinstance(parameter, DTensor) else ""
             state = "trains" if parameter.requires_grad else "is frozen"
             where = f"{path}.{name}".removeprefix(".")
-            kind = f"{parameter.dtype} on {parameter.device.type}, {state}{cut}"
+            kind = f"{parameter.dtype} on {parameter.device.type}, {state}{cut}{_values(parameter)}"
             lines.append(
                 f"{where} of {own_class(module).__name__} is {tuple(parameter.shape)} {kind}"
             )
     return lines
+
+
+def _values(parameter: nn.Parameter) -> str:
+    """Tells values apart; "" where there are none yet. A shard has those of the whole slices."""
+    sharded = sharded_parameters_of(parameter)
+    if sharded is None and isinstance(parameter, DTensor):
+        return ""
+    digest = digest_of([parameter]) if sharded is None else sharded.digest
+    return f", with values {digest:012x}" if digest else ""
 
 
 def _policies(model: nn.Module) -> list[str]:
