@@ -59,7 +59,9 @@ def told_of_a_cache_of_transformers() -> tuple[str, Tensor]:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    configure: Any = LlamaConfig
+    make: Any = LlamaForCausalLM
+    config = configure(
         vocab_size=32,
         hidden_size=16,
         num_hidden_layers=1,
@@ -67,7 +69,7 @@ def told_of_a_cache_of_transformers() -> tuple[str, Tensor]:
         num_key_value_heads=4,
         intermediate_size=32,
     )
-    model = LlamaForCausalLM(config).double().eval()
+    model = make(config).double().eval()
     tokens = torch.arange(6).view(1, 6)
     expected = model(input_ids=tokens, use_cache=False).logits
     names = ("q_proj", "k_proj", "v_proj")

@@ -1,6 +1,6 @@
 """Ranks that call different modules are told so at once; unused experts take part all the same."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +27,7 @@ class Pair(nn.Module):
 
 def told_when_ranks_differ(reach: str, when: str) -> str:
     torch.manual_seed(0)
-    context = (
+    context: AbstractContextManager[object] = (
         patch.object(transport, "connect_neighbours", lambda group, timeout: {})
         if reach == "group"
         else nullcontext()
@@ -93,7 +93,7 @@ def sparse(family: str) -> nn.Module:
     )
 
     torch.manual_seed(0)
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -102,12 +102,13 @@ def sparse(family: str) -> nn.Module:
         "intermediate_size": 32,
         "use_cache": False,
     }
+    make: Any = MixtralForCausalLM
+    config: Any = MixtralConfig
     if family == "Mixtral":
-        return MixtralForCausalLM(MixtralConfig(**common, num_local_experts=8)).double()
-    config = Qwen3MoeConfig(
-        **common, head_dim=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
-    )
-    return Qwen3MoeForCausalLM(config).double()
+        return make(config(**common, num_local_experts=8)).double()  # type: ignore[no-any-return]
+    make, config = Qwen3MoeForCausalLM, Qwen3MoeConfig
+    sizes = {"head_dim": 4, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return make(config(**common, **sizes)).double()  # type: ignore[no-any-return]
 
 
 def rows(num_ranks: int) -> Tensor:

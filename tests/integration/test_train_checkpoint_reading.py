@@ -46,7 +46,7 @@ def trained(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if kind == "bfloat16":
         model = model.to(torch.bfloat16)
     if kind == "FSDP2":
-        model = fully_shard(model)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 8, dtype=next(model.parameters()).dtype)).sum().backward()
     optimizer.step()
@@ -118,7 +118,8 @@ def test_metadata_that_is_none(tmp_path: Path) -> None:
     strange.storage_data[MetadataIndex("weight")] = collections.OrderedDict()
     negative = pickle.loads(whole)
     negative.state_dict_metadata["weight"].chunks[0].sizes = torch.Size([-1])
-    pickles = [pickle.dumps(each) for each in ({}, 3, elsewhere, strange, negative)]
+    others: list[Any] = [{}, 3, elsewhere, strange, negative]
+    pickles = [pickle.dumps(each) for each in others]
     for content in (b"", b"\x80", whole[:-1], whole[: len(whole) // 2], b"garbage", *pickles):
         (tmp_path / ".metadata").write_bytes(content)
         assert ".metadata is no metadata of a checkpoint" in refused(tmp_path)

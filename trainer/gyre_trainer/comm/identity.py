@@ -36,7 +36,7 @@ class HopIdentity:
 
     def pack(self) -> int:
         """A number in [1, 2^48); other hops, and those of other modules, have other numbers."""
-        packed = self.number % 2**_NUMBER_BITS
+        packed: int = self.number % 2**_NUMBER_BITS
         packed = packed << _ROUND_BITS | self.round_ % 2**_ROUND_BITS
         packed = packed << _STEP_BITS | self.step % 2**_STEP_BITS
         return (packed << 2 | self.forward << 1 | self.gradients) + 1

@@ -94,10 +94,12 @@ def call_every_expert(model: nn.Module) -> None:
     """
     for path, module in list(model.named_modules()):
         experts = getattr(module, _LIST_NAME, None)
-        if _is_list_of_rotated(experts) and not isinstance(module, CallsEveryExpert):
+        if isinstance(experts, nn.ModuleList) and _are_rotated(experts):
+            if isinstance(module, CallsEveryExpert):
+                continue
             mix_in(module, CallsEveryExpert, "Whole")
             calls = _Calls(list(experts), path or type(module).__name__)
-            module._expert_calls = calls  # type: ignore[assignment]
+            module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
             for index, expert in enumerate(experts):
                 expert.register_forward_pre_hook(partial(_before, calls, index))
 
@@ -106,12 +108,9 @@ def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
     calls.before(index)
 
 
-def _is_list_of_rotated(experts: Any) -> bool:
-    if not isinstance(experts, nn.ModuleList) or len(experts) < 2:
-        return False
-    return len({own_class(expert) for expert in experts}) == 1 and any(
-        isinstance(each, RotatedModule) for each in experts.modules()
-    )
+def _are_rotated(experts: nn.ModuleList) -> bool:
+    is_list = len(experts) > 1 and len({own_class(expert) for expert in experts}) == 1
+    return is_list and any(isinstance(each, RotatedModule) for each in experts.modules())
 
 
 def _added(output: Any, nothing: Tensor) -> Any:

@@ -45,7 +45,7 @@ def _is_constant(value: Any) -> bool:
     """Whether no slice can change an argument: it is immutable, or a function."""
     if isinstance(value, _CONSTANTS) or callable(value):
         return True
-    return is_dataclass(value) and bool(type(value).__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    return is_dataclass(value) and bool(getattr(value, "__dataclass_params__").frozen)  # noqa: B009
 
 
 class _Missing:

@@ -17,9 +17,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training import config_file
-from gyre_trainer.training.gpt import GPTConfig
-from gyre_trainer.training.ranges import (
+from gyre_trainer.training.configuration import config_file
+from gyre_trainer.training.configuration.ranges import (
     AtLeast0,
     AtLeast1,
     Decay,
@@ -31,6 +30,7 @@ from gyre_trainer.training.ranges import (
     Seed,
     Text,
 )
+from gyre_trainer.training.gpt import GPTConfig
 
 Section = TypeVar("Section")
 DType = Literal["float32", "bfloat16"]

@@ -17,7 +17,7 @@ from gyre_trainer.layers.attention import Attention, Heads, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.sharded_init import Constant, Init, Normal
-from gyre_trainer.training.ranges import AtLeast1, NumLayers, RotaryBase
+from gyre_trainer.training.configuration.ranges import AtLeast1, NumLayers, RotaryBase
 
 _INIT_STD = 0.02
 # Far more than any model has; torch cannot count the bytes of much larger ones.

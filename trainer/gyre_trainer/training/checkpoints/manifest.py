@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.training.configuration.ranges import AtLeast0, AtLeast1
 from gyre_trainer.training.gpt import GPTConfig
-from gyre_trainer.training.ranges import AtLeast0, AtLeast1
 
 FORMAT = 2
 NAME = "checkpoint.json"
