@@ -179,7 +179,7 @@ def test_values_that_differ_are_refused_or_taken_from_one_rank(
     ranks: StartRanks, changed: str
 ) -> None:
     for text, _ in ranks(2).run(rotated_from_different_values, None, changed):
-        assert f"on rank 0 {changed} of " in text
+        assert f"on rank 0 {changed} has values of digest " in text
         assert "sync_from=0" in text
     for source in (0, 1):
         for text, off in ranks(2).run(rotated_from_different_values, source, changed):

@@ -54,22 +54,32 @@ class Modules:
     """The modules that rotate on one ring, by numbers that are the same on every rank.
 
     The ranks rotate the same modules in the same order, so they count alike.
+
+    Attributes:
+        count: the number that the next module gets.
     """
 
     def __init__(self) -> None:
-        self._modules: list[ref[nn.Module]] = []
+        self.count = 0
+        self._modules: dict[int, ref[nn.Module]] = {}
 
     def add(self, module: nn.Module) -> int:
         """The number of a new module."""
-        self._modules.append(ref(module))
-        return len(self._modules) - 1
+        number, self.count = self.count, self.count + 1
+        self._modules[number] = ref(module)
+        return number
+
+    def skip_to(self, number: int) -> None:
+        """Give the next module this number."""
+        self.count = number
 
     def describe(self, packed: int) -> str:
         """Names the module and the part of its pass, such as "blocks.0.mlp (forward, step 1)"."""
         if not packed:
             return "something that is no module"
         hop = HopIdentity.unpack(packed)
-        module = self._modules[hop.number]() if hop.number < len(self._modules) else None
+        known = self._modules.get(hop.number)
+        module = None if known is None else known()
         name = f"module {hop.number}" if module is None else path_of(module)
         what = "forward" if hop.forward else "backward, gradients" if hop.gradients else "backward"
         return f"{name} ({what}, step {hop.step} of round {hop.round_})"

@@ -1,5 +1,6 @@
 """Checks the environment variables with which torchrun, or another launcher, names a rank."""
 
+import reprlib
 from collections.abc import Mapping
 
 from gyre_trainer.errors import ConfigError
@@ -33,6 +34,6 @@ def _number(
         raise ConfigError(f"RANK is set, but {name} is not; {_ADVICE}")
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
         raise ConfigError(
-            f"{name} is {text!r}: expected a number from {least} to {most}; {_ADVICE}"
+            f"{name} is {reprlib.repr(text)}: expected a number from {least} to {most}; {_ADVICE}"
         )
     return int(text)
