@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
-from gyre_trainer.training.checkpoint import Checkpoints, TrainState, latest
+from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState, latest
 from gyre_trainer.training.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(
@@ -141,17 +142,38 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
 def test_a_torn_checkpoint_is_refused(tmp_path: Path, checkpoints: Checkpoints) -> None:
     checkpoints.save(trained(1), 1)
     (shard,) = latest(tmp_path).glob("*.distcp")
-    shard.write_bytes(shard.read_bytes()[:2000])
-    with pytest.raises(CheckpointRejected, match="cannot be read") as caught:
-        checkpoints.load(trained(2), latest(tmp_path))
-    assert "\n" not in str(caught.value)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:2000])
+    refused(checkpoints, tmp_path, f"{shard.name} has 2000 bytes instead of {len(whole)}")
     shard.unlink()
-    with pytest.raises(CheckpointRejected, match=r"cannot be read: FileNotFoundError"):
-        checkpoints.load(trained(2), latest(tmp_path))
+    refused(checkpoints, tmp_path, f"{shard.name} is missing")
+    for place in (10, len(whole) // 2, len(whole) - 10):
+        shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        refused(checkpoints, tmp_path, f"{shard.name} is damaged")
+    shard.write_bytes(whole)
+    metadata = latest(tmp_path) / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-1] + b"x")
+    refused(checkpoints, tmp_path, ".metadata is damaged")
 
 
-def test_a_checkpoint_names_its_model(tmp_path: Path, checkpoints: Checkpoints) -> None:
+def refused(checkpoints: Checkpoints, folder: Path, words: str) -> None:
+    with pytest.raises(CheckpointRejected) as caught:
+        checkpoints.load(trained(2), latest(folder))
+    assert words in str(caught.value)
+    assert "resume from another one" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_names_its_model_and_its_files(
+    tmp_path: Path, checkpoints: Checkpoints
+) -> None:
     checkpoints.save(trained(1), 1)
-    manifest = json.loads((latest(tmp_path) / "checkpoint.json").read_text())
+    folder = latest(tmp_path)
+    manifest = json.loads((folder / "checkpoint.json").read_text())
     assert manifest["model"] == asdict(CONFIG)
-    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (1, 1, 1)
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (2, 1, 1)
+    assert manifest["files"] == {
+        path.name: [path.stat().st_size, zlib.crc32(path.read_bytes())]
+        for path in folder.iterdir()
+        if path.name != "checkpoint.json"
+    }

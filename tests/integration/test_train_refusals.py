@@ -38,6 +38,18 @@ MODEL = {
 }
 
 
+def manifest(**changes: object) -> dict[str, object]:
+    return {
+        "format": 2,
+        "step": 5,
+        "world_size": 1,
+        "model": MODEL,
+        "loader": {"cursor": "AAAA"},
+        "files": {".metadata": [1, 2]},
+        **changes,
+    }
+
+
 @pytest.fixture
 def config_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for variable in ("RANK", "GYRE_TRAIN_LAUNCHER"):
@@ -93,7 +105,7 @@ def test_a_checkpoint_of_another_model_says_what_differs(
     folder = config_path.parent / "run" / "checkpoints"
     write_checkpoint(
         folder / "step-00000005",
-        {"format": 1, "step": 5, "model": MODEL | {"dim": 64, "norm": "layer"}},
+        manifest(model=MODEL | {"dim": 64, "norm": "layer"}),
     )
     (folder / "latest").write_text("step-00000005\n")
     for resume in (
@@ -102,13 +114,67 @@ def test_a_checkpoint_of_another_model_says_what_differs(
         ["--resume", str(folder / "step-00000005")],
     ):
         text = refused(capsys, str(config_path), *resume)
-        assert "dim is 64 there and 32 here, norm is layer there and rms here" in text
+        assert "dim is 64 there and 32 here, norm is 'layer' there and 'rms' here" in text
 
 
-@pytest.mark.parametrize("manifest", [{"format": 2}, {}, [], "text"])
+@pytest.mark.parametrize("content", [{"format": 1}, {}, [], "text"])
 def test_checkpoints_of_other_formats_and_torn_ones(
-    config_path: Path, capsys: pytest.CaptureFixture[str], manifest: object
+    config_path: Path, capsys: pytest.CaptureFixture[str], content: object
 ) -> None:
-    path = write_checkpoint(config_path.parent / "other", manifest)
+    path = write_checkpoint(config_path.parent / "other", content)
     text = refused(capsys, str(config_path), "--resume", str(path))
-    assert "format 2, but this version reads format 1" in text or "is not a checkpoint" in text
+    assert "format 1, but this version reads format 2" in text or "is not a checkpoint" in text
+
+
+DAMAGED: list[tuple[dict[str, object], str]] = [
+    ({"step": -1}, "$.step"),
+    ({"step": 1.5}, "$.step"),
+    ({"step": None}, "$.step"),
+    ({"world_size": 0}, "$.world_size"),
+    ({"model": []}, "$.model"),
+    ({"model": {}}, "vocab_size is None there"),
+    ({"model": MODEL | {"dim": 32.0}}, "dim is 32.0 there and 32 here"),
+    ({"loader": {}}, "`loader` has no `cursor`"),
+    ({"loader": {"cursor": ""}}, "`loader` has no `cursor`"),
+    ({"loader": {"cursor": "AAA"}}, "`loader` is not base64"),
+    ({"loader": {"cursor": "A\u00e9=="}}, "`loader` is not base64"),
+    ({"loader": {"cursor": 3}}, "$.loader"),
+    ({"loader": None}, "$.loader"),
+    ({"files": {}}, "`files` has no `.metadata`"),
+    ({"files": {"../x": [1, 2]}}, "$.files"),
+    ({"files": {".metadata": [1]}}, "$.files"),
+]
+
+
+@pytest.mark.parametrize("missing", ["step", "world_size", "model", "loader", "files"])
+def test_a_checkpoint_without_a_key_is_refused_by_the_keys_name(
+    config_path: Path, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    content = manifest()
+    del content[missing]
+    path = write_checkpoint(config_path.parent / "other", content)
+    text = refused(capsys, str(config_path), "--resume", str(path))
+    assert "checkpoint.json cannot be read: " in text
+    assert f"`{missing}`" in text
+
+
+def test_a_damaged_manifest_is_refused_with_file_and_key(
+    config_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (changes, words) in enumerate(DAMAGED):
+        path = write_checkpoint(config_path.parent / f"other-{number}", manifest() | changes)
+        text = refused(capsys, str(config_path), "--resume", str(path))
+        assert str(path) in text
+        assert words in text
+
+
+@pytest.mark.parametrize("latest", [b"", b"step-5", b"../../etc", b"\xff\x00", b"step-0000000x"])
+def test_a_damaged_pointer_to_the_latest_checkpoint(
+    config_path: Path, capsys: pytest.CaptureFixture[str], latest: bytes
+) -> None:
+    folder = config_path.parent / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "latest").write_bytes(latest)
+    text = refused(capsys, str(config_path), "--resume")
+    assert f"{folder}/latest holds " in text
+    assert "--resume CHECKPOINT" in text

@@ -350,3 +350,48 @@ def test_a_run_that_cannot_train_ends_with_status_2_and_one_sentence(
         assert (job.returncode, errors.count("gyre-train: error:")) == (2, 1), errors
         assert expected[flag] in errors
         assert "Traceback" not in errors
+
+
+def test_damaged_runs_are_refused_with_one_sentence(tmp_path: Path, trainer: Trainer) -> None:
+    """A checkpoint whose step is not that of its place in the data, and a damaged history."""
+    out = tmp_path / "run"
+    status, errors = trainer.run(out, "--set=run.steps=4")
+    assert status == 0, errors
+    folder = out / "checkpoints" / "step-00000004"
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    history = (out / "history.jsonl").read_text()
+
+    def refused(*flags: str, to: Path = out) -> str:
+        status, errors = trainer.run(to, f"--resume={folder}", *flags)
+        assert (status, errors.count("gyre-train: error:")) == (2, 1), errors
+        assert "Traceback" not in errors
+        return errors
+
+    (folder / "checkpoint.json").write_text(json.dumps(manifest | {"step": 3}))
+    assert "`step` is 3, but its place in the data is before step 4" in refused()
+    (folder / "checkpoint.json").write_text(json.dumps(manifest))
+    assert "of step 4, but `run.steps` is 3" in refused("--set=run.steps=3")
+    assert "nothing is left to train" in refused("--set=run.steps=4", to=tmp_path / "other")
+    (out / "history.jsonl").write_text("garbage\n" + history)
+    assert "history.jsonl is damaged: line 1 is no record of a step" in refused()
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_says(tmp_path: Path, trainer: Trainer) -> None:
+    process = trainer.start(tmp_path / "run", "--set=run.steps=3")
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    assert process.wait(timeout=DEADLINE_S) == 0
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["steps"] == 3
+
+
+def test_records_that_cannot_be_written_end_a_run_with_one_sentence(
+    tmp_path: Path, trainer: Trainer
+) -> None:
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "run" / "history.jsonl").symlink_to("/dev/full")
+    status, errors = trainer.run(tmp_path / "run", "--set=run.steps=3")
+    assert (status, errors.count("gyre-train: error:")) == (2, 1), errors
+    assert "the records of the run cannot be written: " in errors
+    assert "No space left on device" in errors
+    assert "Traceback" not in errors

@@ -86,7 +86,7 @@ def test_overrides_win_and_are_toml_values_or_plain_text(config_path: Path) -> N
         ("optimizer.warmup_steps=11", ["warmup_steps", "11", "10"]),
         ("precision.compute_dtype=float16", ["compute_dtype", "one of float32, bfloat16"]),
         ("eval.every=5", ["eval.dataset"]),
-        ("run=3", ["run=3", "section.key=value"]),
+        ("run=3", ["'run'", "section.key=value"]),
         ("run.steps", ["section.key=value"]),
     ],
 )

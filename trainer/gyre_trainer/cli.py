@@ -3,8 +3,9 @@
 Each subcommand imports its modules when it runs, so a launcher starts its ranks a second sooner.
 
 Exit status: 0 when the run is complete; 2 for an error that the user can correct (flags,
-configuration, a checkpoint or a dataset that does not fit), with one sentence about it; 128 + N
-after signal N; otherwise 1, with a traceback or with the name of the rank at fault.
+configuration, a checkpoint or a dataset that does not fit, files that cannot be written), with one
+sentence about it; 128 + N after signal N; otherwise 1, with the name of the rank at fault, or with
+a traceback where the trainer itself is wrong.
 """
 
 import argparse
@@ -14,37 +15,49 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import shtab
 from gyre_client.errors import GyreError
 
 from gyre_trainer import __version__
-from gyre_trainer.errors import RingError, TrainError
+from gyre_trainer.errors import ConfigError, RingError, TrainError
 from gyre_trainer.training.config import TrainConfig, load
 from gyre_trainer.training.launcher import Launcher
 from gyre_trainer.training.rank_failure import FailurePipe
+from gyre_trainer.training.rank_variables import require_rank
+from gyre_trainer.training.run_folder import require_writable
 
 LATEST = "latest"
+# Of ranks, and of steps of a trace: more would keep a machine busy for ever.
+_MAX_COUNT = 65_536
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, or one rank of a launcher or torchrun; return the exit status."""
-    launcher = FailurePipe.of(os.environ)
-    if launcher:
-        launcher.die_with_launcher()
-    options = _parse(arguments)
-    if launcher or ("RANK" in os.environ and options.be_rank):
-        return _be_rank(options, launcher)
     try:
+        return _main(arguments)
+    finally:
+        _flush_output()
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    try:
+        launcher = FailurePipe.of(os.environ)
+        if launcher:
+            launcher.die_with_launcher()
+        options = _parse(arguments)
+        if launcher or ("RANK" in os.environ and options.be_rank):
+            _require_rank(options, launcher)
+            return _be_rank(options, launcher)
         config = load(options.config, options.set)
         if not options.be_rank:
-            options.show(config, options)
+            _print(options.show(config, options))
             return 0
         config.require_divisible(options.nproc)
-        if options.prepare:
-            options.prepare(config, options)
+        options.prepare(config, options)
     except TrainError as error:
-        print(f"gyre-train: error: {error}", file=sys.stderr)
+        print(f"gyre-train: error: {_one_line(error)}", file=sys.stderr)
         return 2
     command = [
         sys.executable,
@@ -52,7 +65,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gyre_trainer",
         *(sys.argv[1:] if arguments is None else arguments),
     ]
-    return Launcher(command, options.nproc).run()
+    try:
+        return Launcher(command, options.nproc).run()
+    except OSError as error:
+        print(f"gyre-train: the ranks cannot be started: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _print(text: str) -> None:
+    try:
+        print(text)
+    except OSError as error:
+        _output_failed(error)
+
+
+def _flush_output() -> None:
+    """Write out what was printed, for the interpreter would fail to do it with a traceback."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        _output_failed(error)
+
+
+def _output_failed(error: OSError) -> NoReturn:
+    """End with status 1. Where the reader of a pipe has ended, such as `head`, nobody is told."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):
+        print(f"gyre-train: error: cannot write the output: {error.strerror}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _require_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> None:
+    require_rank(os.environ)
+    if not launcher and options.nproc > 1:
+        raise ConfigError(
+            f"--nproc is {options.nproc}, but this process is one rank already: RANK is set; "
+            "leave --nproc out, or unset RANK"
+        )
 
 
 def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
@@ -63,7 +113,7 @@ def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
     except Exception as error:
         is_expected = isinstance(error, TrainError | GyreError)
         status = 2 if is_expected and not isinstance(error, RingError) else 1
-        text = str(error) if is_expected else traceback.format_exc()
+        text = _one_line(error) if is_expected else traceback.format_exc()
         if launcher:
             launcher.send(status, text)
         else:
@@ -72,6 +122,21 @@ def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
         sys.stderr.flush()
         os._exit(status)
     return 0
+
+
+def _one_line(error: Exception) -> str:
+    """The error's text on one line, without characters that a terminal would obey."""
+    words = " ".join(str(error).split())
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
+
+
+def _prepare_run(config: TrainConfig, options: argparse.Namespace) -> None:
+    require_writable(Path(config.run.out), "run.out")
+    _checkpoint(config, options)
+
+
+def _prepare_trace(_config: TrainConfig, options: argparse.Namespace) -> None:
+    require_writable(options.out, "--out")
 
 
 def _run(config: TrainConfig, options: argparse.Namespace) -> None:
@@ -88,41 +153,47 @@ def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
     trace(config, options.out, options.steps)
 
 
-def _plan(config: TrainConfig, options: argparse.Namespace) -> None:
+def _plan(config: TrainConfig, options: argparse.Namespace) -> str:
     # FSDP2 and fake tensors take a second to import.
     from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
 
-    print(plan_tables.text(config, options.ranks))
+    return plan_tables.text(config, options.ranks)
 
 
-def _memory(config: TrainConfig, options: argparse.Namespace) -> None:
+def _memory(config: TrainConfig, options: argparse.Namespace) -> str:
     # FSDP2 and fake tensors take a second to import.
     from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
 
     # Only this command draws.
     from gyre_trainer.accounting.memory_plot import draw  # noqa: PLC0415
 
+    require_writable(options.out.parent, "--out")
     costs = plan_tables.step_costs(config, options.ranks)
-    print(plan_tables.peaks(costs))
-    draw(costs, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
+    try:
+        draw(costs, f"One step of {options.config.stem} on rank 0 of {options.ranks}", options.out)
+    except OSError as error:
+        raise ConfigError(f"--out is {options.out}: {error.strerror}") from error
+    return plan_tables.peaks(costs)
 
 
 def _checkpoint(config: TrainConfig, options: argparse.Namespace) -> Path | None:
     """The checkpoint directory to resume from; None to begin."""
-    if not (options.resume or options.resume_if_any):
+    if options.resume is None and not options.resume_if_any:
         return None
+    if options.resume == "":
+        raise ConfigError("--resume is empty; name a checkpoint directory, or write --resume alone")
     # This imports torch.distributed.checkpoint, which takes a second.
-    from gyre_trainer.training import checkpoint  # noqa: PLC0415
+    from gyre_trainer.training.checkpoints import manifest, run_checkpoints  # noqa: PLC0415
 
     folder = Path(config.run.out) / "checkpoints"
     if options.resume_if_any:
-        path = checkpoint.latest(folder) if checkpoint.exists(folder) else None
+        path = run_checkpoints.latest(folder) if run_checkpoints.exists(folder) else None
     elif options.resume == LATEST:
-        path = checkpoint.latest(folder)
+        path = run_checkpoints.latest(folder)
     else:
         path = Path(options.resume)
     if path:
-        checkpoint.read_manifest(path, config.model)
+        manifest.read(path, config.model)
     return path
 
 
@@ -172,7 +243,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         help="continue from the run's latest checkpoint, or start if there is none yet; "
         "for a service that restarts",
     )
-    run.set_defaults(be_rank=_run, prepare=_checkpoint)
+    run.set_defaults(be_rank=_run, prepare=_prepare_run)
 
 
 def _add_trace(traces: argparse.ArgumentParser) -> None:
@@ -186,7 +257,7 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
         help="where rank-*.json are written (default trace)",
     )
     traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
-    traces.set_defaults(be_rank=_trace, prepare=None)
+    traces.set_defaults(be_rank=_trace, prepare=_prepare_trace)
 
 
 def _add_shows(shows: argparse.ArgumentParser) -> None:
@@ -222,7 +293,10 @@ def _add_nproc(command: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {value}")
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
+    if not 1 <= value <= _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 to {_MAX_COUNT}")
     return value

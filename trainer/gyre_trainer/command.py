@@ -1,5 +1,6 @@
 """The entry point of `gyre-train`: `gyre_trainer.cli`, or one line if its packages are missing."""
 
+import signal
 import sys
 
 from gyre_trainer import __version__
@@ -7,6 +8,8 @@ from gyre_trainer import __version__
 
 def main() -> int:
     """Run the command line and return its exit status: 2 where the extra is missing."""
+    # Ctrl-C ends the process without a traceback; a launcher passes it on to its ranks instead.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         # This imports packages that only the extra `trainer` installs.
         from gyre_trainer import cli  # noqa: PLC0415

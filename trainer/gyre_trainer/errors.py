@@ -4,6 +4,7 @@ TrainError
 ├── ConfigError (ValueError)   a file, flag, or combination that cannot be trained with; status 2
 ├── CheckpointRejected         a checkpoint that is missing, incomplete, or of another model
 ├── CheckpointFailed           a checkpoint that could not be written; the last one stays
+├── RecordsFailed              the run's records could not be written
 ├── DataRejected               batches that are not what the configuration says
 ├── Diverged                   the loss is infinite or not a number
 ├── MeshError (ValueError)     a device mesh that nothing can be rotated on
@@ -28,6 +29,10 @@ class CheckpointRejected(TrainError):
 
 class CheckpointFailed(TrainError):
     """The checkpoint was not written. The message says why."""
+
+
+class RecordsFailed(TrainError):
+    """History, report or figures could not be written. The message says why."""
 
 
 class DataRejected(TrainError):

@@ -7,20 +7,26 @@ the modules of `gyre_trainer.layers`; a rule for a new kind derives from
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from gyre_trainer.comm.mesh import make_mesh, require_ring
+from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_equal_models
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
-from gyre_trainer.inspection.rule_checks import check_linearity
+from gyre_trainer.inspection.rule_checks import check_rule
+from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.dropout import use_equal_masks
+from gyre_trainer.layers.expert_lists import call_every_expert
 from gyre_trainer.layers.known_modules import rotate_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
@@ -45,6 +51,9 @@ __all__ = [
 ]
 
 _DEFAULT_POLICY = RotationPolicy()
+# A module of this size is gathered in milliseconds, and holds 16 MiB in float32 meanwhile. Larger
+# ones might not fit into the memory that rotation is used for.
+_MAX_VERIFIED_NUMEL = 2**22
 
 Rules = Mapping[type[nn.Module] | str, Rule | None]
 """Rules by the class or the path of the modules that they apply to; None keeps a module whole."""
@@ -56,6 +65,8 @@ def rotate(
     mesh: DeviceMesh,
     policy: RotationPolicy = _DEFAULT_POLICY,
     rule: Rule | None = None,
+    sync_from: int | None = None,
+    verify: bool | None = None,
 ) -> nn.Module:
     """Shard a module's parameters over the ranks of ``mesh``: each of N ranks keeps 1/N of them.
 
@@ -79,7 +90,10 @@ def rotate(
         mesh: a mesh of one axis, as `make_mesh` gives it.
         policy: the dtypes of travelling slices, recomputation and dropout.
         rule: how the module is cut; None for the way of its class, if it has one. A rule is checked
-            at the first call.
+            at the first call in training and in evaluation.
+        sync_from: the rank of the mesh whose values all ranks take; None where all have the same,
+            which is checked.
+        verify: as `rotate_all` has it.
 
     Raises:
         MeshError: the mesh is not a ring with this rank on it.
@@ -96,14 +110,14 @@ def rotate(
     """
     require_ring(mesh)
     _require_new(module)
+    _sync(module, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
     if rule is not None:
         wrap(module, rule, target)
     elif not rotate_known(module, target):
         _keep_whole(module, target)
-    if rule is not None and rule.linear_in:
-        _check_rule_at_first_call(module)
+    _check_at_first_calls(module, rule, verify)
     return module
 
 
@@ -113,6 +127,8 @@ def rotate_all(
     mesh: DeviceMesh,
     policy: RotationPolicy = _DEFAULT_POLICY,
     rules: Rules | None = None,
+    sync_from: int | None = None,
+    verify: bool | None = None,
 ) -> RotationPlan:
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
@@ -127,6 +143,12 @@ def rotate_all(
         rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp",
             in which * stands for any text, dots included. A path is preferred to a class, and an
             earlier key to a later one. None instead of a rule keeps a module whole.
+        sync_from: the rank of the mesh whose parameters and buffers all ranks take, such as the one
+            that loaded them; None where all have the same, which is checked.
+        verify: whether a module's first call, in training and in evaluation, is compared with the
+            whole module, which every rank gathers for that: outputs and gradients. None verifies
+            modules with one of ``rules`` that have up to 4 million parameters; True every module,
+            of any size.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
@@ -147,9 +169,10 @@ def rotate_all(
     """
     require_ring(mesh)
     _require_new(model)
+    _sync(model, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    walk = _Walk(rules or {}, target)
+    walk = _Walk(rules or {}, target, verify)
     walk.visit("", model)
     walk.require_all_used()
     if not isinstance(model, RotatedModule):
@@ -160,9 +183,10 @@ def rotate_all(
 class _Walk:
     """A walk down a model to the topmost modules that rotate."""
 
-    def __init__(self, rules: Rules, target: RotationTarget) -> None:
+    def __init__(self, rules: Rules, target: RotationTarget, verify: bool | None) -> None:
         self._rules = rules
         self._target = target
+        self._verify = verify
         self._used: set[type[nn.Module] | str] = set()
 
     def visit(self, path: str, module: nn.Module) -> None:
@@ -174,8 +198,16 @@ class _Walk:
             self._used.add(key)
             rule = self._rules[key]
             if rule is not None:
-                rotate(module, mesh=self._target.mesh, policy=self._target.policy, rule=rule)
-        elif not rotate_known(module, self._target):
+                rotate(
+                    module,
+                    mesh=self._target.mesh,
+                    policy=self._target.policy,
+                    rule=rule,
+                    verify=self._verify,
+                )
+        elif rotate_known(module, self._target):
+            _check_at_first_calls(module, None, self._verify)
+        else:
             for name, child in module.named_children():
                 self.visit(f"{path}.{name}".removeprefix("."), child)
 
@@ -206,9 +238,26 @@ def _require_new(module: nn.Module) -> None:
             )
 
 
+def _sync(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
+    """Take the values of rank ``source`` of the mesh; None leaves each rank its own."""
+    if source is None:
+        return
+    if not 0 <= source < mesh.size():
+        raise RotationError(f"sync_from is {source}, but the mesh has {mesh.size()} ranks")
+    with collective("taking the values of one rank"):
+        for _, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not tensor.is_meta and not isinstance(tensor, DTensor):
+                whole = tensor.detach().contiguous()
+                dist.broadcast(whole, group=mesh.get_group(), group_src=source)
+                if not whole.is_set_to(tensor):
+                    tensor.detach().copy_(whole)
+
+
 def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     """Keep every parameter in the module that does not rotate whole on every rank."""
+    name_modules(module)
     require_equal_models(module, target.mesh)
+    call_every_expert(module)
     replicate(module, target.mesh)
     if target.policy.recompute:
         recompute_norms(module)
@@ -216,12 +265,28 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
         use_equal_masks(module, target.mesh)
 
 
-def _check_rule_at_first_call(module: nn.Module) -> None:
-    """Check a user's rule at the module's first call, before anything is trained."""
+def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | None) -> None:
+    """Check a module at its first call in each mode: training and evaluation."""
+    # A module of which a part rotates, such as torch's attention, is of a kind with tests.
+    if not isinstance(module, RotatedModule) or type(module).forward is not RotatedModule.forward:
+        return
+    numel = sum(prod(cut.shape) for cut in module.rotation.layout.cuts)
+    verifies = verify if verify is not None else rule is not None and numel <= _MAX_VERIFIED_NUMEL
+    proves = rule is not None and bool(rule.linear_in)
+    if not (verifies or proves):
+        return
+    left = {True, False}
 
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hook.remove()
+        if rotated.training not in left:
+            return
+        left.remove(rotated.training)
+        if not left:
+            hook.remove()
         assert isinstance(rotated, RotatedModule)
-        check_linearity(rotated.rotation, args, kwargs)
+        if proves:
+            check_rule(rotated.rotation, args, kwargs)
+        if verifies:
+            verify_module(rotated.rotation, args, kwargs)
 
     hook = module.register_forward_pre_hook(first_call, with_kwargs=True)

@@ -42,7 +42,7 @@ def draw(costs: StepCosts, title: str, path: Path) -> None:
     handles, names = first.get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc="outside right center", frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
     plt.close(figure)
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gyre_trainer.comm.buffer_pool import BufferPool
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
+from gyre_trainer.comm.identity import Modules
 from gyre_trainer.comm.spans import span
-from gyre_trainer.comm.transport import Leg, Stream, Transport, Work
-from gyre_trainer.errors import RingError
+from gyre_trainer.comm.transport import Leg, MispairedHop, Stream, Transport, Work
+from gyre_trainer.errors import RingError, RotationError
 
 
 class Direction(IntEnum):
@@ -32,17 +33,20 @@ class Direction(IntEnum):
 class Hop:
     """One buffer on its way to a neighbour, and another on its way to this rank."""
 
-    def __init__(self, works: Sequence[tuple[Work, str]], diagnosis: HangDiagnosis) -> None:
+    def __init__(self, works: Sequence[tuple[Work, str]], ring: "Ring", identity: int) -> None:
         self._works = works
-        self._diagnosis = diagnosis
+        self._diagnosis = ring.hang_diagnosis
+        self._modules = ring.modules
+        self._identity = identity
         self._is_under_way = True
-        self._failed: RingError | None = None
+        self._failed: RingError | RotationError | None = None
 
     def wait(self) -> None:
         """Return when both buffers have arrived.
 
         Raises:
             RingError: a neighbour is gone or too late; the message names the rank at fault.
+            RotationError: the neighbour calls another module; the message names both.
         """
         if self._failed is not None:
             raise self._failed
@@ -53,6 +57,13 @@ class Hop:
                 try:
                     with span(what):
                         work.wait()
+                except MispairedHop as error:
+                    self._failed = RotationError(
+                        f"{what}: this rank calls {self._modules.describe(self._identity)}, but "
+                        f"that one calls {self._modules.describe(error.theirs)}; "
+                        "all ranks must call the same modules in the same order"
+                    )
+                    raise self._failed from error
                 except (RuntimeError, OSError) as error:
                     self._failed = self._diagnosis.error(what, error)
                     raise self._failed from error
@@ -74,6 +85,7 @@ class Ring:
         size: the number of ranks on the ring.
         pool: the transient buffers of all modules that rotate on this ring.
         bytes_sent: bytes that this rank has sent in hops since the ring was made.
+        modules: the modules that rotate on this ring.
         hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
     """
 
@@ -87,13 +99,19 @@ class Ring:
         self.size = dist.get_world_size(group)
         self.bytes_sent = 0
         self.hang_diagnosis = hang_diagnosis
+        self.modules = Modules()
         # The pool must not hold the ring: without a cycle, a ring ends with its last holder.
         self.pool = BufferPool(partial(_allocate, transports))
         self._transports = transports
         self._group = group
 
     def shift(
-        self, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream
+        self,
+        outgoing: Tensor,
+        incoming: Tensor,
+        direction: Direction,
+        stream: Stream,
+        identity: int = 0,
     ) -> Hop:
         """Start to send ``outgoing`` one rank on, and to receive ``incoming`` from the other side.
 
@@ -101,13 +119,21 @@ class Ring:
         not sent. Weights must arrive at the beginning of a buffer of the pool, and gradients must
         leave from there: these are the sides that a transport may offer to a neighbour.
 
+        Args:
+            outgoing: what is sent.
+            incoming: what is filled.
+            direction: where ``outgoing`` goes.
+            stream: what both hold.
+            identity: of this hop, as `HopIdentity.pack` gives it, equal on all ranks; 0 outside of
+                modules.
+
         Raises:
             RingError: the hop could not be started.
         """
         self.bytes_sent += outgoing.numel() * outgoing.element_size()
         legs = [
-            self._leg(incoming, -direction, stream, arrives=True),
-            self._leg(outgoing, direction, stream, arrives=False),
+            Leg(incoming, -direction, True, self._what(-direction, stream, arrives=True), identity),
+            Leg(outgoing, direction, False, self._what(direction, stream, arrives=False), identity),
         ]
         legs = [leg for leg in legs if leg.tensor.numel()]
         works: list[tuple[Work, str]] = []
@@ -116,12 +142,12 @@ class Ring:
             if carried := [leg for leg in legs if leg.offset in reached]:
                 works += transport.start(carried, stream)
             legs = [leg for leg in legs if leg.offset not in reached]
-        return Hop(works, self.hang_diagnosis)
+        return Hop(works, self, identity)
 
-    def _leg(self, tensor: Tensor, offset: int, stream: Stream, *, arrives: bool) -> Leg:
+    def _what(self, offset: int, stream: Stream, *, arrives: bool) -> str:
         verb, preposition = ("receiving", "from") if arrives else ("sending", "to")
         what = f"{verb} {stream.name.lower()} {preposition} rank {self._global(offset)}"
-        return Leg(tensor, offset, arrives, f"rank {self._global(0)}: {what}")
+        return f"rank {self._global(0)}: {what}"
 
     def _global(self, offset: int) -> int:
         return dist.get_global_rank(self._group, (self.rank + offset) % self.size)

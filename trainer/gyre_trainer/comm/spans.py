@@ -25,6 +25,11 @@ def name_modules(model: nn.Module) -> None:
         _PATHS[module] = path
 
 
+def path_of(module: nn.Module) -> str:
+    """The module's path in its model, or the name of its class where no path is known."""
+    return _PATHS.get(module) or type(module).__name__
+
+
 def slice_span(
     module: nn.Module, phase: str, index: int, hop: int
 ) -> AbstractContextManager[object]:
@@ -34,9 +39,7 @@ def slice_span(
     """
     if not _profiler_enabled():
         return _NOTHING
-    return record_function(
-        f"{_PATHS.get(module, type(module).__name__)} {phase}: slice {index}, hop {hop}"
-    )
+    return record_function(f"{path_of(module)} {phase}: slice {index}, hop {hop}")
 
 
 def span(what: str) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ carries the hop's leg to that neighbour. `gyre_trainer.comm.shared_memory` has t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,30 @@ class Stream(IntEnum):
     GRADIENTS = 2
 
 
+# Tags beyond those of `Stream`, so that no identity is taken for a tensor.
+_IDENTITY_TAG = 16
+
+
+class MispairedHop(RuntimeError):
+    """A neighbour sends or expects another hop than this rank does.
+
+    Attributes:
+        theirs: the packed identity of the neighbour's hop.
+    """
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__("ranks make different calls")
+        self.theirs = theirs
+
+
 class Work(Protocol):
     """A transfer that was started: a work of the process group, or a `Transfer` of a link."""
 
     def wait(self) -> object:
-        """Return when the tensor has arrived, or raise RuntimeError or OSError."""
+        """Return when the tensor has arrived, or raise RuntimeError or OSError.
+
+        A `MispairedHop` says that the tensor belongs to another hop.
+        """
         ...
 
 
@@ -40,12 +59,14 @@ class Leg:
         offset: the neighbour's rank minus this rank, modulo the ring's size: 1 or -1.
         arrives: whether the tensor is received.
         description: for messages, such as "rank 0: sending weights to rank 1".
+        identity: the hop's, packed; both ends compare it. See `gyre_trainer.comm.identity`.
     """
 
     tensor: Tensor
     offset: int
     arrives: bool
     description: str
+    identity: int
 
 
 class Transport(Protocol):
@@ -75,11 +96,16 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """Sends and receives in a process group, which reaches every neighbour on every device."""
+    """Sends and receives in a process group, which reaches every neighbour on every device.
+
+    On a CPU a message with the hop's identity goes before each tensor, and the receiver compares
+    it. On CUDA none does: to compare it, the process would have to wait for the device.
+    """
 
     def __init__(self, group: dist.ProcessGroup, diagnosis: HangDiagnosis) -> None:
         self._group = group
         self._diagnosis = diagnosis
+        self._is_real = dist.get_backend(group) != "fake"
 
     def offsets(self, device: torch.device) -> frozenset[int]:
         """Both neighbours."""
@@ -91,6 +117,7 @@ class ProcessGroupTransport:
             # Sends come first. Gloo writes at once what the other side already waits for, and holds
             # a lock meanwhile on which its own thread spins if the two share a core. That thread
             # itself writes later what nobody waits for yet.
+            identities = [self._identity(leg, stream) for leg in reversed(legs)]
             works = dist.batch_isend_irecv([self._operation(leg, stream) for leg in reversed(legs)])
         except RuntimeError as error:
             raise self._diagnosis.error(_described(legs), error) from error
@@ -98,16 +125,71 @@ class ProcessGroupTransport:
         descriptions = (
             [leg.description for leg in legs] if len(works) == len(legs) else [_described(legs)]
         )
-        return list(zip(reversed(works), descriptions, strict=True))
+        return [
+            (work if identity is None else _ComparedWork(work, identity), description)
+            for work, identity, description in zip(
+                reversed(works), reversed(identities[: len(works)]), descriptions, strict=True
+            )
+        ]
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer in torch's own memory."""
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def _identity(self, leg: Leg, stream: Stream) -> "_Identity | None":
+        """Start to send or receive the identity of a leg; None where the device is not a CPU."""
+        if leg.tensor.device.type != "cpu" or not self._is_real:
+            return None
+        # Tools that count the bytes of a step, or its memory, must not see this.
+        with torch._C._DisableTorchDispatch():
+            message = torch.tensor([0 if leg.arrives else leg.identity])
+            peer, tag = self._peer(leg), _IDENTITY_TAG + stream
+            work = (
+                dist.irecv(message, group=self._group, group_src=peer, tag=tag)
+                if leg.arrives
+                else dist.isend(message, group=self._group, group_dst=peer, tag=tag)
+            )
+        return _Identity(work, message, leg.identity)
+
     def _operation(self, leg: Leg, stream: Stream) -> dist.P2POp:
-        peer = (dist.get_rank(self._group) + leg.offset) % dist.get_world_size(self._group)
         operation = dist.irecv if leg.arrives else dist.isend
-        return dist.P2POp(operation, leg.tensor, group=self._group, tag=stream, group_peer=peer)
+        return dist.P2POp(
+            operation, leg.tensor, group=self._group, tag=stream, group_peer=self._peer(leg)
+        )
+
+    def _peer(self, leg: Leg) -> int:
+        return (dist.get_rank(self._group) + leg.offset) % dist.get_world_size(self._group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """The identity of a leg, on its way before the tensor.
+
+    Attributes:
+        work: the transfer of ``message``.
+        message: one int64: the neighbour's identity once it has arrived, or the own one.
+        expected: the own identity.
+    """
+
+    work: Any
+    message: Tensor
+    expected: int
+
+
+class _ComparedWork:
+    """A work that fails where the identity before its tensor is not the expected one."""
+
+    def __init__(self, work: Work, identity: _Identity) -> None:
+        self._work = work
+        self._identity = identity
+
+    def wait(self) -> None:
+        self._identity.work.wait()
+        with torch._C._DisableTorchDispatch():
+            theirs = int(self._identity.message)
+        if theirs != self._identity.expected:
+            raise MispairedHop(theirs)
+        self._work.wait()
 
 
 def _described(legs: Sequence[Leg]) -> str:

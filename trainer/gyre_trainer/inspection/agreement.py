@@ -11,20 +11,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
+from gyre_trainer.shards.sharded_parameters import digest_of, sharded_parameters_of
 
 
 def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     """Return if every rank on the mesh has the same parameters, cut alike, under the same policies.
 
-    Compared are names, shapes, dtypes, kinds of device, `requires_grad`, cuts, and the policies of
-    rotated modules. Collective.
+    Compared are names, shapes, dtypes, kinds of device, `requires_grad`, cuts, a digest of the
+    values, and the policies of rotated modules. Collective.
 
     Raises:
         RotationError: on every rank, with the first difference between rank 0 and another rank.
     """
-    here = _parameters(model), _policies(model)
+    here = _parameters(model), _policies(model), _values(model)
     digest = int.from_bytes(
         blake2b("\n".join(chain(*here)).encode(), digest_size=7).digest(), "little"
     )
@@ -35,8 +37,23 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     all_here = [here] * mesh.size()
     dist.all_gather_object(all_here, here, group=mesh.get_group())
+    _count_alike(mesh)
     differences = (_difference(descriptions) for descriptions in zip(*all_here, strict=True))
-    raise RotationError(f"ranks have different models: {next(filter(None, differences))}")
+    difference = next(filter(None, differences))
+    advice = (
+        "; give every rank the same values, or take those of one with sync_from=0"
+        if "has values of digest" in difference
+        else ""
+    )
+    raise RotationError(f"ranks have different models: {difference}{advice}")
+
+
+def _count_alike(mesh: DeviceMesh) -> None:
+    """Let all ranks go on with one number, so that another model can rotate after a refusal."""
+    modules = ring_of(mesh).modules
+    counts = [0] * mesh.size()
+    dist.all_gather_object(counts, modules.count, group=mesh.get_group())
+    modules.skip_to(max(counts))
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -51,6 +68,20 @@ def _parameters(model: nn.Module) -> list[str]:
             lines.append(
                 f"{where} of {own_class(module).__name__} is {tuple(parameter.shape)} {kind}"
             )
+    return lines
+
+
+def _values(model: nn.Module) -> list[str]:
+    """A line for each parameter that tells its values apart; those of shards are of the whole."""
+    lines = []
+    for name, parameter in model.named_parameters():
+        sharded = sharded_parameters_of(parameter)
+        if sharded is not None:
+            pairs = zip(sharded.parameters, sharded.digests, strict=True)
+            digest = next((digest for other, digest in pairs if other is parameter), 0)
+        else:
+            digest = 0 if isinstance(parameter, DTensor) else digest_of(parameter)
+        lines.append(f"{name} has values of digest {digest:012x}")
     return lines
 
 

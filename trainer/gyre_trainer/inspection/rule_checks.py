@@ -1,18 +1,89 @@
 """Checks that a rule is true of its module, on the own slice and before training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call
 from gyre_trainer.rotation.rotation import Rotation
 
+_DROPOUTS = frozenset(
+    (
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+        torch.native_dropout,
+        torch.bernoulli,
+    )
+)
+
+
+def check_rule(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module whose slices' outputs do not add up to its own output, in its present mode.
+
+    Random numbers that it draws for this are drawn again afterwards.
+
+    Raises:
+        RotationError: it drops out after its last layer, or its output is not linear in the weights
+            that the rule names.
+    """
+    state = torch.get_rng_state()
+    try:
+        _check_dropout(rotation, args, kwargs)
+        torch.set_rng_state(state)
+        _check_linearity(rotation, args, kwargs)
+    finally:
+        torch.set_rng_state(state)
+
+
+class _DropoutAfterWeights(TorchFunctionMode):
+    """Refuses dropout on what needs a gradient: on what was computed with the last weights."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        x = args[0] if args else (kwargs or {}).get("input")
+        if func in _DROPOUTS and isinstance(x, Tensor) and x.requires_grad:
+            raise RotationError(
+                f"{self._name} drops out after its last layer, with "
+                f"{getattr(func, '__name__', 'dropout')}: each slice would draw another mask; "
+                "keep that dropout outside of the rotated module"
+            )
+        return func(*args, **kwargs or {})
+
+
+def _check_dropout(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if not rotation.module.training:
+        return
+    with torch.no_grad():
+        call, flat = _own_slice_call(rotation, args, kwargs)
+    names = rotation.rule.linear_in
+    call.trainable = [cut.name in names for cut in rotation.layout.cuts]
+    with torch.enable_grad(), _DropoutAfterWeights(rotation.name):
+        call.compute(rotation.sharded.ring.rank, flat)
+
 
 @torch.no_grad()
-def check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuse a module whose slices' outputs do not add up to its own output.
 
     They add up where the output is linear in the weights that the rule names: times -2 where these
@@ -24,10 +95,12 @@ def check_linearity(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str
     names = rotation.rule.linear_in
     call, flat = _own_slice_call(rotation, args, kwargs)
     index = rotation.sharded.ring.rank
+    state = torch.get_rng_state()
     expected = [-2 * output for output in call.compute(index, flat)[0]]
     scaled = flat.clone()
     for cut, view in zip(rotation.layout.cuts, rotation.layout.views(scaled, index), strict=True):
         view.mul_(-2 if cut.name in names else 1)
+    torch.set_rng_state(state)  # the same masks
     found = call.compute(index, scaled)[0]
     if not all(_close(one, other) for one, other in zip(found, expected, strict=True)):
         raise RotationError(

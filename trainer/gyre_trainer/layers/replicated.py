@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
@@ -63,10 +64,16 @@ class ReplicatedGradients:
         self._group = mesh.get_group()
         self._ring = ring_of(mesh)
         self._due = False
+        self._watched = WeakIdKeyDictionary()
+        self.watch()
+
+    def watch(self) -> None:
+        """Average the gradients of all parameters that are trainable now, frozen before or not."""
         # a hook with a strong reference would keep both alive
         touched = partial(_touched, ref(self))
-        for parameter in parameters:
-            if parameter.requires_grad:
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
 
     def touched(self) -> None:
@@ -152,6 +159,20 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
             attends = isinstance(child, nn.MultiheadAttention)
             mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
     module.grad_averaging = ReplicatedGradients(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
+    module.register_forward_pre_hook(_watch)
+
+
+def _watch(module: nn.Module, _args: Any) -> None:
+    """Before a forward that may be trained: see to parameters that changed since the last one."""
+    if not torch.is_grad_enabled():
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            raise RotationError(
+                f"{name} was added to {type(module).__name__} after it was rotated, so its "
+                "gradient would never be averaged; add layers first, then rotate the model"
+            )
+    module.grad_averaging.watch()  # type: ignore[union-attr,operator]
 
 
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:

@@ -1,6 +1,10 @@
 """A rotated module's arguments, and what one slice computes from them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,6 +19,33 @@ from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, 
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import ModuleSlice, swapped
 from gyre_trainer.shards.sharded_parameters import local_of
+
+_CONSTANTS = (
+    Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    NoneType,
+    range,
+    slice,
+    frozenset,
+    Enum,
+    PurePath,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether no slice can change an argument: it is immutable, or a function."""
+    if isinstance(value, _CONSTANTS) or callable(value):
+        return True
+    return is_dataclass(value) and bool(getattr(value, "__dataclass_params__").frozen)  # noqa: B009
 
 
 class _Missing:
@@ -46,6 +77,7 @@ class Call:
         ]
         replicated = [local_of(rotation.module.get_parameter(name)) for name in rotation.replicated]
         arguments = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._refuse_changeable()
         self.tensors = [*sharded_leaves, *replicated, *arguments]
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
@@ -59,6 +91,17 @@ class Call:
         self._kept_inputs: list[Recomputation | Tensor] = []
         self.inputs: list[Tensor] = []
         self._output: tuple[list[Any], Any] | None = None
+
+    def _refuse_changeable(self) -> None:
+        """Refuse objects that every slice would change, such as a cache of keys and values."""
+        for leaf in self._leaves:
+            if not _is_constant(leaf):
+                raise RotationError(
+                    f"{self._rotation.name} is called with a {type(leaf).__name__}, which each "
+                    "slice could change: the module runs once for every rank's slice. Call the "
+                    "model without it (use_cache=False for a cache of keys and values), or let "
+                    "the layers inside rotate instead, without a rule for the module"
+                )
 
     def detach_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Detach the inputs from the graph around the call."""

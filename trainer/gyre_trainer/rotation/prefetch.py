@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch.autograd import Variable
 
+from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.shards.remote_slices import RemoteSlices
@@ -29,9 +30,9 @@ class SlicesInFlight(ExitStack):
         ring, pieces = rotation.sharded.ring, rotation.pieces
         flat = self.enter_context(rotation.own_piece(round_))
         self.own = pieces.piece(ring.rank, round_), flat
-        self.remote = self.enter_context(
-            closing(RemoteSlices(ring, flat, pieces, direction, round_))
-        )
+        forward = direction is Direction.CLOCKWISE
+        hop = HopIdentity(rotation.number, forward, False, round_, 1)
+        self.remote = self.enter_context(closing(RemoteSlices(ring, flat, pieces, direction, hop)))
         self.version = rotation.sharded.version
 
 

@@ -23,6 +23,7 @@ remote slice outlives its use.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -39,6 +40,7 @@ from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import Call
 from gyre_trainer.rotation.output_reduction import OutputReduction
 from gyre_trainer.rotation.prefetch import SlicesInFlight, prefetch_of
+from gyre_trainer.rotation.randomness import Randomness
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.saved_tensors import SavedTensors
 from gyre_trainer.shards.gradient_ring import GradientRing
@@ -102,6 +104,7 @@ class RingPass:
         self._graphs: dict[int, _Graph] = {}
         self._reductions: list[OutputReduction] = []
         self._version = rotation.sharded.version
+        self._randomness = Randomness(rotation.sharded.flat.device) if call.recomputed else None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The reduced outputs of the slices."""
@@ -129,7 +132,9 @@ class RingPass:
             call.restore_inputs()
         layout = self._layout.only(call.trainable)
         dtype = self._rotation.policy.grad_dtype or sharded.flat.dtype
-        gradient_ring = GradientRing(self._ring, layout, dtype, sharded.flat.device)
+        gradient_ring = GradientRing(
+            self._ring, layout, dtype, sharded.flat.device, self._rotation.number
+        )
         for step, (index, flat) in enumerate(self._backward_slices(), 1):
             call.deferred.slice_grad = partial(gradient_ring.receive, index)
             with slice_span(self._rotation.module, "backward", index, step % self._ring.size):
@@ -162,7 +167,8 @@ class RingPass:
     def _run(self, index: int, flat: Tensor) -> list[Tensor]:
         """One slice's outputs, detached. Their graph is kept where backward needs it."""
         if not self._keeps_graphs:
-            return [output.detach() for output in self._call.compute(index, flat)[0]]
+            with self._randomness.recording(index) if self._randomness else nullcontext():
+                return [output.detach() for output in self._call.compute(index, flat)[0]]
         saved = SavedTensors(flat)
         with torch.enable_grad(), saved.recording():
             outputs, weights = self._call.compute(index, flat)
@@ -241,7 +247,8 @@ class RingPass:
             graph.saved.flat = flat
             return graph
         assert flat is not None
-        with torch.enable_grad():
+        assert self._randomness is not None
+        with torch.enable_grad(), self._randomness.replaying(index):
             outputs, weights = self._call.compute(index, flat)
         return _Graph([_edge(output) for output in outputs], weights, None)
 

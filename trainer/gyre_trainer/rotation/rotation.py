@@ -77,6 +77,7 @@ class Rotation:
         sharded: the sharded parameters; tied modules share them.
         policy: how slices travel and compute.
         replicated: names of parameters inside that no cut names; each rank has them whole.
+        number: the module's number in `Ring.modules`, the same on every rank.
     """
 
     module: nn.Module
@@ -86,6 +87,7 @@ class Rotation:
     sharded: ShardedParameters
     policy: RotationPolicy
     replicated: tuple[str, ...]
+    number: int
 
     @property
     def name(self) -> str:

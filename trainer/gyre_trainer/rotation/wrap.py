@@ -70,7 +70,16 @@ def wrap(
         setattr(module.get_submodule(path), name, parameter)
     replicated = tuple(_replicated_names(module, layout, reads))
     forward = module.forward if partial is None else partial.forward
-    rotation = Rotation(module, forward, rule, layout, sharded, target.policy, replicated)
+    rotation = Rotation(
+        module,
+        forward,
+        rule,
+        layout,
+        sharded,
+        target.policy,
+        replicated,
+        sharded.ring.modules.add(module),
+    )
     if not rule.divisible or len(layout.cuts) > 1:
         sharded.ring.pool.largest_whole_numel = max(
             sharded.ring.pool.largest_whole_numel, layout.numel(0)

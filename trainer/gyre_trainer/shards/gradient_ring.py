@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.shards.layout import Layout
@@ -99,8 +100,10 @@ class GradientRing:
     """
 
     def __init__(
-        self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device
+        self, ring: Ring, layout: Layout, dtype: torch.dtype, device: torch.device, number: int
     ) -> None:
+        """``number`` is the module's in `Ring.modules`."""
+        self._number = number
         self._ring = ring
         self._layout = layout
         self._dtype = dtype
@@ -138,8 +141,10 @@ class GradientRing:
         round_, index = divmod(here.piece, self._ring.size)
         if index != self._ring.rank:
             arriving = self._piece(self._layout.piece((index + 1) % self._ring.size, round_))
+            step = (index - self._ring.rank) % self._ring.size
+            identity = HopIdentity(self._number, False, True, round_, step).pack()
             hop = self._ring.shift(
-                here.flat, arriving.flat, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS
+                here.flat, arriving.flat, Direction.COUNTER_CLOCKWISE, Stream.GRADIENTS, identity
             )
             self._in_flight = hop, here, arriving
 

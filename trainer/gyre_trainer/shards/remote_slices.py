@@ -4,10 +4,11 @@ See [Note: The backward ring] in `gyre_trainer.rotation.ring_pass`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gyre_trainer.comm.identity import HopIdentity
 from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
 from gyre_trainer.shards.layout import Layout
@@ -32,12 +33,13 @@ class RemoteSlices:
     """
 
     def __init__(
-        self, ring: Ring, own: Tensor, layout: Layout, direction: Direction, round_: int
+        self, ring: Ring, own: Tensor, layout: Layout, direction: Direction, hop: HopIdentity
     ) -> None:
+        """Start the first hop. ``hop`` is its identity, with the round."""
         self._ring = ring
         self._layout = layout
         self._direction = direction
-        self._round = round_
+        self._hop = hop
         self._next = self._start_hop(own, 1)
 
     def _start_hop(self, outgoing: Tensor, step: int) -> _Incoming | None:
@@ -45,13 +47,13 @@ class RemoteSlices:
             return None
         buffer = self._ring.pool.take(self._layout.numel(0), outgoing.dtype, outgoing.device)
         incoming = buffer[: self._layout.numel(self._piece(step))]
-        return _Incoming(
-            self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS), buffer, incoming
-        )
+        identity = replace(self._hop, step=step).pack()
+        hop = self._ring.shift(outgoing, incoming, self._direction, Stream.WEIGHTS, identity)
+        return _Incoming(hop, buffer, incoming)
 
     def _piece(self, step: int) -> int:
         return self._layout.piece(
-            (self._ring.rank - step * self._direction) % self._ring.size, self._round
+            (self._ring.rank - step * self._direction) % self._ring.size, self._hop.round_
         )
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:

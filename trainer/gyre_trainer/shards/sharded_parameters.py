@@ -7,11 +7,13 @@ packed.
 
 import weakref
 from collections.abc import Sequence
+from hashlib import blake2b
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -21,6 +23,8 @@ from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
+
+_DIGEST_COLUMNS = 61
 
 
 class ShardedParameters:
@@ -32,6 +36,7 @@ class ShardedParameters:
         flat: the own slice.
         parameters: DTensors in the order of the cuts; the local tensor of each is a view of
             ``flat``.
+        digests: of the values of the whole parameters, in the same order; 0 where they had none.
     """
 
     def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
@@ -39,6 +44,7 @@ class ShardedParameters:
         self.layout = layout
         self.ring: Ring = ring_of(mesh)
         rank = self.ring.rank
+        self.digests = [digest_of(source) for source in sources]
         device = torch.device(mesh.device_type) if sources[0].is_meta else sources[0].device
         self.flat = torch.full(
             (layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device
@@ -71,6 +77,23 @@ class ShardedParameters:
                 "(load_state_dict without assign)"
             )
         return local
+
+
+def digest_of(tensor: Tensor) -> int:
+    """A number that is equal for equal bits, and different for nearly all others; 0 on `meta`.
+
+    Every bit counts; entries are added up in a few columns, so it takes one pass over the memory.
+    """
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return 0
+    whole = tensor.detach().contiguous().view(-1)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = whole.view(integers[whole.element_size()])
+    num_rows = len(bits) // _DIGEST_COLUMNS
+    rows, rest = bits[: num_rows * _DIGEST_COLUMNS], bits[num_rows * _DIGEST_COLUMNS :]
+    sums = rows.view(num_rows, _DIGEST_COLUMNS).sum(0, dtype=torch.int64)
+    numbers = torch.cat((sums, rest.to(torch.int64))).tolist()
+    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=6).digest(), "little")
 
 
 def local_of(parameter: Tensor) -> Tensor:

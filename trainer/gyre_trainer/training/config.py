@@ -6,28 +6,39 @@ checks them; docs/adr/0031 says how and why.
 
 import dataclasses
 import difflib
-import tomllib
+import math
+import reprlib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.configuration import config_file
+from gyre_trainer.training.configuration.ranges import (
+    AtLeast0,
+    AtLeast1,
+    Decay,
+    Epsilon,
+    NotNegative,
+    NumThreads,
+    Positive,
+    Seconds,
+    Seed,
+    Text,
+)
 from gyre_trainer.training.gpt import GPTConfig
 
 Section = TypeVar("Section")
 DType = Literal["float32", "bfloat16"]
 
-_AtLeast0 = Annotated[int, Meta(ge=0)]
-_AtLeast1 = Annotated[int, Meta(ge=1)]
-_Positive = Annotated[float, Meta(gt=0)]
-_NotNegative = Annotated[float, Meta(ge=0)]
-_Decay = Annotated[float, Meta(ge=0, lt=1)]
-_Text = Annotated[str, Meta(min_length=1)]
+# No tensor of a step may have more elements: its size in bytes would not fit into 64 bits.
+_MAX_NUMEL = 2**58
+# Keys whose values may be secrets, so that no message repeats them.
+_SECRET = ("data.options",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +58,13 @@ class RunConfig:
             or collective.
     """
 
-    out: _Text
-    steps: _AtLeast1
+    out: Text
+    steps: AtLeast1
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: _AtLeast0 = 0
-    log_every: _AtLeast1 = 10
-    seed: _AtLeast0 = 0
-    timeout_s: _Positive = 600.0
+    threads: NumThreads = 0
+    log_every: AtLeast1 = 10
+    seed: Seed = 0
+    timeout_s: Seconds = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +85,16 @@ class DataConfig:
         prefetch_batches: batches that the daemon keeps ready or in flight for each rank.
     """
 
-    dataset: str
-    batch_size: _AtLeast1
-    sequence_length: _AtLeast1
+    dataset: Text
+    batch_size: AtLeast1
+    sequence_length: AtLeast1
     address: str = ""
     format: str = ""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    field: str = "tokens"
-    seed: _AtLeast0 = 0
+    field: Text = "tokens"
+    seed: Seed = 0
     tail: Literal["wrap", "drop", "pad"] = "wrap"
-    prefetch_batches: _AtLeast1 = 8
+    prefetch_batches: AtLeast1 = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +137,14 @@ class OptimizerConfig:
         accumulation_steps: parts of a rank's share of the batch, computed one after the other.
     """
 
-    lr: _Positive = 1e-3
-    min_lr: _NotNegative = 1e-4
-    warmup_steps: _AtLeast0 = 0
-    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    eps: _Positive = 1e-8
-    weight_decay: _NotNegative = 0.1
-    clip_norm: _NotNegative = 1.0
-    accumulation_steps: _AtLeast1 = 1
+    lr: Positive = 1e-3
+    min_lr: NotNegative = 1e-4
+    warmup_steps: AtLeast0 = 0
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: Epsilon = 1e-8
+    weight_decay: NotNegative = 0.1
+    clip_norm: NotNegative = 1.0
+    accumulation_steps: AtLeast1 = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +156,8 @@ class CheckpointConfig:
         keep: how many of the newest checkpoints stay on disk.
     """
 
-    every: _AtLeast0 = 100
-    keep: _AtLeast1 = 2
+    every: AtLeast0 = 100
+    keep: AtLeast1 = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +172,9 @@ class EvalConfig:
     """
 
     dataset: str = ""
-    every: _AtLeast0 = 0
-    batches: _AtLeast1 = 8
-    seed: _AtLeast0 = 0
+    every: AtLeast0 = 0
+    batches: AtLeast1 = 8
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if self.every and not self.dataset:
@@ -191,6 +202,19 @@ class TrainConfig:
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "
                 f"but the run has {self.run.steps} steps"
             )
+        if self.data.sequence_length > self.model.max_seq_len:
+            raise ConfigError(
+                f"`data.sequence_length` is {self.data.sequence_length}, "
+                f"but `model.max_seq_len` is {self.model.max_seq_len}"
+            )
+        num_tokens = self.data.batch_size * self.data.sequence_length
+        width = max(self.model.dim, self.model.hidden_dim, self.model.vocab_size)
+        num_scores = num_tokens * self.data.sequence_length * self.model.num_heads
+        if max(num_tokens * width, num_scores) > _MAX_NUMEL:
+            raise ConfigError(
+                f"`data.batch_size` times `data.sequence_length` is {num_tokens} tokens, whose "
+                "activations no memory holds; make one of them, or the model, smaller"
+            )
 
     def require_divisible(self, world_size: int) -> None:
         """Check that the global batch divides evenly among ranks and accumulation steps.
@@ -214,41 +238,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: the file cannot be read, or it or an override does not describe a run.
     """
-    table = _read(path)
-    for override in overrides:
-        _override(table, override)
+    table = config_file.read(path, overrides)
     data, model = table.get("data"), table.get("model")
     if isinstance(data, dict) and isinstance(model, dict) and "sequence_length" in data:
         model.setdefault("max_seq_len", data["sequence_length"])
     return build(TrainConfig, table)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def _override(table: dict[str, Any], text: str) -> None:
-    name, equals, value = text.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not equals or not dot or not key:
-        raise ConfigError(f"--set {text!r} is not of the form section.key=value")
-    target = table.setdefault(section, {})
-    if not isinstance(target, dict):
-        raise ConfigError(f"`{section}` must be a table: [{section}]")
-    target[key] = _parse_value(value.strip())
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value; other text is a string, so that paths and names need no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def build(cls: type[Section], table: Mapping[str, Any], where: str = "") -> Section:
@@ -281,9 +275,28 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, _convert(value, dict[str, Any], name), name)
     try:
-        return msgspec.convert(value, hint)
+        converted = msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"`{name}` is {value!r}: {_explain(error, hint)}") from error
+        raise ConfigError(f"`{name}` is {_shown(name, value)}: {_explain(error, hint)}") from error
+    numbers = converted if isinstance(converted, tuple) else (converted,)
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        raise ConfigError(f"`{name}` is {_shown(name, value)}: expected a finite number")
+    texts = [text for text in (converted, value) if isinstance(text, str)]
+    if not all(text.isprintable() for text in texts):
+        raise ConfigError(
+            f"`{name}` is {_shown(name, value)}: expected text without control characters"
+        )
+    return converted
+
+
+def _shown(name: str, value: Any) -> str:
+    """The value in short; not at all where it may be a secret."""
+    if name in _SECRET:
+        return "not as expected"
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python refuses to print numbers of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def _explain(error: msgspec.ValidationError, hint: Any) -> str:

@@ -17,8 +17,11 @@ from gyre_trainer.layers.attention import Attention, Heads, rope_table
 from gyre_trainer.layers.mlp import MLP, GatedMLP
 from gyre_trainer.rotate import linear_cross_entropy
 from gyre_trainer.shards.sharded_init import Constant, Init, Normal
+from gyre_trainer.training.configuration.ranges import AtLeast1, NumLayers, RotaryBase
 
 _INIT_STD = 0.02
+# Far more than any model has; torch cannot count the bytes of much larger ones.
+_MAX_PARAMETERS = 2**50
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +37,21 @@ class GPTConfig:
         num_kv_heads: a divisor of `num_heads`; equal to it for ordinary multi-head attention.
         hidden_dim: width inside the MLP.
         max_seq_len: the most tokens that a forward takes.
-        rope_theta: base of the rotary frequencies.
+        rope_theta: base of the rotary frequencies, at least 1.
         tie_embeddings: whether the head's weight is the embedding's.
         gated_mlp: silu(gate) · up instead of gelu(up).
         norm: RMSNorm or LayerNorm.
         bias: whether the linear layers of attention and MLP have one.
     """
 
-    vocab_size: int
-    num_layers: int
-    dim: int
-    num_heads: int
-    num_kv_heads: int
-    hidden_dim: int
-    max_seq_len: int
-    rope_theta: float = 10000.0
+    vocab_size: AtLeast1
+    num_layers: NumLayers
+    dim: AtLeast1
+    num_heads: AtLeast1
+    num_kv_heads: AtLeast1
+    hidden_dim: AtLeast1
+    max_seq_len: AtLeast1
+    rope_theta: RotaryBase = 10000.0
     tie_embeddings: bool = False
     gated_mlp: bool = True
     norm: Literal["rms", "layer"] = "rms"
@@ -64,6 +67,14 @@ class GPTConfig:
             raise ConfigError(
                 f"`model.num_kv_heads` is {self.num_kv_heads}; "
                 f"it must divide `model.num_heads`, {self.num_heads}"
+            )
+        num_parameters = self.dim * (
+            2 * self.vocab_size + self.num_layers * (4 * self.dim + 3 * self.hidden_dim)
+        )
+        if num_parameters > _MAX_PARAMETERS:
+            raise ConfigError(
+                f"`model` has about {num_parameters:.1e} parameters; "
+                "make `dim`, `hidden_dim`, `vocab_size` or `num_layers` smaller"
             )
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.errors import ConfigError
+from gyre_trainer.errors import ConfigError, RingError
 from gyre_trainer.rotate import make_mesh
 from gyre_trainer.training.config import RunConfig
 
@@ -34,16 +34,23 @@ def join_job(run: RunConfig) -> Iterator[RankContext]:
 
     Raises:
         ConfigError: the device that the configuration asks for does not exist.
+        RingError: the other ranks cannot be reached.
     """
     device = _device(run.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(run.threads or max(1, _num_cores() // _local_world_size()))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=run.timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=run.timeout_s),
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RingError(
+            f"rank {os.environ['RANK']} cannot join the other ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_first_line(error)}"
+        ) from error
     yield RankContext(dist.get_rank(), dist.get_world_size(), device, make_mesh(device.type))
     dist.destroy_process_group()  # not after an exception: it would wait for ranks that are gone
 
@@ -61,6 +68,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _first_line(error: Exception) -> str:
+    """What torch says, without the stack of its own functions."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _num_cores() -> int:

@@ -13,6 +13,8 @@ import time
 from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 
+from gyre_trainer.errors import ConfigError
+
 LAUNCHER_VARIABLE = "GYRE_TRAIN_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 # Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB
@@ -49,12 +51,20 @@ class FailurePipe:
         """The pipe that ``environment`` names; None without one.
 
         The variable is removed, so that no child process takes itself for a rank.
+
+        Raises:
+            ConfigError: the variable is not from a launcher that started this process.
         """
         text = environment.pop(LAUNCHER_VARIABLE, "")
         if not text:
             return None
-        pid, pipe_fd = map(int, text.split(":"))
-        os.set_inheritable(pipe_fd, False)
+        try:
+            pid, pipe_fd = map(int, text.split(":"))
+            os.set_inheritable(pipe_fd, False)
+        except (ValueError, OverflowError, OSError):
+            raise ConfigError(
+                f"{LAUNCHER_VARIABLE} is {text!r}, but no launcher set it; unset it"
+            ) from None
         return cls(pid, pipe_fd)
 
     def die_with_launcher(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gyre_trainer.comm.spans import name_modules, span
+from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.build import build_model
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
@@ -42,5 +43,10 @@ def trace(config: TrainConfig, out: Path, num_steps: int) -> None:
             for step in range(_NUM_WARM_UP_STEPS, _NUM_WARM_UP_STEPS + num_steps):
                 with span(f"step {step}"):
                     stepper.take(examples, step)
-        out.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(out / f"rank-{context.rank}.json"))
+        path = out / f"rank-{context.rank}.json"
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            path.touch()  # torch itself would not say why it cannot write
+        except OSError as error:
+            raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from error
+        profiler.export_chrome_trace(str(path))

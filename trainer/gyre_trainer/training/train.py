@@ -12,9 +12,9 @@ import torch.distributed as dist
 from gyre_client import Loader
 
 from gyre_trainer.comm.ring_registry import collective
-from gyre_trainer.errors import Diverged
+from gyre_trainer.errors import CheckpointRejected, Diverged
 from gyre_trainer.training.build import build_model
-from gyre_trainer.training.checkpoint import Checkpoints, TrainState
+from gyre_trainer.training.checkpoints.run_checkpoints import Checkpoints, TrainState
 from gyre_trainer.training.collate import Collator
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.private_daemon import shared_daemon
@@ -77,6 +77,7 @@ class Training:
         """Restore a checkpoint, if there is one to resume from, and open the run's records."""
         if resume:
             self.step = self._checkpoints.load(self._state(), resume)
+            self._require_resumable(resume)
         if self._context.rank == 0:
             # TensorBoard and matplotlib, for one rank.
             from gyre_trainer.training.records.recorder import RunFacts, RunRecorder  # noqa: PLC0415
@@ -92,6 +93,19 @@ class Training:
             )
             self._recorder = RunRecorder(self._config, facts, self.step, may_restart=may_restart)
         self._step_began_s = time.monotonic()
+
+    def _require_resumable(self, path: Path) -> None:
+        if self._loader.step != self.step:
+            raise CheckpointRejected(
+                f"checkpoint {path} cannot be read: `step` is {self.step}, but its place in the "
+                f"data is before step {self._loader.step}; "
+                "resume from another one with --resume CHECKPOINT"
+            )
+        if self.step > self._config.run.steps:
+            raise CheckpointRejected(
+                f"checkpoint {path} is of step {self.step}, but `run.steps` is "
+                f"{self._config.run.steps}; make `run.steps` larger"
+            )
 
     def take(self) -> None:
         """Take one step on the next global batch; then record, evaluate and save as configured."""

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from gyre_trainer.comm.shared_memory.files import SharedMemory, mapped
+from gyre_trainer.comm.transport import MispairedHop
 
-_MESSAGE = struct.Struct("BBxxI")  # the kind, the stream, the number of a file
+_MESSAGE = struct.Struct("=BBxxIQ")  # the kind, the stream, the number of a file, the identity
 
 # Tools that count or trace operators see by these what is sent. The operators do nothing: the copy
 # itself is no operator.
@@ -41,6 +42,7 @@ class _Kind(IntEnum):
     UNMAP = 1
     OFFER = 2
     DONE = 3
+    MISPAIRED = 4  # instead of DONE: the identities differ, and nothing was copied
 
 
 class Transfer:
@@ -49,23 +51,30 @@ class Transfer:
     Attributes:
         tensor: this end's tensor.
         arrives: whether ``tensor`` is filled; else it is read.
-        is_done: whether the copy was made.
+        identity: what it belongs to; the two ends compare it.
+        is_done: whether the copy was made, or found to be mispaired.
+        theirs: the other end's identity where it is another one; else None.
     """
 
-    def __init__(self, link: "Link", tensor: Tensor, *, arrives: bool) -> None:
+    def __init__(self, link: "Link", tensor: Tensor, identity: int, *, arrives: bool) -> None:
         (torch.ops.gyre.recv if arrives else torch.ops.gyre.send)(tensor)
         self._link = link
         self.tensor = tensor
         self.arrives = arrives
+        self.identity = identity
         self.is_done = False
+        self.theirs: int | None = None
 
     def wait(self) -> None:
         """Return when the copy was made.
 
         Raises:
             OSError: the neighbour is gone, or did not answer in time.
+            MispairedHop: the neighbour's transfer belongs to something else.
         """
         self._link.wait_for(self)
+        if self.theirs is not None:
+            raise MispairedHop(self.theirs)
 
 
 class Link:
@@ -107,23 +116,23 @@ class Link:
         self._announced: set[int] = set()  # files of this end that the other end has mapped
         self._mapped: dict[int, Tensor] = {}  # files of the other end
         # By stream, in the order of their start: transfers that this end offered, transfers that
-        # this end copies, and file numbers of the other end's offers that are not used yet.
+        # this end copies, and files and identities of the other end's offers not used yet.
         self._offered: defaultdict[int, deque[Transfer]] = defaultdict(deque)
         self._to_copy: defaultdict[int, deque[Transfer]] = defaultdict(deque)
-        self._offers: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._offers: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
         weakref.finalize(self, end.close)
 
-    def offer(self, stream: int, tensor: Tensor, *, arrives: bool) -> Transfer:
+    def offer(self, stream: int, tensor: Tensor, *, arrives: bool, identity: int = 0) -> Transfer:
         """Start a transfer to or from ``tensor``, which begins where a file begins."""
         self._announce_files()
-        transfer = Transfer(self, tensor, arrives=arrives)
+        transfer = Transfer(self, tensor, identity, arrives=arrives)
         self._offered[stream].append(transfer)  # before the answer can come
-        self._send(_Kind.OFFER, stream, self._memory.number(tensor))
+        self._send(_Kind.OFFER, stream, self._memory.number(tensor), identity)
         return transfer
 
-    def copy(self, stream: int, tensor: Tensor, *, arrives: bool) -> Transfer:
+    def copy(self, stream: int, tensor: Tensor, *, arrives: bool, identity: int = 0) -> Transfer:
         """Start a transfer between ``tensor`` and the buffer that the other end offers."""
-        transfer = Transfer(self, tensor, arrives=arrives)
+        transfer = Transfer(self, tensor, identity, arrives=arrives)
         self._to_copy[stream].append(transfer)
         self._request_copies()
         return transfer
@@ -178,7 +187,12 @@ class Link:
             pass
         for stream, waiting in tuple(self._to_copy.items()):
             while waiting and self._offers[stream]:
-                self._copy(stream, waiting.popleft(), self._mapped[self._offers[stream].popleft()])
+                transfer, (number, theirs) = waiting.popleft(), self._offers[stream].popleft()
+                if theirs == transfer.identity:
+                    self._copy(stream, transfer, self._mapped[number])
+                else:
+                    self._send(_Kind.MISPAIRED, stream, identity=transfer.identity)
+                    transfer.theirs, transfer.is_done = theirs, True
 
     def _wait_for_message(self, deadline_s: float) -> None:
         if self._failed is not None:
@@ -208,8 +222,15 @@ class Link:
         self._send(_Kind.DONE, stream)
         transfer.is_done = True
 
-    def _send(self, kind: _Kind, stream: int = 0, number: int = 0, fds: Sequence[int] = ()) -> None:
-        socket.send_fds(self._end, [_MESSAGE.pack(kind, stream, number)], fds)
+    def _send(
+        self,
+        kind: _Kind,
+        stream: int = 0,
+        number: int = 0,
+        identity: int = 0,
+        fds: Sequence[int] = (),
+    ) -> None:
+        socket.send_fds(self._end, [_MESSAGE.pack(kind, stream, number, identity)], fds)
 
     def _receive(self) -> bool:
         """Handle one message; False where there is none."""
@@ -222,7 +243,7 @@ class Link:
         if not message:
             self._failed = ConnectionError("its process is gone")
             return False
-        kind, stream, number = _MESSAGE.unpack(message)
+        kind, stream, number, identity = _MESSAGE.unpack(message)
         match kind:
             case _Kind.MAP:
                 self._mapped[number] = mapped(fds[0])
@@ -230,7 +251,10 @@ class Link:
             case _Kind.UNMAP:
                 del self._mapped[number]
             case _Kind.OFFER:
-                self._offers[stream].append(number)
+                self._offers[stream].append((number, identity))
+            case _Kind.MISPAIRED:
+                transfer = self._offered[stream].popleft()
+                transfer.theirs, transfer.is_done = identity, True
             case _:
                 self._offered[stream].popleft().is_done = True
         return True

@@ -9,10 +9,12 @@ STEP` prints.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from gyre_trainer.errors import RecordsFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class StepRecord:
     elapsed_s: float
     data_wait_s: float
     sample_ids: str
+
+
+_NAMES = {field.name for field in fields(StepRecord)}
+_NUMBERS = (_NAMES | {"resumed_at"}) - {"sample_ids"}
 
 
 def digest(sample_ids: Sequence[int]) -> str:
@@ -78,27 +84,42 @@ class History:
 
 
 def committed(path: Path) -> list[StepRecord]:
-    """The records that led to the newest weights, by step, without a torn last line."""
-    names = {field.name for field in fields(StepRecord)}
+    """The records that led to the newest weights, by step, without a torn last line.
+
+    Raises:
+        RecordsFailed: a line is damaged; the message has its number.
+    """
     records: list[StepRecord] = []
-    for line in _whole_lines(path):
-        entry = json.loads(line)
+    for entry in _entries(path):
         if "resumed_at" in entry:
             records = [record for record in records if record.step < entry["resumed_at"]]
-        elif names <= entry.keys():
-            records.append(StepRecord(**{name: entry[name] for name in names}))
+        elif entry.keys() >= _NAMES:
+            records.append(StepRecord(**{name: entry[name] for name in _NAMES}))
     return records
 
 
 def resumes(path: Path) -> list[int]:
     """The steps at which the run was resumed, in the order of the file."""
-    entries = (json.loads(line) for line in _whole_lines(path))
-    return [entry["resumed_at"] for entry in entries if "resumed_at" in entry]
+    return [entry["resumed_at"] for entry in _entries(path) if "resumed_at" in entry]
 
 
-def _whole_lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """The object in each whole line."""
+    content = path.read_bytes()
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            is_valid = isinstance(entry, dict) and all(
+                isinstance(entry.get(name, 0), int | float) for name in _NUMBERS
+            )
+        except (ValueError, RecursionError):
+            is_valid = False
+        if not is_valid:
+            raise RecordsFailed(
+                f"{path} is damaged: line {number} is no record of a step; "
+                "remove that line, or move the file away"
+            )
+        yield entry
 
 
 def _drop_torn_line(path: Path) -> None:

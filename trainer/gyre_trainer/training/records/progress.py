@@ -26,6 +26,7 @@ class Progress:
         self._rewrites = stream.isatty()
         self._shown_at_s = float("-inf")
         self._width = 0
+        self._is_gone = False
 
     def show(self, records: Sequence[StepRecord]) -> None:
         """Show one line about the records since the last call; the last step is always shown."""
@@ -39,19 +40,25 @@ class Progress:
         self._shown_at_s = self._clock_s()
         line = describe(records, self._num_steps)
         if self._rewrites:
-            self._stream.write("\r" + line.ljust(self._width) + ("\n" if is_last else ""))
+            self._write("\r" + line.ljust(self._width) + ("\n" if is_last else ""))
             self._width = len(line)
         else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
+            self._write(line + "\n")
 
     def say(self, text: str) -> None:
         """Write a line of its own."""
-        if self._rewrites and self._width:
-            self._stream.write("\n")
-            self._width = 0
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        ended = "\n" if self._rewrites and self._width else ""
+        self._width = 0
+        self._write(f"{ended}{text}\n")
+
+    def _write(self, text: str) -> None:
+        """Write, unless nobody reads any more: a run does not end with its terminal."""
+        if not self._is_gone:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except OSError:
+                self._is_gone = True
 
 
 def describe(records: Sequence[StepRecord], num_steps: int) -> str:

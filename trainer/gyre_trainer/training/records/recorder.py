@@ -1,13 +1,14 @@
 """Everything that rank 0 writes about a run: history, TensorBoard, progress, report."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from gyre_trainer.errors import ConfigError
+from gyre_trainer.errors import ConfigError, RecordsFailed
 from gyre_trainer.training.config import TrainConfig
 from gyre_trainer.training.records.history import History, StepRecord, committed, digest, resumes
 from gyre_trainer.training.records.progress import Progress
@@ -34,7 +35,10 @@ class RunFacts:
 
 
 class RunRecorder:
-    """Writes the files of the run directory, except its checkpoints."""
+    """Writes the files of the run directory, except its checkpoints.
+
+    Every method raises `RecordsFailed` where a file cannot be written or is damaged.
+    """
 
     def __init__(
         self, config: TrainConfig, facts: RunFacts, first_step: int, *, may_restart: bool = False
@@ -48,17 +52,19 @@ class RunRecorder:
         self._config = config
         self._facts = facts
         self._out = Path(config.run.out)
-        self._out.mkdir(parents=True, exist_ok=True)
-        is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
-        if first_step == 0 and is_begun and not may_restart:
-            raise ConfigError(
-                f"{self._out} already holds a run; continue it with --resume, "
-                "or choose another `run.out`"
-            )
-        self._history = History(self._history_path)
-        if first_step or is_begun:
-            self._history.resume_at(first_step)
-        self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=first_step + 1)
+        with self._writing():
+            self._out.mkdir(parents=True, exist_ok=True)
+            is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
+            if first_step == 0 and is_begun and not may_restart:
+                raise ConfigError(
+                    f"{self._out} already holds a run; continue it with --resume, "
+                    "or choose another `run.out`"
+                )
+            self._history = History(self._history_path)
+            committed(self._history_path)  # which also checks it, before anything is trained
+            if first_step or is_begun:
+                self._history.resume_at(first_step)
+            self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=first_step + 1)
         self._progress = Progress(config.run.steps, sys.stderr)
         self._eval_loss: float | None = None
         self._progress.say(
@@ -73,48 +79,69 @@ class RunRecorder:
 
     def add(self, first_step: int, steps: Sequence[GlobalStep]) -> None:
         """Record the steps from ``first_step`` on, and show one line about them."""
-        records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
-        self._history.append(records)
-        for record in records:
-            elapsed_s = max(record.elapsed_s, 1e-9)
-            self._board.add_scalar("train/loss", record.loss, record.step + 1)
-            self._board.add_scalar("train/learning_rate", record.lr, record.step + 1)
-            self._board.add_scalar(
-                "speed/tokens_per_s", record.num_targets / elapsed_s, record.step + 1
-            )
-            self._board.add_scalar(
-                "speed/data_wait_share", record.data_wait_s / elapsed_s, record.step + 1
-            )
-        self._progress.show(records)
+        with self._writing():
+            records = [self._record(first_step + index, step) for index, step in enumerate(steps)]
+            self._history.append(records)
+            for record in records:
+                elapsed_s = max(record.elapsed_s, 1e-9)
+                self._board.add_scalar("train/loss", record.loss, record.step + 1)
+                self._board.add_scalar("train/learning_rate", record.lr, record.step + 1)
+                self._board.add_scalar(
+                    "speed/tokens_per_s", record.num_targets / elapsed_s, record.step + 1
+                )
+                self._board.add_scalar(
+                    "speed/data_wait_share", record.data_wait_s / elapsed_s, record.step + 1
+                )
+            self._progress.show(records)
 
     def add_evaluation(self, step: int, loss: float) -> None:
         """Write down the evaluation loss of the weights before ``step``."""
-        self._eval_loss = loss
-        self._board.add_scalar("eval/loss", loss, step)
-        self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
+        with self._writing():
+            self._eval_loss = loss
+            self._board.add_scalar("eval/loss", loss, step)
+            self._progress.say(f"step {step}: evaluation loss {loss:.4f}")
 
     def sync(self) -> None:
         """Make what was added durable, so that no checkpoint is ahead of the history."""
-        self._history.sync()
+        with self._writing():
+            self._history.sync()
 
     def finish(self, peak_memory_bytes: Sequence[int]) -> None:
         """Write the report and the loss curve, and close all files."""
-        self._history.close()
-        self._board.close()
-        records = committed(self._history_path)
-        resumed_at = resumes(self._history_path)
-        report = self._report(records, resumed_at, peak_memory_bytes)
-        write_report(report, self._out / "report.json")
-        title = (
-            f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
-            f"{report.world_size} ranks, "
-            f"{report.num_tokens / 1e6:.1f} M tokens"
-        )
-        draw_loss(records, resumed_at, title, self._out / "loss.png")
-        self._progress.say(
-            f"final loss {report.final_loss:.4f}; "
-            f"see {self._out}/report.json and {self._out}/loss.png"
-        )
+        with self._writing():
+            self._history.close()
+            self._board.close()
+            records = committed(self._history_path)
+            if not records:
+                raise ConfigError(
+                    f"nothing is left to train: the checkpoint is of the last step, "
+                    f"{self._config.run.steps}; make `run.steps` larger"
+                )
+            resumed_at = resumes(self._history_path)
+            report = self._report(records, resumed_at, peak_memory_bytes)
+            write_report(report, self._out / "report.json")
+            title = (
+                f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
+                f"{report.world_size} ranks, "
+                f"{report.num_tokens / 1e6:.1f} M tokens"
+            )
+            draw_loss(records, resumed_at, title, self._out / "loss.png")
+            self._progress.say(
+                f"final loss {report.final_loss:.4f}; "
+                f"see {self._out}/report.json and {self._out}/loss.png"
+            )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A context in which a file that cannot be written becomes a `RecordsFailed`."""
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or self._out
+            raise RecordsFailed(
+                f"the records of the run cannot be written: {where}: {error.strerror or error}; "
+                "make room, or correct its permissions, and continue with --resume-if-any"
+            ) from error
 
     def _record(self, step: int, seen: GlobalStep) -> StepRecord:
         return StepRecord(

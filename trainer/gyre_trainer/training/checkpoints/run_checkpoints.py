@@ -2,21 +2,20 @@
 
     RUN/checkpoints/
       step-00000120/        once it is complete and on disk; before, .writing-step-00000120
-        checkpoint.json     step, model, and the loader's cursor: read and checked first
+        checkpoint.json     step, model, the loader's cursor, and size and CRC-32 of each file
         .metadata, *.distcp model and optimizer, each shard by its owner
       latest                the name of the newest one
 
-Model and optimizer shards are DTensors, so a checkpoint loads at any world size.
+Model and optimizer shards are DTensors, so a checkpoint loads at any world size. The manifest is
+read and checked first, then every file, and only then something is loaded.
 """
 
-import json
 import os
+import re
 import shutil
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +26,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
+from gyre_trainer.training.checkpoints import manifest
+from gyre_trainer.training.checkpoints.manifest import Files, Manifest
+from gyre_trainer.training.checkpoints.reading import SafePlanner, SafeReader
 from gyre_trainer.training.gpt import GPTConfig
 
-FORMAT = 1
-_MANIFEST = "checkpoint.json"
 _LATEST = "latest"
+_NAME = re.compile(r"step-[0-9]{8,}")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -66,19 +67,17 @@ class Checkpoints:
         name = f"step-{step:08}"
         unfinished = self._folder / f".writing-{name}"
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "world_size": dist.get_world_size(),
-            "model": asdict(self._model_config),
-            "loader": {
-                name: b64encode(value).decode() for name, value in state.loader.state_dict().items()
-            },
-        }
         try:
             _on_first_rank(lambda: _remove(unfinished))
             save({"model": model, "optimizer": optimizer}, checkpoint_id=unfinished)
-            _on_first_rank(lambda: self._publish(unfinished, name, manifest))
+            written = Manifest(
+                step=step,
+                world_size=dist.get_world_size(),
+                model=asdict(self._model_config),
+                loader=manifest.encoded(state.loader.state_dict()),
+                files=_described(unfinished),
+            )
+            _on_first_rank(lambda: self._publish(unfinished, name, written))
         except (OSError, CheckpointException) as error:
             raise CheckpointFailed(
                 f"checkpoint {self._folder / name} cannot be written: {_cause(error)}"
@@ -96,14 +95,17 @@ class Checkpoints:
             CheckpointRejected: it is not a checkpoint, is incomplete, or has another format or
                 model; the message says what differs.
         """
-        manifest = read_manifest(path, self._model_config)
+        saved = manifest.read(path, self._model_config)
+        _require_whole(path, saved.files)
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
         try:
-            load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+            load(
+                {"model": model, "optimizer": optimizer},
+                storage_reader=SafeReader(path),
+                planner=SafePlanner(),
+            )
         except CheckpointException as error:
-            raise CheckpointRejected(
-                f"checkpoint {path} cannot be read: {_cause(error)}"
-            ) from error
+            raise manifest.rejection(path, _cause(error)) from error
         set_state_dict(
             state.model,
             state.optimizer,
@@ -111,16 +113,14 @@ class Checkpoints:
             optim_state_dict=optimizer,
             options=_OPTIONS,
         )
-        state.loader.load_state_dict(
-            {name: b64decode(value) for name, value in manifest["loader"].items()}
-        )
+        state.loader.load_state_dict(saved.loader_state())
         if path.absolute().parent == self._folder.absolute():
             _on_first_rank(lambda: _write_pointer(self._folder / _LATEST, path.name))
-        return int(manifest["step"])
+        return saved.step
 
-    def _publish(self, unfinished: Path, name: str, manifest: Mapping[str, Any]) -> None:
-        (unfinished / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        _fsync(unfinished / _MANIFEST)
+    def _publish(self, unfinished: Path, name: str, written: Manifest) -> None:
+        written.write(unfinished / manifest.NAME)
+        _fsync(unfinished / manifest.NAME)
         _fsync(unfinished)
         complete = self._folder / name
         _remove(complete)  # left by a run that was resumed from an earlier step
@@ -145,41 +145,50 @@ def latest(folder: Path) -> Path:
         CheckpointRejected: there is none.
     """
     try:
-        return folder / (folder / _LATEST).read_text(encoding="utf-8").strip()
+        name = (folder / _LATEST).read_bytes()[:100].decode(errors="replace").strip()
     except FileNotFoundError:
         raise CheckpointRejected(
             f"there is no checkpoint in {folder}; begin the run without --resume, "
             "or with --resume-if-any"
         ) from None
-
-
-def read_manifest(path: Path, model_config: GPTConfig) -> dict[str, Any]:
-    """The manifest of the checkpoint directory ``path``.
-
-    Raises:
-        CheckpointRejected: it is not a checkpoint, or has another format or model; the message
-            says what differs.
-    """
-    try:
-        manifest: dict[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        written = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError as error:
+        raise CheckpointRejected(f"{folder / _LATEST} cannot be read: {error.strerror}") from error
+    if not _NAME.fullmatch(name):
         raise CheckpointRejected(
-            f"{path} is not a checkpoint: it has no readable {_MANIFEST}"
-        ) from None
-    if written != FORMAT:
-        raise CheckpointRejected(
-            f"checkpoint {path} has format {written}, but this version reads format {FORMAT}"
+            f"{folder / _LATEST} holds {name!r}, which is no checkpoint's name; "
+            "resume from a directory with --resume CHECKPOINT"
         )
-    saved, wanted = manifest["model"], asdict(model_config)
-    differences = [
-        f"{key} is {saved.get(key)} there and {wanted.get(key)} here"
-        for key in sorted(saved.keys() | wanted.keys())
-        if saved.get(key) != wanted.get(key)
-    ]
-    if differences:
-        raise CheckpointRejected(f"checkpoint {path} is of another model: {', '.join(differences)}")
-    return manifest
+    return folder / name
+
+
+def _described(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 of every file of the checkpoint: each rank reads those that it wrote."""
+    own = [*folder.glob(f"__{dist.get_rank()}_*")]
+    if dist.get_rank() == 0:
+        own.append(folder / ".metadata")
+    here: Files | OSError
+    try:
+        here = manifest.describe(own)
+    except OSError as error:
+        here = error
+    everyone = [here] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    files: dict[str, tuple[int, int]] = {}
+    for each in everyone:
+        if isinstance(each, OSError):
+            raise each
+        files.update(each)
+    return files
+
+
+def _require_whole(path: Path, files: Files) -> None:
+    """Refuse a checkpoint with a damaged file, on every rank; the ranks share the files."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = dict([*sorted(files.items())][rank::size])
+    everyone = [""] * size
+    dist.all_gather_object(everyone, manifest.damage(path, own))
+    if damage := next(filter(None, everyone), ""):
+        raise manifest.rejection(path, damage)
 
 
 def _on_first_rank(act: Callable[[], None]) -> None:

@@ -1,0 +1,241 @@
+"""What would be wrong in silence is refused by name, or computed as without rotation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.attention import AttentionRule
+from gyre_trainer.layers.mlp import MLP, MLPRule
+from gyre_trainer.layers.moe import Experts, ExpertsRule
+from gyre_trainer.rotate import RotationPolicy, rotate, rotate_all
+from gyre_trainer.rotation.rule import Rule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.conftest import StartRanks
+
+
+def told(step: Callable[[], Any]) -> str:
+    try:
+        step()
+    except RotationError as error:
+        return str(error)
+    return ""
+
+
+class Cache:
+    """As a cache of keys and values: every call adds to it."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class CachingMLP(MLP):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        if cache is not None:
+            cache.keys.append(x)
+        return super().forward(x)
+
+
+def told_of_a_cache() -> tuple[str, str]:
+    mlp = rotate(CachingMLP(4, 8), mesh=make_mesh("cpu"), rule=MLPRule())
+    return told(lambda: mlp(torch.ones(1, 4))), told(lambda: mlp(torch.ones(1, 4), cache=Cache()))
+
+
+def test_a_cache_inside_what_rotates_is_refused(ranks: StartRanks) -> None:
+    for without, with_cache in ranks(2).run(told_of_a_cache):
+        assert without == ""
+        assert "RotatedCachingMLP is called with a Cache" in with_cache
+        assert "use_cache=False" in with_cache
+
+
+def told_of_a_cache_of_transformers() -> tuple[str, Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    torch.manual_seed(0)
+    configure: Any = LlamaConfig
+    make: Any = LlamaForCausalLM
+    config = configure(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=32,
+    )
+    model = make(config).double().eval()
+    tokens = torch.arange(6).view(1, 6)
+    expected = model(input_ids=tokens, use_cache=False).logits
+    names = ("q_proj", "k_proj", "v_proj")
+    rules: dict[type[nn.Module] | str, Rule | None] = {
+        LlamaAttention: AttentionRule(4, inputs=names, output="o_proj")
+    }
+    rotate_all(model, mesh=make_mesh("cpu"), rules=rules)
+    with torch.no_grad():
+        off = model(input_ids=tokens, use_cache=False).logits - expected
+        return told(lambda: model(input_ids=tokens)), off.abs().max()
+
+
+def test_llama_with_its_default_cache_is_refused_and_without_it_exact(ranks: StartRanks) -> None:
+    for text, off in ranks(2).run(told_of_a_cache_of_transformers):
+        assert "is called with a DynamicCache" in text
+        assert off < 1e-6
+
+
+class DropsInside(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(F.gelu(self.up(x)), 0.5, self.training)
+        output: Tensor = self.down(hidden)
+        return output
+
+
+class DropsAfter(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+def derivative_of(first_mode: bool) -> tuple[float, float]:
+    """The derivative along one direction, from gradients and from differences of one mask."""
+    torch.manual_seed(dist.get_rank())
+    mesh = make_mesh("cpu")
+    torch.manual_seed(5)
+    mlp = DropsInside(4, 8).double()
+    rotate(mlp, mesh=mesh, policy=RotationPolicy(recompute=True), rule=MLPRule())
+    x, along = torch.randn(3, 4).double(), torch.randn(3, 4).double()
+    mlp.train(first_mode)(x)
+    mlp.train()
+
+    def value(where: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        output: Tensor = mlp(where).square().sum()
+        return output
+
+    leaf = x.clone().requires_grad_()
+    value(leaf).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    by_differences = (value(x + 1e-6 * along) - value(x - 1e-6 * along)) / 2e-6
+    return float((leaf.grad * along).sum()), float(by_differences.detach())
+
+
+@pytest.mark.parametrize("first_mode", [True, False])
+def test_dropout_in_a_forward_is_drawn_again_when_backward_recomputes(
+    ranks: StartRanks, first_mode: bool
+) -> None:
+    for found, expected in ranks(2).run(derivative_of, first_mode):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def told_of_dropout_after() -> tuple[str, str]:
+    mlp = rotate(DropsAfter(4, 8), mesh=make_mesh("cpu"), rule=MLPRule())
+    in_eval = told(lambda: mlp.eval()(torch.ones(1, 4)))
+    return in_eval, told(lambda: mlp.train()(torch.ones(1, 4)))
+
+
+def test_dropout_after_the_last_layer_is_refused_in_training_after_a_call_in_eval(
+    ranks: StartRanks,
+) -> None:
+    for in_eval, in_training in ranks(2).run(told_of_dropout_after):
+        assert in_eval == ""
+        assert "DropsAfter drops out after its last layer, with dropout" in in_training
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(4), MLP(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.mlp(self.norm(x))
+        return output
+
+
+def rotated_from_different_values(sync_from: int | None, changed: str) -> tuple[str, float]:
+    """The refusal, or how far this rank's parameters are from those of the rank to sync from."""
+    torch.manual_seed(0)
+    model = Normed()
+    if dist.get_rank() == 1:
+        model.get_parameter(changed).data += 1
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    text = told(lambda: rotate_all(model, mesh=make_mesh("cpu"), sync_from=sync_from))
+    if text:
+        return text, 0.0
+    for parameter in expected:
+        dist.broadcast(parameter, src=sync_from)
+    found = [p.full_tensor() for p in model.parameters() if isinstance(p, DTensor)]
+    return "", max(
+        float((one - other).detach().abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("changed", ["norm.weight", "mlp.up.weight", "mlp.down.weight"])
+def test_values_that_differ_are_refused_or_taken_from_one_rank(
+    ranks: StartRanks, changed: str
+) -> None:
+    for text, _ in ranks(2).run(rotated_from_different_values, None, changed):
+        assert f"on rank 0 {changed} has values of digest " in text
+        assert "sync_from=0" in text
+    for source in (0, 1):
+        for text, off in ranks(2).run(rotated_from_different_values, source, changed):
+            assert (text, off) == ("", 0.0)
+
+
+def gradients_of_what_was_frozen() -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Normed()
+    model.norm.requires_grad_(False)
+    rotate_all(model, mesh=make_mesh("cpu"))
+    model.norm.requires_grad_(True)
+    model(
+        torch.full((2, 4), 1.0) * torch.arange(4) * (dist.get_rank() + 1)
+    ).square().sum().backward()
+    assert isinstance(model.norm.weight.grad, DTensor)
+    return [model.norm.weight.grad.to_local()]
+
+
+def test_a_parameter_that_is_unfrozen_after_rotating_is_averaged(ranks: StartRanks) -> None:
+    one, other = ranks(2).run(gradients_of_what_was_frozen)
+    assert torch.equal(one[0], other[0])
+    assert one[0].abs().max() > 0
+
+
+def told_of_an_added_layer() -> str:
+    model = Normed()
+    rotate_all(model, mesh=make_mesh("cpu"), sync_from=0)
+    model.add_module("adapter", nn.Linear(4, 4))
+    return told(lambda: model(torch.ones(1, 4)))
+
+
+def test_a_layer_that_is_added_after_rotating_is_refused(ranks: StartRanks) -> None:
+    for text in ranks(2).run(told_of_an_added_layer):
+        assert "adapter.weight was added to" in text
+
+
+class CountsExperts(Experts):
+    """Divides by the number of its experts, which is another one in a slice."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights) / self.down.shape[0]
+
+
+def told_by_the_proof(wrong: bool, verify: bool | None) -> str:
+    torch.manual_seed(0)
+    experts = nn.ModuleDict({"experts": (CountsExperts if wrong else Experts)(4, 4, 8)}).double()
+    kind = CountsExperts if wrong else Experts
+    rotate_all(experts, mesh=make_mesh("cpu"), rules={kind: ExpertsRule()}, verify=verify)
+    x = torch.randn(3, 4).double().requires_grad_()
+    chosen, weights = torch.tensor([[0, 2], [1, 3], [3, 0]]), torch.rand(3, 2).double()
+    return told(lambda: experts["experts"](x, chosen, weights).sum().backward())
+
+
+def test_a_rule_that_does_not_fit_is_refused_at_the_first_call(ranks: StartRanks) -> None:
+    for verify in (True, None):
+        for text in ranks(2).run(told_by_the_proof, True, verify):
+            assert "CountsExperts computes something else when it rotates: output 0 is off" in text
+        assert ranks(2).run(told_by_the_proof, False, verify) == ["", ""]

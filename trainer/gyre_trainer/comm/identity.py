@@ -1,0 +1,85 @@
+"""What a hop belongs to: neighbours compare it, so that a slice is never taken for another one.
+
+Two ranks that call different modules of one shape would exchange weights without an error, and
+compute with the wrong ones.
+"""
+
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import nn
+
+from gyre_trainer.comm.spans import path_of
+
+# Bits of each part of a packed identity; what does not fit wraps round. 2^20 modules are more than
+# any model has, and two passes of one module differ by their direction and stream.
+_STEP_BITS, _ROUND_BITS, _NUMBER_BITS = 14, 6, 20
+
+
+@dataclass(frozen=True, slots=True)
+class HopIdentity:
+    """What one hop belongs to.
+
+    Attributes:
+        number: the module's number in `Modules`, the same on every rank.
+        forward: whether the module's forward goes on, not its backward.
+        gradients: whether gradients travel, not weights.
+        round_: the round of the ring pass.
+        step: the hop's number in its round, from 1.
+    """
+
+    number: int
+    forward: bool
+    gradients: bool
+    round_: int
+    step: int
+
+    def pack(self) -> int:
+        """A number in [1, 2^48); other hops, and those of other modules, have other numbers."""
+        packed: int = self.number % 2**_NUMBER_BITS
+        packed = packed << _ROUND_BITS | self.round_ % 2**_ROUND_BITS
+        packed = packed << _STEP_BITS | self.step % 2**_STEP_BITS
+        return (packed << 2 | self.forward << 1 | self.gradients) + 1
+
+    @classmethod
+    def unpack(cls, packed: int) -> "HopIdentity":
+        """The hop of a number that `pack` gave."""
+        rest, flags = divmod(packed - 1, 4)
+        rest, step = divmod(rest, 2**_STEP_BITS)
+        number, round_ = divmod(rest, 2**_ROUND_BITS)
+        return cls(number, bool(flags & 2), bool(flags & 1), round_, step)
+
+
+class Modules:
+    """The modules that rotate on one ring, by numbers that are the same on every rank.
+
+    The ranks rotate the same modules in the same order, so they count alike.
+
+    Attributes:
+        count: the number that the next module gets.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._modules: dict[int, ref[nn.Module]] = {}
+
+    def add(self, module: nn.Module) -> int:
+        """The number of a new module."""
+        number, self.count = self.count, self.count + 1
+        self._modules[number] = ref(module)
+        return number
+
+    def skip_to(self, number: int) -> None:
+        """Give the next module this number."""
+        self.count = number
+
+    def describe(self, packed: int) -> str:
+        """Names the module and the part of its pass, such as "blocks.0.mlp (forward, step 1)"."""
+        if not packed:
+            return "something that is no module"
+        hop = HopIdentity.unpack(packed)
+        known = self._modules.get(hop.number)
+        module = None if known is None else known()
+        name = f"module {hop.number}" if module is None else path_of(module)
+        what = "forward" if hop.forward else "backward, gradients" if hop.gradients else "backward"
+        return f"{name} ({what}, step {hop.step} of round {hop.round_})"

@@ -1,0 +1,159 @@
+"""Compares a rotated module with the whole one, gathered for that once: outputs and gradients."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.ring_pass import run
+from gyre_trainer.rotation.rotation import Rotation
+from gyre_trainer.rotation.rule import swapped
+from gyre_trainer.shards.sharded_parameters import local_of
+
+# Relative to the largest value. Sums in another order differ by far less, a wrong rule by far more.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_TOLERANCE_OF_OTHERS = 5e-2
+
+
+def verify(rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a module that computes something else when it rotates than it does as a whole.
+
+    Compared are the outputs and, where gradients are enabled, those of inputs and parameters.
+    Every rank holds the whole module meanwhile. Where the module draws random numbers, nothing is
+    compared: its slices draw others. Collective.
+
+    Raises:
+        RotationError: on every rank that sees a difference; the message names what differs.
+    """
+    if isinstance(rotation.sharded.flat, FakeTensor):
+        return
+    state = torch.get_rng_state()
+    try:
+        expected = _Results(rotation, args, kwargs, rotates=False)
+        is_random = not torch.equal(torch.get_rng_state(), state)
+        found = _Results(rotation, args, kwargs, rotates=True)
+    finally:
+        torch.set_rng_state(state)
+    if is_random:
+        return
+    for (what, one), (_, other) in zip(found.named(), expected.named(), strict=True):
+        if one is None or other is None:
+            continue
+        dtype = rotation.policy.compute_dtype or rotation.sharded.flat.dtype
+        if not _close(one, other, _TOLERANCE.get(dtype, _TOLERANCE_OF_OTHERS)):
+            raise RotationError(
+                f"{rotation.name} computes something else when it rotates: {what} is off by "
+                f"{(one - other).abs().max().item():.2g} where its largest value is "
+                f"{other.abs().max().item():.2g}; its rule does not fit it, or its forward reads "
+                "sizes that a slice does not have"
+            )
+
+
+class _Results:
+    """Outputs and gradients of one call, whole or rotated; gradients of shards are averaged."""
+
+    def __init__(
+        self, rotation: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any], *, rotates: bool
+    ) -> None:
+        self._rotation = rotation
+        args, kwargs = tree_map(_leaf, (args, kwargs))
+        inputs = [each for each in tree_flatten((args, kwargs))[0] if _takes_grad(each)]
+        names = [cut.name for cut in rotation.layout.cuts]
+        own = [rotation.module.get_parameter(name) for name in names]
+        if rotates:
+            weights: list[Tensor] = list(own)
+            output = run(rotation, args, kwargs)
+        else:
+            whole = {name: _whole(p) for name, p in zip(names, own, strict=True)}
+            others = {
+                name: local_of(rotation.module.get_parameter(name)) for name in rotation.replicated
+            }
+            weights = list(whole.values())
+            with swapped(rotation.module, {**whole, **others}):
+                output = rotation.forward(*args, **kwargs)
+        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        self.outputs = [tensor.detach() for tensor in tensors]
+        wanted = [tensor for tensor in (*inputs, *weights) if tensor.requires_grad]
+        grads: list[Tensor | None] = []
+        if any(tensor.requires_grad for tensor in tensors) and wanted:
+            trained = [tensor for tensor in tensors if tensor.requires_grad]
+            cotangents = [_cotangent(tensor) for tensor in trained]
+            grads = list(torch.autograd.grad(trained, wanted, cotangents, allow_unused=True))
+        num_inputs = len([tensor for tensor in inputs if tensor.requires_grad])
+        self.input_grads = grads[:num_inputs]
+        of_weights = iter(grads[num_inputs:])
+        self.weight_grads = [
+            self._shard(position, next(of_weights), rotates=rotates)
+            for position, weight in enumerate(weights)
+            if weight.requires_grad and grads
+        ]
+        self._names = [name for name, p in zip(names, own, strict=True) if p.requires_grad]
+
+    def named(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Everything that is compared, each with its name for the message."""
+        yield from ((f"output {index}", output) for index, output in enumerate(self.outputs))
+        yield from (
+            (f"the gradient of input {index}", grad) for index, grad in enumerate(self.input_grads)
+        )
+        yield from (
+            (f"the gradient of {name}", grad)
+            for name, grad in zip(self._names, self.weight_grads, strict=False)
+        )
+
+    def _shard(self, position: int, grad: Tensor | None, *, rotates: bool) -> Tensor | None:
+        """The own shard's averaged gradient."""
+        rotation, ring = self._rotation, self._rotation.sharded.ring
+        if rotates:
+            return None if grad is None else local_of(grad)
+        parameter = rotation.sharded.parameters[position]
+        assert isinstance(parameter, DTensor)
+        flat = rotation.sharded.flat
+        mean = torch.zeros(parameter.shape, dtype=flat.dtype, device=flat.device)
+        if grad is not None:
+            mean.copy_(grad)
+        group = parameter.device_mesh.get_group()
+        with ring_of(parameter.device_mesh).hang_diagnosis.collective("verifying a rotated module"):
+            dist.all_reduce(mean, group=group)
+        cut = rotation.layout.cuts[position]
+        start, stop = rotation.layout.bounds(cut, ring.rank)
+        return mean.narrow(cut.dim, start, stop - start) / ring.size
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    with torch.no_grad():
+        whole = parameter.full_tensor()
+    return whole.detach().requires_grad_(parameter.requires_grad)
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _cotangent(output: Tensor) -> Tensor:
+    """What the output's entries weigh in the loss: as different as random ones, but no draw."""
+    return torch.arange(output.numel(), device=output.device).cos().view_as(output).to(output.dtype)
+
+
+def _takes_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if found.shape != expected.shape:
+        return False
+    if not found.numel():
+        return True
+    largest = expected.abs().max().item()
+    return torch.allclose(
+        found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True
+    )

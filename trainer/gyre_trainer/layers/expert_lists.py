@@ -1,0 +1,123 @@
+"""Lists of experts of which a rank calls only those that its tokens chose.
+
+Every rank must call the same modules in the same order. So a module with such a list calls the
+experts that its tokens did not choose, too, with no tokens: in the order of the list, before the
+next chosen expert, and the last ones after its forward. An empty sum of their outputs is added to
+the module's output, so that they take part in backward as well, in the same order on every rank.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+
+_LIST_NAME = "experts"
+
+
+class _Calls:
+    """The calls of one list of experts during one forward of the module that has it."""
+
+    def __init__(self, experts: Sequence[nn.Module], owner: str) -> None:
+        self._experts = [ref(expert) for expert in experts]
+        self._owner = owner
+        self._no_tokens: Tensor | None = None  # outside of a forward
+        self._next = 0
+        self._outputs: list[Tensor] = []
+
+    def begin(self, no_tokens: Tensor) -> None:
+        self._no_tokens, self._next = no_tokens, 0
+
+    def before(self, index: int) -> None:
+        """Call the experts between the last one and ``index``, which is called now."""
+        if self._no_tokens is None:
+            return
+        if index < self._next:
+            raise RotationError(
+                f"{self._owner} calls expert {index} after expert {self._next - 1}; "
+                "experts that rotate must be called in the order of their list, each at most once"
+            )
+        self._call_up_to(index)
+        self._next = index + 1
+
+    def end(self) -> Tensor | None:
+        """Call the experts that are left; return the empty sum of all that were called so."""
+        self._call_up_to(len(self._experts))
+        sums = [output.sum() for output in self._outputs]
+        self.abandon()
+        return torch.stack(sums).sum() if sums else None
+
+    def abandon(self) -> None:
+        self._no_tokens = None
+        self._outputs = []
+
+    def _call_up_to(self, index: int) -> None:
+        for missing in range(self._next, index):
+            expert = self._experts[missing]()
+            assert expert is not None
+            output = expert(self._no_tokens)
+            self._outputs += [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+            self._next = missing + 1
+
+
+class CallsEveryExpert:
+    """Mixed in before the class of a module with a list of experts."""
+
+    _expert_calls: _Calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, as without rotation."""
+        tokens = next(
+            leaf
+            for leaf in tree_flatten((args, kwargs))[0]
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        )
+        self._expert_calls.begin(tokens.reshape(-1, tokens.shape[-1])[:0].clone())
+        try:
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+            nothing = self._expert_calls.end()
+        finally:
+            self._expert_calls.abandon()
+        return output if nothing is None else _added(output, nothing)
+
+
+def call_every_expert(model: nn.Module) -> None:
+    """Let all modules with a list of rotated experts call every expert, on every rank.
+
+    A list of experts is a `ModuleList` named `experts` whose modules are of one class.
+    """
+    for path, module in list(model.named_modules()):
+        experts = getattr(module, _LIST_NAME, None)
+        if isinstance(experts, nn.ModuleList) and _are_rotated(experts):
+            if isinstance(module, CallsEveryExpert):
+                continue
+            mix_in(module, CallsEveryExpert, "Whole")
+            calls = _Calls(list(experts), path or type(module).__name__)
+            module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
+            for index, expert in enumerate(experts):
+                expert.register_forward_pre_hook(partial(_before, calls, index))
+
+
+def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
+    calls.before(index)
+
+
+def _are_rotated(experts: nn.ModuleList) -> bool:
+    is_list = len(experts) > 1 and len({own_class(expert) for expert in experts}) == 1
+    return is_list and any(isinstance(each, RotatedModule) for each in experts.modules())
+
+
+def _added(output: Any, nothing: Tensor) -> Any:
+    """The output, with an exact zero added to its first tensor of floating-point numbers."""
+    leaves, spec = tree_flatten(output)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[position] = leaf + nothing.to(leaf.dtype)
+            break
+    return tree_unflatten(leaves, spec)

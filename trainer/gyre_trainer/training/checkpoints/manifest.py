@@ -1,0 +1,154 @@
+"""`checkpoint.json`: what a checkpoint is of, where it resumes, and which files it has.
+
+Every file has its size and its CRC-32 there, so damage is noticed before anything is loaded.
+"""
+
+import json
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.training.configuration.ranges import AtLeast0, AtLeast1
+from gyre_trainer.training.gpt import GPTConfig
+
+FORMAT = 2
+NAME = "checkpoint.json"
+# A manifest has a few kilobytes and a line for each file.
+_MAX_BYTES = 2**26
+_CHUNK_BYTES = 2**22
+
+Files = Mapping[str, tuple[int, int]]
+"""Of each file, by its name: the bytes that it has, and their CRC-32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The file's keys.
+
+    Attributes:
+        step: the step that the run resumes at.
+        world_size: the number of ranks that wrote it.
+        model: the keys of `GPTConfig`.
+        loader: the loader's state, in base64.
+        files: the other files of the directory.
+    """
+
+    step: AtLeast0
+    world_size: AtLeast1
+    model: dict[str, Any]
+    loader: dict[str, str]
+    files: dict[Annotated[str, Meta(pattern=r"\A[\w.]+\Z")], tuple[Annotated[int, Meta(ge=0)], int]]
+    format: int = FORMAT
+
+    def loader_state(self) -> dict[str, bytes]:
+        """The loader's state."""
+        return {name: b64decode(value, validate=True) for name, value in self.loader.items()}
+
+    def write(self, path: Path) -> None:
+        """Write the manifest as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def encoded(state: Mapping[str, bytes]) -> dict[str, str]:
+    """A loader's state as text."""
+    return {name: b64encode(value).decode() for name, value in state.items()}
+
+
+def read(path: Path, model_config: GPTConfig) -> Manifest:
+    """The manifest of the checkpoint directory ``path``.
+
+    Raises:
+        CheckpointRejected: it is not a checkpoint, or has another format or model, or is damaged;
+            the message says what differs, or names the key.
+    """
+    table = _table(path)
+    written = table.get("format")
+    if written != FORMAT:
+        raise CheckpointRejected(
+            f"checkpoint {path} has format {written!r:.40}, but this version reads format {FORMAT}"
+        )
+    try:
+        manifest = msgspec.convert(table, Manifest)
+    except msgspec.ValidationError as error:
+        raise _damaged(path, str(error)) from None
+    saved, wanted = manifest.model, asdict(model_config)
+    differences = [
+        f"{key} is {saved.get(key)!r:.40} there and {wanted.get(key)!r} here"
+        for key in sorted(saved.keys() | wanted.keys())
+        if saved.get(key) != wanted.get(key) or type(saved.get(key)) is not type(wanted.get(key))
+    ]
+    if differences:
+        raise CheckpointRejected(f"checkpoint {path} is of another model: {', '.join(differences)}")
+    try:
+        if not manifest.loader_state().get("cursor"):
+            raise _damaged(path, "`loader` has no `cursor`, the place in the data")
+    except ValueError as error:
+        raise _damaged(path, f"`loader` is not base64: {error}") from None
+    if ".metadata" not in manifest.files:
+        raise _damaged(path, "`files` has no `.metadata`")
+    return manifest
+
+
+def describe(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 of each file, by its name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return {path.name: _measured(path) for path in paths}
+
+
+def damage(path: Path, files: Files) -> str:
+    """What is wrong with the first damaged one of ``files`` in the directory ``path``, or ""."""
+    for name, (size, crc) in files.items():
+        try:
+            if not (path / name).is_file():
+                return f"the file {name} is missing"
+            there = (path / name).stat().st_size
+            if there != size:
+                return f"the file {name} has {there} bytes instead of {size}"
+            _, found = _measured(path / name)
+        except OSError as error:
+            return f"the file {name} cannot be read: {error.strerror}"
+        if found != crc:
+            return f"the file {name} is damaged: its CRC-32 is {found:08x} instead of {crc:08x}"
+    return ""
+
+
+def rejection(path: Path, why: str) -> CheckpointRejected:
+    """The error for a checkpoint that cannot be loaded."""
+    return CheckpointRejected(
+        f"checkpoint {path} cannot be read: {why}; resume from another one with --resume CHECKPOINT"
+    )
+
+
+def _damaged(path: Path, why: str) -> CheckpointRejected:
+    return rejection(path / NAME, why)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """The JSON object in the manifest's file."""
+    file = path / NAME
+    try:
+        if file.is_file() and file.stat().st_size <= _MAX_BYTES:
+            table = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(table, dict) and "format" in table:
+                return table
+    except (OSError, ValueError, RecursionError):
+        pass
+    raise CheckpointRejected(f"{path} is not a checkpoint: it has no readable {NAME}")
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc

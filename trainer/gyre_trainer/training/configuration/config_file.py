@@ -1,0 +1,69 @@
+"""Reads a configuration file and its overrides into a table, whatever the file holds."""
+
+import stat
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gyre_trainer.errors import ConfigError
+
+# A configuration has a few kilobytes. A file beyond this is something else, such as a checkpoint.
+_MAX_BYTES = 2**20
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The table in the file ``path``, with ``section.key=value`` overrides.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML, or an override has another form.
+    """
+    table = _read(path)
+    for override in overrides:
+        _override(table, override)
+    return table
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise ConfigError(
+                f"cannot read {path}: it is not a regular file, and every rank reads it again"
+            )
+        if about.st_size > _MAX_BYTES:
+            raise ConfigError(
+                f"cannot read {path}: {about.st_size} bytes are too many for a configuration"
+            )
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: its values are nested too deeply") from None
+    except ValueError as error:  # of tomllib, of the text's encoding, and of a path with a NUL
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _override(table: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or not key:
+        raise ConfigError(f"--set {name!r} is not of the form section.key=value")
+    if not text.isprintable():
+        raise ConfigError(f"--set {name!r}: the text has control characters, or is not UTF-8")
+    target = table.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise ConfigError(f"`{section}` must be a table: [{section}]")
+    target[key] = _parse_value(name.strip(), value.strip())
+
+
+def _parse_value(name: str, text: str) -> Any:
+    """A TOML value; other text is a string, so that paths and names need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--set {name}: the value has too many digits, or is nested too deeply"
+        ) from error
