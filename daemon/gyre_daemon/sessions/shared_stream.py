@@ -326,7 +326,8 @@ class SharedStream:
     async def _fill(self, group: Group, fetch: Fetch, slot: Slot) -> None:
         clock, delays = self._resources.clock, Delays()
         began = clock()
-        if self.stream.is_closed or not slot.arena.acquire():
+        stream = self.stream
+        if stream.is_closed or not slot.arena.acquire():
             return
         try:
             result = await self._prefetcher.fill(fetch, slot, self._flow, delays)
