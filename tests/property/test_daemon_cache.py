@@ -50,8 +50,8 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(work)
 
 
-def load(store: SidecarStore, key: SidecarKey, local_path: Path | None) -> Arrays | None:
-    return store.load(key, local_path, lambda _: None)
+def load(store: SidecarStore, key: SidecarKey, local: LocalFile | None) -> Arrays | None:
+    return store.load(key, local, lambda _: None)
 
 
 def sidecar(folder: Path) -> Path:

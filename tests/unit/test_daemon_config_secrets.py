@@ -8,7 +8,7 @@ import pytest
 from gyre_daemon import config_file
 from gyre_daemon.config import load, parse_dataset, parse_size
 from gyre_daemon.config_file import misspelt_variables, shown
-from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.listen import check_distinct, parse_address, parse_metrics_address
 from gyre_daemon.service.requests import to_ad_hoc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -110,9 +110,9 @@ def test_a_value_in_the_environment_is_not_repeated() -> None:
 
 
 def test_an_option_of_a_client_is_not_repeated() -> None:
-    message = pb.AdHocDataset(uri="x", format="tokens", options={"storage": f"{SECRET}'"})
-    with pytest.raises(InvalidRequest, match="`storage` of the dataset is not a TOML value") as it:
-        to_ad_hoc(message)
+    options = {"storage": pb.OptionValue(text=SECRET)}
+    with pytest.raises(ConfigError, match="storage") as it:
+        to_ad_hoc(pb.AdHocDataset(uri="x", format="tokens", options=options))
     assert SECRET not in str(it.value)
 
 
