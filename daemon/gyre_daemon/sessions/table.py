@@ -230,7 +230,8 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
         Overloaded: not even the whole budget has room for a batch.
     """
     planner = planner_for(request.order, request.dataset.index)
-    share = request.wanted_share(resources.arena_limit_bytes)
+    limit_bytes = min(resources.arena_limit_bytes, resources.budget.limit_bytes)
+    share = request.wanted_share(limit_bytes)
     resources.budget.check(share.reserved_bytes, f"a session on `{request.dataset.name}`")
     return planner
 
