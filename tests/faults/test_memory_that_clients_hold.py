@@ -198,3 +198,18 @@ def test_a_client_that_says_it_has_unmapped_an_arena_and_has_not_is_not_believed
         assert status(daemon).memory_abandoned_bytes == num_bytes
     os.close(duplicate)
     until(lambda: status(daemon).memory_abandoned_bytes == 0)
+
+
+def test_a_refusal_tells_of_other_users_only_to_operators(daemon: Daemon, holder: Holder) -> None:
+    kept_bytes, _ = keep_until_refused(daemon, holder)
+
+    def refusal(uid: int) -> str:
+        with other_user(daemon.address, uid) as user, grpc.insecure_channel(daemon.address) as it:
+            with pytest.raises(grpc.RpcError) as refused:
+                open_and_close(pb_grpc.LoaderStub(it), user, 0, 8000)
+            return str(refused.value.details())
+
+    text = f"{kept_bytes} are kept by clients whose sessions are over"
+    assert f"{text} (other users: {kept_bytes});" in refusal(65533)
+    assert f"{text} (uid:65534: {kept_bytes});" in refusal(65534)
+    assert f"{text} (uid:65534: {kept_bytes});" in refusal(0), "an operator"

@@ -81,13 +81,20 @@ class Budget:
         """How many bytes can still be reserved."""
         return self.limit_bytes - self.reserved_bytes - self.abandoned_bytes
 
-    def reserve(self, num_bytes: int, purpose: str, allowed: Collection[Allowance] = ()) -> None:
+    def reserve(
+        self,
+        num_bytes: int,
+        purpose: str,
+        allowed: Collection[Allowance] = (),
+        only_user: str | None = None,
+    ) -> None:
         """Reserve bytes.
 
         Args:
             num_bytes: how many.
             purpose: what needs them, for the error message.
             allowed: limits that they must be within, too.
+            only_user: the one user whom the error message may name; None for all.
 
         Raises:
             Overloaded: they are not free, or beyond a limit.
@@ -95,7 +102,8 @@ class Budget:
         if num_bytes > self.free_bytes:
             raise Overloaded(
                 f"{purpose} needs {num_bytes} bytes, but of the daemon's memory_budget of "
-                f"{self.limit_bytes} bytes only {max(0, self.free_bytes)} are free{self._kept}; "
+                f"{self.limit_bytes} bytes only {max(0, self.free_bytes)} are free"
+                f"{self._kept(only_user)}; "
                 "close a session, lower the batch size or raise memory_budget",
                 {
                     "needed_bytes": num_bytes,
@@ -174,10 +182,13 @@ class Budget:
     def _is_overdrawn_by(self, user: str) -> bool:
         return self.free_bytes < 0 and self.abandoned_by[user] > 0
 
-    @property
-    def _kept(self) -> str:
+    def _kept(self, only_user: str | None) -> str:
+        """Who keeps how much of what is closed, for an error message."""
         if not self.abandoned_bytes:
             return ""
-        most = self.abandoned_by.most_common(_NUM_NAMED)
-        names = ", ".join(f"{user}: {num_bytes}" for user, num_bytes in most)
+        users = self.abandoned_by.most_common(_NUM_NAMED)
+        if only_user is not None:
+            own_bytes = self.abandoned_by[only_user]
+            users = [(only_user, own_bytes), ("other users", self.abandoned_bytes - own_bytes)]
+        names = ", ".join(f"{user}: {num_bytes}" for user, num_bytes in users if num_bytes)
         return f" and {self.abandoned_bytes} are kept by clients whose sessions are over ({names})"

@@ -64,6 +64,7 @@ class SessionOpener:
                 request.cursor,
                 request.prefetch_batches or self._prefetch_batches,
                 request.step if request.HasField("step") else None,
+                self._policy.is_admin(owner),
             )
         )
         try:

@@ -61,6 +61,7 @@ class SessionRequest:
         cursor: an encoded cursor; empty for the beginning.
         prefetch_batches: the size of the window; 0 to let the size of a batch decide.
         step: the step to begin at, instead of the cursor's; None for the cursor's.
+        is_operator: whether the owner may know what other users have.
     """
 
     owner: Principal
@@ -71,6 +72,7 @@ class SessionRequest:
     cursor: bytes
     prefetch_batches: int
     step: int | None = None
+    is_operator: bool = False
 
     def check(self) -> None:
         """Refuse a request that makes no sense.

@@ -386,7 +386,8 @@ class Session:
         if share.reserved_bytes > free_bytes // 2:
             share = request.scarce_share(limit_bytes, free_bytes)
         purpose = f"a session on `{request.dataset.name}`"
-        budget.reserve(share.reserved_bytes, purpose, allowed)
+        only_user = None if request.is_operator else request.owner.name
+        budget.reserve(share.reserved_bytes, purpose, allowed, only_user)
         return share
 
     def _release_all(self) -> None:
