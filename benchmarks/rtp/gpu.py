@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.comm.ring import Direction, Hop, Ring
 from gyre_trainer.comm.transport import Stream
@@ -47,9 +46,9 @@ class CopyHop(Hop):
         outgoing: Tensor,
         incoming: Tensor,
         stream: torch.cuda.Stream | None,
-        hang_diagnosis: HangDiagnosis,
+        ring: Ring,
     ) -> None:
-        super().__init__((), hang_diagnosis)
+        super().__init__((), ring, 0)
         self._arrived: torch.cuda.Event | None = None
         size = min(outgoing.numel(), incoming.numel())
         if stream is None:
@@ -74,13 +73,14 @@ def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Itera
     stream = torch.cuda.Stream() if device.type == "cuda" and hops else None  # type: ignore[no-untyped-call]
 
     def shift(
-        ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, kind: Stream
+        ring: Ring,
+        outgoing: Tensor,
+        incoming: Tensor,
+        direction: Direction,
+        kind: Stream,
+        identity: int = 0,
     ) -> Hop:
-        return (
-            CopyHop(outgoing, incoming, stream, ring.hang_diagnosis)
-            if hops
-            else Hop((), ring.hang_diagnosis)
-        )
+        return CopyHop(outgoing, incoming, stream, ring) if hops else Hop((), ring, 0)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:

@@ -13,6 +13,7 @@ from tests.bad_inputs.row import Row, cases
 from tests.bad_inputs.table import sockets
 
 SERVICE = "/gyre_protos.v1.Loader/"
+RAW = (bytes, bytes)  # what makes bytes of a request, and an answer of bytes
 
 
 @pytest.mark.parametrize("row", cases(sockets.GRPC_ROWS))
@@ -61,18 +62,18 @@ def test_bytes_that_are_no_message(row: Row, node: Node) -> None:
     method, data = row.sent
     with pytest.raises(grpc.RpcError) as caught:
         if method == "Stream":
-            list(node.channel.stream_stream(SERVICE + method, None, None)(iter([data]), timeout=30))
+            list(node.channel.stream_stream(SERVICE + method, *RAW)(iter([data]), timeout=30))
         elif method in sockets.STREAMING:
-            list(node.channel.unary_stream(SERVICE + method, None, None)(data, timeout=30))
+            list(node.channel.unary_stream(SERVICE + method, *RAW)(data, timeout=30))
         else:
-            node.channel.unary_unary(SERVICE + method, None, None)(data, timeout=30)
+            node.channel.unary_unary(SERVICE + method, *RAW)(data, timeout=30)
     check_refusal(caught.value, row)
 
 
 @pytest.mark.parametrize("method", ["Nothing", "getstatus", "", "GetStatus/x", "../Loader"])
 def test_a_method_that_does_not_exist(method: str, node: Node) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        node.channel.unary_unary(SERVICE + method, None, None)(b"", timeout=CALL_DEADLINE_S)
+        node.channel.unary_unary(SERVICE + method, *RAW)(b"", timeout=CALL_DEADLINE_S)
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -328,6 +328,19 @@ def test_a_silent_client_loses_its_lease(tokens: Daemon, stub: pb_grpc.LoaderStu
     assert read_some(tokens)
 
 
+def test_a_lease_does_not_run_before_the_client_knows_of_its_session(
+    gyred: StartDaemon, token_files: Path
+) -> None:
+    """As on a node so busy that a session takes longer to start than its lease."""
+    tokens = {"uri": str(token_files), **TOKENS}
+    daemon = gyred({"lease_s": 0.0005, "datasets": {"tokens": tokens}})
+    with identified_channel(daemon.address) as channel:
+        stub = pb_grpc.LoaderStub(channel)
+        for n in range(20):
+            request = open_request(f"slow-{n}", batch_size=20_000)
+            assert stub.OpenSession(request, timeout=120).session_id
+
+
 def test_a_newer_session_fences_the_older(tokens: Daemon, stub: pb_grpc.LoaderStub) -> None:
     with Loader(
         "tokens", batch_size=20, job="twice", prefetch_batches=1, address=tokens.address

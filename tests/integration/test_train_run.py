@@ -388,10 +388,10 @@ def test_a_run_goes_on_where_nobody_reads_what_it_says(tmp_path: Path, trainer: 
 def test_records_that_cannot_be_written_end_a_run_with_one_sentence(
     tmp_path: Path, trainer: Trainer
 ) -> None:
-    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
-    (tmp_path / "run" / "history.jsonl").symlink_to("/dev/full")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").write_text("a file in the way")
     status, errors = trainer.run(tmp_path / "run", "--set=run.steps=3")
     assert (status, errors.count("gyre-train: error:")) == (2, 1), errors
     assert "the records of the run cannot be written: " in errors
-    assert "No space left on device" in errors
+    assert f"{tmp_path}/run" in errors
     assert "Traceback" not in errors

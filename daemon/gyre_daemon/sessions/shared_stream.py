@@ -321,16 +321,17 @@ class SharedStream:
         self._prefetcher.begun()
         group = states.begin(self.stream, len(fetch.plan))
         self.slots[group] = slot
-        return self._fill(group, fetch, slot)
+        return self._fill(group, fetch, slot, self._flow)
 
-    async def _fill(self, group: Group, fetch: Fetch, slot: Slot) -> None:
+    async def _fill(self, group: Group, fetch: Fetch, slot: Slot, flow: Flow) -> None:
+        """Read a batch group; `flow` pays, even if its session leaves before the reading begins."""
         clock, delays = self._resources.clock, Delays()
         began = clock()
         stream = self.stream
         if stream.is_closed or not slot.arena.acquire():
             return
         try:
-            result = await self._prefetcher.fill(fetch, slot, self._flow, delays)
+            result = await self._prefetcher.fill(fetch, slot, flow, delays)
         finally:
             slot.arena.release()
         if self.stream.is_closed:
