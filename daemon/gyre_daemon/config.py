@@ -164,8 +164,9 @@ class DaemonConfig:
             `tls:` addresses need one.
         tokens: files with tokens of callers over TCP, by the name that a token stands for.
         datasets: by name.
-        job_weights: a job's share of reading and decoding relative to other jobs, by pattern of the
-            job's name; 1 where no pattern matches.
+        job_weights: a job's share of reading and decoding, 1 where no pattern matches. A pattern of
+            the job's name weighs it among the jobs of its user; a pattern `USER/JOB` weighs it
+            against other users too.
         limits: what one user and one job may take.
     """
 

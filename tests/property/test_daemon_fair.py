@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from gyre_daemon.runtime.fair import FairExecutor, FairQueue, Flow
+from gyre_daemon.sessions.weights import Weights, weights_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,11 +150,53 @@ def test_a_thread_keeps_its_turn_until_its_work_is_done() -> None:
 def test_a_user_with_many_jobs_gets_as_much_as_one_with_few(
     num_one: int, num_other: int, weight: float
 ) -> None:
-    ones = [Flow(f"one-{index}", "one", weight) for index in range(num_one)]
+    patterns = {"one-*": 9.0, "uid:1/*": weight}
+    ones = [
+        Flow(job, "uid:1", *weights_of("uid:1", job, patterns))
+        for job in (f"one-{index}" for index in range(num_one))
+    ]
     others = [Flow(f"other-{index}", "other") for index in range(num_other)]
     turns = [(flow, 1.0, 0) for flow in (*ones, *others) for _ in range(60)]
     granted = asyncio.run(_serve(FairQueue(1), turns))[:40]
-    of_one = [flow for flow, _, _ in granted if flow.user == "one"]
-    assert abs(len(of_one) - 40 * weight / (1 + weight)) <= 2, "the jobs' weights count"
+    of_one = [flow for flow, _, _ in granted if flow.user == "uid:1"]
+    assert abs(len(of_one) - 40 * weight / (1 + weight)) <= 2, "no job's name adds to that"
     of_each = [of_one.count(flow) for flow in ones]
     assert max(of_each) - min(of_each) <= 1, "its jobs share alike"
+
+
+@given(
+    st.lists(st.sampled_from(["prod-a", "probe", "prod-b"]), min_size=1, max_size=3, unique=True),
+    st.dictionaries(
+        st.sampled_from(["prod-*", "*", "probe", "prod-a"]), st.floats(0.01, 100), max_size=4
+    ),
+)
+def test_names_of_jobs_alone_never_give_a_user_more(
+    jobs: list[str], patterns: dict[str, float]
+) -> None:
+    ones = [Flow(job, "uid:1", *weights_of("uid:1", job, patterns)) for job in jobs]
+    other = Flow("other", "uid:2")
+    turns = [(flow, 1.0, 0) for flow in (*ones, other) for _ in range(60)]
+    granted = asyncio.run(_serve(FairQueue(1), turns))[:40]
+    assert abs(sum(flow is other for flow, _, _ in granted) - 20) <= 2
+
+
+@given(st.sampled_from([1.0, 2.0, 4.0]))
+def test_a_job_has_its_weight_among_those_of_its_user(weight: float) -> None:
+    patterns = {"prod-*": weight, "uid:1/*": 3.0}
+    heavy = Flow("prod-a", "uid:1", *weights_of("uid:1", "prod-a", patterns))
+    light = Flow("probe", "uid:1")
+    other = Flow("other", "uid:2")
+    turns = [(flow, 1.0, 0) for flow in (heavy, light, other) for _ in range(80)]
+    granted = [flow for flow, _, _ in asyncio.run(_serve(FairQueue(1), turns))[:80]]
+    own = granted.count(heavy) + granted.count(light)
+    assert abs(granted.count(heavy) - own * weight / (1 + weight)) <= 2
+
+
+def test_the_first_pattern_that_matches_decides() -> None:
+    patterns = {"prod-*": 4.0, "uid:1004/*": 2.0, "token:*/prod-*": 3.0, "*/*": 5.0}
+    assert weights_of("uid:1004", "prod-x", patterns) == Weights(4.0, 2.0)
+    assert weights_of("uid:1004", "probe", patterns) == Weights(2.0, 2.0)
+    assert weights_of("token:ci", "prod-x", patterns) == Weights(4.0, 3.0)
+    assert weights_of("uid:7", "probe", patterns) == Weights(5.0, 5.0)
+    assert weights_of("uid:7", "a/b", {"uid:7/a/*": 2.0}) == Weights(2.0, 2.0)
+    assert weights_of("uid:7", "uid:1004/x", {"uid:1004/*": 2.0}) == Weights(1.0, 1.0)

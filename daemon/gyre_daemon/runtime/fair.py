@@ -3,7 +3,8 @@
 Each job is a flow. The next turn goes to the waiting user with the lowest virtual time, and of its
 waiting flows to the one with the lowest: the cost of the turns that it had, divided by its weight
 (stride scheduling, Waldspurger and Weihl 1995). The virtual time of a user grows with each turn of
-its flows. So a user with ten jobs gets as much as one with a single job of the same weight. A user
+its flows, by the cost divided by the flow's weight against other users. That is 1 unless the
+operator names the user, so a user with ten jobs gets as much as one with a single job. A user
 or a flow that was idle begins at the current virtual time, so idling earns no credit. Within a flow
 the most urgent request goes first, and of equally urgent ones the oldest.
 """
@@ -32,13 +33,15 @@ class Flow:
     Attributes:
         name: of the job.
         user: whose job it is: the name of a principal.
-        weight: its share relative to other flows, above 0. It may be changed at any time and counts
-            from the next turn.
+        weight: its share relative to other flows of its user, above 0. It may be changed at any
+            time and counts from the next turn.
+        user_weight: the same for its turns relative to other users.
     """
 
     name: str
     user: str = ""
     weight: float = 1.0
+    user_weight: float = 1.0
 
 
 NO_JOB = Flow("")  # for the daemon's own work, such as indexes and probes
@@ -148,7 +151,7 @@ class FairQueue:
         user = self._users.get(flow.user) or self._new_user(flow.user)
         queue = user.flows.get(flow) or _new_flow(user, flow)
         if self.num_taken < self._capacity and not self.num_waiting:
-            self._charge(user, queue, cost / flow.weight)
+            self._charge(user, flow, cost)
             return None
         if not user.num_waiting:
             user.virtual_time = max(user.virtual_time, self._now)
@@ -187,11 +190,12 @@ class FairQueue:
         user = self._users[name] = _UserQueue(self._now)
         return user
 
-    def _charge(self, user: _UserQueue, queue: _FlowQueue, cost: float) -> None:
+    def _charge(self, user: _UserQueue, flow: Flow, cost: float) -> None:
+        queue = user.flows[flow]
         self._now = max(self._now, user.virtual_time)
-        user.virtual_time = self._now + cost
+        user.virtual_time = self._now + cost / flow.user_weight
         user.now = max(user.now, queue.virtual_time)
-        queue.virtual_time = user.now + cost
+        queue.virtual_time = user.now + cost / flow.weight
         self.num_taken += 1
 
     def _serve(self) -> None:
@@ -201,12 +205,11 @@ class FairQueue:
         try:
             while self.num_waiting and self.num_taken < self._capacity:
                 user, flow = self._next()
-                queue = user.flows[flow]
-                _, _, cost, turn = heapq.heappop(queue.waiting)
+                _, _, cost, turn = heapq.heappop(user.flows[flow].waiting)
                 user.num_waiting -= 1
                 self.num_waiting -= 1
                 if granted := turn.granted:
-                    self._charge(user, queue, cost / flow.weight)
+                    self._charge(user, flow, cost)
                     granted()
         finally:
             self._is_serving = False

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from gyre_daemon.sessions.request import Reader, SessionRequest
 from gyre_daemon.sessions.room import make_room
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.shared_stream import DaemonResources
+from gyre_daemon.sessions.weights import weights_of
 
 
 class SessionTable:
@@ -31,7 +31,7 @@ class SessionTable:
 
         Args:
             resources: what the sessions share.
-            weights: the weight of each job relative to others, by a pattern of its name.
+            weights: the weights of jobs by pattern, as `weights_of` takes them.
         """
         self.resources = resources
         self._weights = weights
@@ -126,7 +126,7 @@ class SessionTable:
         """These weights count from now on, for jobs that read already too."""
         self._weights = weights
         for key, flow in list(self._flows.items()):
-            flow.weight = self._weight(key.name)
+            flow.weight, flow.user_weight = weights_of(key.user, key.name, weights)
 
     def by_job(self) -> Iterator[tuple[JobKey, Session]]:
         """All sessions that are open, each with its job in the metrics."""
@@ -200,13 +200,9 @@ class SessionTable:
         """All sessions of a user's job are one flow."""
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = Flow(key.name, key.user, self._weight(key.name))
+            weights = weights_of(key.user, key.name, self._weights)
+            flow = self._flows[key] = Flow(key.name, key.user, *weights)
         return flow
-
-    def _weight(self, job: str) -> float:
-        """The weight of the first pattern that the job's name matches."""
-        pairs = self._weights.items()
-        return next((weight for name, weight in pairs if fnmatch.fnmatchcase(job, name)), 1.0)
 
 
 def _facts(session: Session) -> dict[str, object]:
