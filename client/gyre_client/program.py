@@ -10,12 +10,16 @@ import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 
 from gyre_client.printable import printable
 
 _INTERRUPTED = 128 + signal.SIGINT
 _READER_GONE = 128 + signal.SIGPIPE
+_INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
+_TRACEBACK_VARIABLE = "GYRE_TRACEBACK"
+_MAX_CHARS = 500  # of an error
 
 
 def run_program(name: str, run: Callable[[], int]) -> int:
@@ -28,7 +32,8 @@ def run_program(name: str, run: Callable[[], int]) -> int:
 
     Returns:
         130 after Ctrl-C; 141 if the reader of the output is gone; 1 if the output cannot be
-        written, which a sentence on standard error says; otherwise what `run` returned.
+        written, and 70 after a defect of the program, which a sentence on standard error says;
+        otherwise what `run` returned.
     """
     try:
         has_output = _open_streams()
@@ -44,9 +49,21 @@ def run_program(name: str, run: Callable[[], int]) -> int:
     except OSError as error:
         _say(f"{name}: the output cannot be written: {printable(error.strerror or str(error))}")
         status = 1
+    except Exception as error:
+        _say(f"{name}: {internal_error(error)}")
+        status = _INTERNAL_ERROR
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _discard_unwritable()
     return status
+
+
+def internal_error(error: BaseException) -> str:
+    """What to tell of a defect: one sentence, with GYRE_TRACEBACK=1 followed by where it is."""
+    text = printable(f"{type(error).__name__}: {error}"[:_MAX_CHARS].removesuffix(": "))
+    if os.environ.get(_TRACEBACK_VARIABLE) not in (None, "", "0"):
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        return "\n".join([f"internal error: {text}; report it", *map(printable, lines)])
+    return f"internal error: {text}; set {_TRACEBACK_VARIABLE}=1 to see where, and report it"
 
 
 def _status_of(run: Callable[[], int]) -> int:

@@ -24,8 +24,10 @@ _SECRET_KEY = re.compile(
 )
 # Text that is shown: a word or a number with its unit. Secrets are longer, or mix both.
 _PLAIN = re.compile(r"[A-Za-z]{0,8}|-?[0-9.,]{1,20} ?[A-Za-z]{0,8}")
-# Variables of the client, the trainer and the examples, by how they begin.
-_OTHER_PROGRAMS = ("GYRE_ADDRESS", "GYRE_TRAIN", "GYRE_TOKEN", "GYRE_TLS", "GYRE_DATA")
+# Other variables of the programs and the examples, by how they begin.
+_OTHER_PROGRAMS = (
+    "GYRE_ADDRESS", "GYRE_DATA", "GYRE_TLS", "GYRE_TOKEN", "GYRE_TRACEBACK", "GYRE_TRAIN",
+)  # fmt: skip
 _CLOSE = 0.8
 
 

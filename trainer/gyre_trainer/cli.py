@@ -12,13 +12,13 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import shtab
 from gyre_client.errors import GyreError
+from gyre_client.program import internal_error
 
 from gyre_trainer import __version__
 from gyre_trainer.errors import ConfigError, RingError, TrainError
@@ -113,7 +113,7 @@ def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
     except Exception as error:
         is_expected = isinstance(error, TrainError | GyreError)
         status = 2 if is_expected and not isinstance(error, RingError) else 1
-        text = _one_line(error) if is_expected else traceback.format_exc()
+        text = _one_line(error) if is_expected else internal_error(error)
         if launcher:
             launcher.send(status, text)
         else:

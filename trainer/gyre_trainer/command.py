@@ -3,11 +3,17 @@
 import signal
 import sys
 
+from gyre_client.program import run_program
+
 from gyre_trainer import __version__
 
 
 def main() -> int:
     """Run the command line and return its exit status: 2 where the extra is missing."""
+    return run_program("gyre-train", _run)
+
+
+def _run() -> int:
     # Ctrl-C ends the process without a traceback; a launcher passes it on to its ranks instead.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

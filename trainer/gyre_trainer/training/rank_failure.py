@@ -31,7 +31,7 @@ class RankFailure:
         time_s: on the monotonic clock, which all processes of a machine share: the earliest failure
             is the cause.
         status: the exit status that follows: 2 for an error that the user can correct, else 1.
-        text: one sentence, or a traceback.
+        text: one sentence; with GYRE_TRACEBACK=1 a traceback may follow.
     """
 
     time_s: float
