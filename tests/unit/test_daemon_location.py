@@ -5,7 +5,13 @@ from typing import NoReturn
 
 import pytest
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.storage.location import Location, parse_location, redact, relative_names
+from gyre_daemon.storage.location import (
+    Location,
+    parse_location,
+    redact,
+    relative_names,
+    shown_uri,
+)
 
 PASSWORD = "hunter2"
 
@@ -131,3 +137,24 @@ def test_the_text_of_a_location_is_redacted() -> None:
 )
 def test_names_are_relative_to_the_common_folder(paths: list[str], names: list[str]) -> None:
     assert relative_names(paths) == names
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "/data/x#y?z",
+        "train-{0..3}.bin",
+        "FILE:///data/a@b.bin",
+        "S3://user@bucket/{a,b}",
+        "s3://b/c?d",
+    ],
+)
+def test_a_uri_is_shown_as_its_location_has_it(uri: str) -> None:
+    assert shown_uri(uri) == parse_location(uri).text
+
+
+def test_a_brace_list_is_shown_without_being_expanded() -> None:
+    uri = "s3://key@bucket/{0..999999999}-{0..999999999}.tar"
+    with pytest.raises(InvalidRequest):
+        parse_location(uri)
+    assert shown_uri(uri) == "s3://***@bucket/{0..999999999}-{0..999999999}.tar"

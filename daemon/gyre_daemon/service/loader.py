@@ -26,7 +26,7 @@ from gyre_daemon.service.status import Context, answers_errors
 from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
-from gyre_daemon.storage.location import parse_location
+from gyre_daemon.storage.location import shown_uri
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 # Sample ids in one answer to PlanStep. Ten times as many would exceed the 4 MiB of a gRPC client.
@@ -78,8 +78,12 @@ class LoaderService(pb_grpc.LoaderServicer):
         response = pb.ListDatasetsResponse()
         for name in self._policy.readable(caller):
             config = self._catalog.datasets[name]
-            uri, is_open = parse_location(config.uri).text, self._catalog.is_open(name)
-            response.datasets.add(name=name, format=config.format, uri=uri, open=is_open)
+            response.datasets.add(
+                name=name,
+                format=config.format,
+                uri=shown_uri(config.uri),
+                open=self._catalog.is_open(name),
+            )
         return response
 
     @answers_errors

@@ -72,7 +72,13 @@ def parse_location(uri: str) -> Location:
     _check_url(scheme, rest)
     if scheme in ("file", "local"):
         return Location("file", _expand(rest), uri)
-    return Location(scheme, _expand(f"{scheme}://{rest}"), redact(uri))
+    return Location(scheme, _expand(f"{scheme}://{rest}"), shown_uri(uri))
+
+
+def shown_uri(uri: str) -> str:
+    """A URI as `Location.text` has it. Its brace list is not expanded, so this takes no time."""
+    match = _SCHEME.match(uri)
+    return redact(uri) if match and match[1].lower() not in ("file", "local") else uri
 
 
 def _check_url(scheme: str, rest: str) -> None:
