@@ -2,8 +2,8 @@
 
 The daemon also passes the descriptors of its arenas there.
 
-The connection lasts as long as this process may read the arenas. So the daemon learns from its end
-that the process was killed, and that it can use the memory again.
+The connection lasts as long as this process may read the arenas. Its end tells the daemon that the
+session's batches may be overwritten. When the memory is free again, the kernel tells.
 """
 
 import contextlib

@@ -3,7 +3,8 @@
 gRPC cannot pass descriptors and does not say which process calls. So a client that can share memory
 connects here first. The kernel says which process and user it is, and the client gets a token that
 its gRPC calls carry. It stays connected as long as it may read the arenas: so the daemon knows when
-memory can be used again, even if the client was killed.
+their batches may be overwritten, even if the client was killed. See `file_watch` for when an arena
+is gone.
 """
 
 import asyncio

@@ -51,7 +51,7 @@ class Census:
         jobs: of each job that has an open session.
         qualities: of the shuffle, by job and by what is measured.
         loop_lag: of the event loop.
-        memory_abandoned_bytes: arenas that only clients still map.
+        memory_abandoned_bytes: arenas that are closed and that some process still has.
     """
 
     version: str

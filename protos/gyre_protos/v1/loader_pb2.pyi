@@ -1067,7 +1067,8 @@ class Credit(_message.Message):
     """Beside a Unix socket PATH the daemon listens on PATH.side, a SOCK_SEQPACKET socket, where the kernel tells it who a client is.
     1. A client that connects receives a token of 32 ASCII letters. Every call over the Unix socket carries the token as the metadata
        `gyre-side-token`, and is refused without it. The client keeps the connection for as long as it calls or may read arenas: when
-       the connection ends, the token is no longer valid, and the daemon may use the memory of the arenas again.
+       the connection ends, the token is no longer valid, and the session's batches may be overwritten. The memory of an arena counts
+       until the kernel says that no process has it open or mapped, whatever a client says and whether it is connected or not.
     2. A client that asks for the transport ARENA receives each arena of the session before the first batch that lies there: a message
        with the session's id, a space and the arena's number, and with the descriptor of a sealed memory file (SCM_RIGHTS). It comes
        on the connection whose token OpenSession carries. The first arena comes before OpenSession is answered.
@@ -1146,7 +1147,9 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class Unmapped(_message.Message):
-    """The client has unmapped these arenas of the session, so their memory may be freed."""
+    """The client has unmapped these arenas of the session: it reads no batch there any more. Their memory counts until the kernel says
+    that it is gone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1238,7 +1241,8 @@ Global___Batches: _TypeAlias = Batches  # noqa: Y015
 @_typing.final
 class ArenasLeft(_message.Message):
     """No further batch will lie in these arenas of the session. The client copies the batches there that it still needs, unmaps the
-    arenas and sends Unmapped. Until then their memory counts as abandoned.
+    arenas, closes their descriptors and sends Unmapped. An arena that the daemon has closed counts as abandoned until the kernel
+    says that no process has it open or mapped.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1762,7 +1766,7 @@ class DaemonStatus(_message.Message):
     num_hidden_sessions: _builtins.int
     """of other users; only operators see all sessions"""
     memory_abandoned_bytes: _builtins.int
-    """of arenas that the daemon no longer uses and clients still map; part of the budget"""
+    """of arenas that the daemon has closed and some process still has open or mapped; part of the budget"""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionState]: ...
     @_builtins.property
