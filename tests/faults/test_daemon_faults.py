@@ -221,7 +221,7 @@ def test_full_disk_for_the_index(gyred: StartDaemon, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(small)],
+        ["mount", "-t", "tmpfs", "-o", "size=16k,mode=700", "tmpfs", str(small)],
         capture_output=True,
         check=False,
     ).returncode:
