@@ -285,11 +285,15 @@ def test_a_path_is_served_beside_a_daemon_in_the_environment(
         assert json.loads(printed.out)["num_samples"] == 200
 
 
-def test_a_path_without_a_format_says_what_is_missing(gyre: Gyre, tmp_path: Path) -> None:
-    status, text = gyre.error("describe", str(tmp_path / "tokens.bin"))
+def test_a_name_that_is_a_file_here_may_have_been_meant_as_a_path(
+    gyre: Gyre, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "numbers.bin").touch()
+    status, text = gyre.error("describe", "numbers.bin")
     assert status == 2
-    assert "--format tokens or --format webdataset" in text
-    assert "--format" not in gyre.error("describe", "wiki")[1]
+    assert text.endswith("To read the data at this path, write ./numbers.bin\n")
+    assert "./" not in gyre.error("describe", "wiki")[1]
 
 
 def test_the_installed_command_starts_without_torch(daemon: Any) -> None:

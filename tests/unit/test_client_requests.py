@@ -83,8 +83,12 @@ def test_a_dataset_is_a_name_or_a_definition(
     assert dataset_ref("s3://bucket/x.tar", "webdataset").ad_hoc.uri == "s3://bucket/x.tar"
     with pytest.raises(InvalidRequest, match="empty"):
         dataset_ref("")
-    with pytest.raises(InvalidRequest, match=r"\(dtype\) need a format"):
+    with pytest.raises(InvalidRequest, match=r"\(dtype\) need a path, a URI or a format"):
         dataset_ref("wiki", None, {"dtype": "uint8"})
+    assert dataset_ref("./data").ad_hoc == pb.AdHocDataset(uri=str(tmp_path / "data"))
+    assert dataset_ref(Path("data")).ad_hoc == pb.AdHocDataset(uri=str(tmp_path / "data"))
+    assert dataset_ref("~/data").ad_hoc.uri == str(Path.home() / "data")
+    assert dataset_ref("s3://bucket/", None, {"columns": []}).ad_hoc.format == ""
 
 
 def test_a_choice_is_one_of_the_protocols_values() -> None:
