@@ -285,10 +285,10 @@ def test_a_path_is_served_beside_a_daemon_in_the_environment(
         assert json.loads(printed.out)["num_samples"] == 200
 
 
-def test_a_path_without_a_format_says_what_is_missing(gyre: Gyre, tmp_path: Path) -> None:
+def test_a_shared_daemon_refuses_a_path_and_says_what_to_do(gyre: Gyre, tmp_path: Path) -> None:
     status, text = gyre.error("describe", str(tmp_path / "tokens.bin"))
-    assert status == 2
-    assert "--format tokens or --format webdataset" in text
+    assert status == 1
+    assert "ask for one by name, or run a private daemon" in text
     assert "--format" not in gyre.error("describe", "wiki")[1]
 
 

@@ -83,7 +83,7 @@ def test_a_dataset_is_a_name_or_a_definition(
     assert dataset_ref("s3://bucket/x.tar", "webdataset").ad_hoc.uri == "s3://bucket/x.tar"
     with pytest.raises(InvalidRequest, match="empty"):
         dataset_ref("")
-    with pytest.raises(InvalidRequest, match=r"\(dtype\) need a format"):
+    with pytest.raises(InvalidRequest, match=r"\(dtype\) need a path, a URI or a format"):
         dataset_ref("wiki", None, {"dtype": "uint8"})
 
 
