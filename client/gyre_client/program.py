@@ -22,13 +22,14 @@ _TRACEBACK_VARIABLE = "GYRE_TRACEBACK"
 _MAX_CHARS = 500  # of an error
 
 
-def run_program(name: str, run: Callable[[], int]) -> int:
+def run_program(name: str, run: Callable[[], int], *, needs_output: bool = True) -> int:
     """Runs a program in the main thread, and returns its exit status.
 
     Args:
         name: Of the program, for its messages.
         run: Returns the exit status, or ends with SystemExit. An OSError that leaves it is one of
             its output.
+        needs_output: Whether it fails where standard output is closed.
 
     Returns:
         130 after Ctrl-C; 141 if the reader of the output is gone; 1 if the output cannot be
@@ -38,7 +39,7 @@ def run_program(name: str, run: Callable[[], int]) -> int:
     try:
         has_output = _open_streams()
         status = _status_of(run)
-        if not has_output and status == 0:
+        if needs_output and not has_output and status == 0:
             _say(f"{name}: the output cannot be written: standard output is closed")
             status = 1
         sys.stdout.flush()

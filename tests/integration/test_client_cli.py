@@ -296,6 +296,13 @@ def test_a_name_that_is_a_file_here_may_have_been_meant_as_a_path(
     assert "./" not in gyre.error("describe", "wiki")[1]
 
 
+def test_a_shared_daemon_refuses_a_path_and_says_what_to_do(gyre: Gyre, tmp_path: Path) -> None:
+    status, text = gyre.error("describe", str(tmp_path / "tokens.bin"))
+    assert status == 1
+    assert "ask for one by name, or run a private daemon" in text
+    assert "--format" not in gyre.error("describe", "wiki")[1]
+
+
 def test_the_installed_command_starts_without_torch(daemon: Any) -> None:
     program = (
         "import sys; from gyre_client.command.cli import main; "

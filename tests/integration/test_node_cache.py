@@ -328,7 +328,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "none", folder], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "none", folder],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("only root may mount a file system")

@@ -10,7 +10,7 @@ from gyre_trainer import __version__
 
 def main() -> int:
     """Run the command line and return its exit status: 2 where the extra is missing."""
-    return run_program("gyre-train", _run)
+    return run_program("gyre-train", _run, needs_output=False)
 
 
 def _run() -> int:
