@@ -3,6 +3,7 @@
 from tests.bad_inputs.table import (
     commands,
     configuration,
+    credentials,
     cursors,
     links,
     python_calls,
@@ -19,6 +20,7 @@ ROWS = [
     *sockets.GRPC_ROWS,
     *sockets.SIDE_ROWS,
     *sockets.MALFORMED_ROWS,
+    *credentials.ROWS,
     *links.ROWS,
     *shards.ROWS,
     *sidecars.ROWS,
