@@ -21,7 +21,6 @@ class Row:
         status: The gRPC code, or the exit status of a command; empty where neither exists.
         reason: The class of the error, as clients see it; empty where no error has one.
         text: A regular expression that the message contains.
-        awaits: Why the row cannot hold yet; empty for a row that holds.
     """
 
     id: str
@@ -29,13 +28,8 @@ class Row:
     status: str
     reason: str
     text: str
-    awaits: str = ""
 
 
 def cases(rows: Iterable[Row]) -> Sequence[Any]:
-    """Returns the rows as parameters of a test; one that cannot hold yet is not sent."""
-
-    def marks(row: Row) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.xfail(reason=row.awaits, run=False)] if row.awaits else []
-
-    return [pytest.param(row, id=row.id, marks=marks(row)) for row in rows]
+    """Returns the rows as parameters of a test."""
+    return [pytest.param(row, id=row.id) for row in rows]

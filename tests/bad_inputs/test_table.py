@@ -3,7 +3,9 @@
 from tests.bad_inputs.table import (
     commands,
     configuration,
+    credentials,
     cursors,
+    links,
     python_calls,
     requests,
     shards,
@@ -18,6 +20,8 @@ ROWS = [
     *sockets.GRPC_ROWS,
     *sockets.SIDE_ROWS,
     *sockets.MALFORMED_ROWS,
+    *credentials.ROWS,
+    *links.ROWS,
     *shards.ROWS,
     *sidecars.ROWS,
     *configuration.ROWS,

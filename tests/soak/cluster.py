@@ -159,11 +159,12 @@ class Cluster:
             "drain_timeout_s": 3.0,
             "memory_budget": BUDGET_BYTES,
             "datasets": {
-                "tokens": {"uri": str(self.tokens), **_TOKENS},
-                "tars": {"uri": str(self.tars), "format": "webdataset"},
+                "tokens": {"uri": str(self.tokens), **_TOKENS, **_ALLOWED},
+                "tars": {"uri": str(self.tars), "format": "webdataset", **_ALLOWED},
                 "objects": {
                     "uri": f"s3://{contents.BUCKET}/*.bin",
                     **_TOKENS,
+                    **_ALLOWED,
                     "storage": dict(self.server.storage_settings),
                 },
             },
@@ -309,6 +310,7 @@ _TOKENS = {
     "dtype": "int32",
     "sequence_length": contents.TOKENS_PER_SAMPLE,
 }
+_ALLOWED = {"allow": ["anyone"]}  # jobs over TCP show no credentials
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:

@@ -9,6 +9,7 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.errors import GyreError
 from gyre_daemon.runtime.audit import audit_event
+from gyre_daemon.storage.location import redact
 
 _MAX_CHARS = 200  # of a name that a client sent
 
@@ -32,7 +33,7 @@ def audited_refusals(
         facts = {
             "user": caller.name,
             "pid": caller.pid,
-            "dataset": name[:_MAX_CHARS] or "ad hoc",
+            "dataset": redact(name)[:_MAX_CHARS] or "ad hoc",
             "job": reader.job[:_MAX_CHARS],
             "rank": reader.rank,
             "rule": policy.refusal(caller, name, reader.job),

@@ -16,7 +16,7 @@ GYRE: dict[str, tuple[list[str], str, str]] = {
     "unknown dataset": (["describe", "wiki", *ADDRESS], "2", "no dataset is named 'wiki'"),
     "empty dataset": (["describe", "", *ADDRESS], "2", "empty"),
     "escape sequences": (["describe", UNPRINTABLE, *ADDRESS], "2", "no dataset is named"),
-    "a password": (["describe", f"s3://u:{SECRET}@b/x", *ADDRESS], "2", "no dataset is named"),
+    "a password": (["describe", f"s3://u:{SECRET}@b/x", *ADDRESS], "1", "private daemon"),
     "cat unknown": (["cat", "wiki", *ADDRESS], "2", "no dataset is named"),
     "cat -1": (["cat", "tokens", "--num", "-1", *ADDRESS], "2", "num|-1"),
     "cat of text": (["cat", "tokens", "--num", "x", *ADDRESS], "2", "invalid int value"),

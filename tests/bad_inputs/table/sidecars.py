@@ -6,43 +6,59 @@ A daemon throws such a file away, makes it again, and serves the right bytes.
 import hashlib
 import io
 import json
+import pickle
 import zipfile
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from gyre_daemon.datasets import sidecar_file
 
 from tests.bad_inputs.row import Row
 
+MAGIC_BYTES = 8
 DIGEST_BYTES = 32
 Forge = Callable[[bytes], bytes]
+Change = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 
 
-def sealed(data: bytes) -> bytes:
+def sealed(good: bytes, content: bytes) -> bytes:
     """Puts a right digest before forged contents: what somebody makes who knows the format."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest() + data
+    digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+    return good[:MAGIC_BYTES] + digest + content
 
 
-def rewritten(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Forge:
+def containing(content: bytes) -> Forge:
+    return lambda good: sealed(good, content)
+
+
+def headed(header: Any, data: bytes = b"") -> Forge:
+    """A file whose header is right in form, and lies."""
+    text = json.dumps(header).encode()
+    return containing(len(text).to_bytes(4, "little") + text + data)
+
+
+def rewritten(change: Change) -> Forge:
     def forge(good: bytes) -> bytes:
-        with np.load(io.BytesIO(good[DIGEST_BYTES:]), allow_pickle=False) as archive:
-            arrays = change({name: archive[name] for name in archive.files})
-        buffer = io.BytesIO()
-        np.savez(buffer, allow_pickle=False, **arrays)
-        return sealed(buffer.getvalue())
+        key, arrays = sidecar_file.decode(good)
+        return sidecar_file.encode(key, change(dict(arrays)))
 
     return forge
 
 
-def _zip(name: str, data: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
+def every(change: Callable[[np.ndarray], np.ndarray]) -> Forge:
+    return rewritten(lambda arrays: {name: change(array) for name, array in arrays.items()})
+
+
+def keyed(key: str) -> Forge:
+    return lambda good: sidecar_file.encode(key, sidecar_file.decode(good)[1])
+
+
+def _zip(name: str, data: bytes) -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", method) as archive:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(name, data)
     return buffer.getvalue()
-
-
-def _lying_npy(shape: str) -> bytes:
-    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}".encode()
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
 
 
 FORGED: dict[str, Forge] = {
@@ -50,43 +66,33 @@ FORGED: dict[str, Forge] = {
     "one byte": lambda good: b"x",
     "cut": lambda good: good[: len(good) // 2],
     "a flipped bit": lambda good: good[:100] + bytes([good[100] ^ 1]) + good[101:],
-    "a digest alone": lambda good: good[:DIGEST_BYTES],
-    "sealed nothing": lambda good: sealed(b""),
-    "sealed noise": lambda good: sealed(bytes(range(256)) * 8),
-    "sealed empty zip": lambda good: sealed(b"PK\x05\x06" + bytes(18)),
-    "a zip of text": lambda good: sealed(_zip("key.npy", b"hello")),
-    "no key": rewritten(lambda arrays: {k: v for k, v in arrays.items() if k != "key"}),
-    "the key alone": rewritten(lambda arrays: {"key": arrays["key"]}),
-    "a key of nothing": rewritten(lambda arrays: {**arrays, "key": np.empty(0, np.uint8)}),
-    "a key of no JSON": rewritten(lambda arrays: {**arrays, "key": np.frombuffer(b"{]", np.uint8)}),
-    "a key 100,000 deep": rewritten(
-        lambda arrays: {**arrays, "key": np.frombuffer(b"[" * 100_000, np.uint8)}
-    ),
-    "a key of a number": rewritten(lambda arrays: {**arrays, "key": np.array(7)}),
-    "a key of an empty list": rewritten(
-        lambda arrays: {**arrays, "key": np.frombuffer(json.dumps([]).encode(), np.uint8)}
-    ),
-    "empty arrays": rewritten(
-        lambda arrays: {k: v if k == "key" else v[:0] for k, v in arrays.items()}
-    ),
-    "scalars": rewritten(
-        lambda arrays: {k: v if k == "key" else np.array(0) for k, v in arrays.items()}
-    ),
-    "floats": rewritten(
-        lambda arrays: {k: v if k == "key" else v.astype(np.float64) for k, v in arrays.items()}
-    ),
-    "another dim": rewritten(
-        lambda arrays: {k: v if k == "key" else v[None, None] for k, v in arrays.items()}
-    ),
-    "one less": rewritten(
-        lambda arrays: {k: v if k == "key" else v[:-1] for k, v in arrays.items()}
-    ),
-    "an array of 2^45 bytes": lambda good: sealed(
-        _zip("key.npy", _lying_npy("(4398046511104,)") + bytes(64))
-    ),
-    "a bomb": lambda good: sealed(_zip("key.npy", _lying_npy("(33554432,)") + bytes(256 << 20))),
+    "magic alone": lambda good: good[:MAGIC_BYTES],
+    "a digest alone": lambda good: good[: MAGIC_BYTES + DIGEST_BYTES],
+    "another version": lambda good: good[: MAGIC_BYTES - 1] + b"\x7f" + good[MAGIC_BYTES:],
+    "a pickle": lambda good: pickle.dumps({"a": 1}),
+    "a zip of text": lambda good: _zip("key.npy", b"hello"),
+    "a bomb": lambda good: _zip("key.npy", bytes(64 << 20)),
+    "bytes behind its end": lambda good: good + b"x",
+    "sealed nothing": containing(b""),
+    "sealed noise": containing(bytes(range(256)) * 8),
+    "a header of 4 GiB": containing(b"\xff\xff\xff\xff{}"),
+    "a header of no JSON": containing(b"\x02\0\0\0{]"),
+    "a header 60,000 deep": containing((60_000).to_bytes(4, "little") + b"[" * 60_000),
+    "a header of a number": headed(7),
+    "a header without a key": headed([[]]),
+    "no arrays": headed(["", []]),
+    "an array of 2^45 bytes": headed(["", [["start", "<i8", [1 << 42]]]], bytes(64)),
+    "a negative array": headed(["", [["start", "<i8", [-1]]]]),
+    "an array of objects": headed(["", [["start", "|O", [1]]]], bytes(8)),
+    "an array twice": headed(["", [["start", "<i8", [0]], ["start", "<i8", [0]]]]),
+    "2,000 arrays": headed(["", [[f"a{n}", "<i8", [0]] for n in range(2000)]]),
+    "an empty key": keyed(""),
+    "a key of nonsense": keyed("[" * 1000),
+    "empty arrays": every(lambda array: array[:0]),
+    "scalars": every(lambda array: np.array(0)),
+    "small numbers": every(lambda array: array.astype(np.uint8)),
+    "another dim": every(lambda array: array[None, None]),
+    "one less": every(lambda array: array[:-1]),
+    "no arrays but a key": rewritten(lambda arrays: {}),
 }
-ROWS = [
-    Row(f"sidecar {words}", forge, "", "", "", "" if n < 5 else "checked sidecars")
-    for n, (words, forge) in enumerate(FORGED.items())
-]
+ROWS = [Row(f"sidecar {words}", forge, "", "", "") for words, forge in FORGED.items()]

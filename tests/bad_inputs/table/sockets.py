@@ -90,7 +90,6 @@ MALFORMED_ROWS = [
         "INVALID_ARGUMENT",
         "InvalidRequest",
         "(?i)request|message|protobuf",
-        "malformed messages",
     )
     for method in (*UNARY, *STREAMING)
     for words, data in BYTES.items()
