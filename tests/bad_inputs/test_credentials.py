@@ -42,9 +42,9 @@ def stub(
 
 @pytest.mark.parametrize("row", cases(credentials.ROWS))
 def test_a_bad_credential_is_refused(row: Row, stub: LoaderStub) -> None:
-    metadata = [] if row.sent is None else [("authorization", row.sent)]
+    metadata = () if row.sent is None else (("authorization", row.sent),)
     with pytest.raises(grpc.RpcError) as caught:
         stub.GetStatus(pb.GetStatusRequest(), metadata=metadata, timeout=CALL_DEADLINE_S)
     check_refusal(caught.value, row)
-    good = [("authorization", f"Bearer {credentials.GOOD}")]
+    good = (("authorization", f"Bearer {credentials.GOOD}"),)
     stub.GetStatus(pb.GetStatusRequest(), metadata=good, timeout=CALL_DEADLINE_S)
