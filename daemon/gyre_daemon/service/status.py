@@ -96,8 +96,8 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     """End a call with the status of an error; what is no GyreError is logged, and INTERNAL."""
     if isinstance(error, ExceptionGroup):
         error = errors.first_error(error)
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
+    if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
+        raise error  # answered already; or the client was gone before the answer
     if not isinstance(error, errors.GyreError):
         log_event("internal error", {"error": repr(error)}, logging.ERROR)
         logging.getLogger("gyre_daemon").debug("internal error", exc_info=error)
