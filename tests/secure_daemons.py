@@ -1,6 +1,7 @@
 """Daemons with TLS for tests, and the environment of their clients."""
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,7 +70,13 @@ def start_secure(
     data = folder / "numbers.bin"
     np.arange(NUM_SAMPLES * LENGTH, dtype=np.int16).tofile(data)
     address = f"tls:127.0.0.1:{free_port()}"
-    dataset = {"uri": str(data), "format": "tokens", "dtype": "int16", "sequence_length": LENGTH}
+    dataset = {
+        "uri": str(data),
+        "format": "tokens",
+        "dtype": "int16",
+        "sequence_length": LENGTH,
+        "allow": [f"uid:{os.getuid()}", "token:ci", "token:next", "certificate:*"],
+    }
     config: dict[str, Any] = {
         "listen": [f"unix:{folder}/run/gyre.sock", address],
         "tls_certificate": str(certificate.certificate),

@@ -634,7 +634,10 @@ def test_a_side_channel_of_another_user_is_refused(
     with stub:
         Path(f"{stub.path}.side").unlink()
         Path(f"{stub.path}.side").symlink_to(theirs / "gyre.sock.side")
-        with loader_of(stub) as loader, pytest.raises(UntrustedDaemon, match=f"uid {NOBODY}"):
+        with (
+            pytest.raises(UntrustedDaemon, match=f"uid {NOBODY}"),
+            loader_of(stub) as loader,
+        ):
             next(loader.stream())
     assert stub.opened == []
 

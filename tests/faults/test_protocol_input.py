@@ -172,16 +172,16 @@ def test_a_request_that_is_too_long_is_refused_compressed_or_not(channel: grpc.C
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"batch_size": True}, "batch_size is True; it must be a number"),
-        ({"seed": False}, "seed is False; it must be a number"),
-        ({"epochs": True}, "epochs is True; it must be a number"),
+        ({"batch_size": True}, "batch_size is True; it must be a whole number"),
+        ({"seed": False}, "seed is False; it must be a whole number"),
+        ({"epochs": True}, "epochs is True; it must be a whole number"),
         ({"reattach_timeout_s": float("nan")}, "reattach_timeout_s is nan"),
         ({"reattach_timeout_s": -1}, "reattach_timeout_s is -1"),
         ({"reattach_timeout_s": float("inf")}, "reattach_timeout_s is inf"),
         ({"reattach_timeout_s": "1"}, "reattach_timeout_s is '1'"),
         ({"job": "a\x1b[31mb"}, "without control characters"),
-        ({"job": "\udc80"}, "without control characters"),
-        ({"job": 3}, "job is 3; it must be text"),
+        ({"job": "\udc80"}, "which is not UTF-8"),
+        ({"job": 3}, "job is 3; it must be a string"),
     ],
 )
 def test_the_client_refuses_a_value_before_any_call(

@@ -294,9 +294,9 @@ def test_metrics_name_no_jobs_where_users_or_datasets_are_apart(node: Node, alic
 
 
 def test_the_audit_log_says_who_read_what(node: Node, alice: User, bob: User) -> None:
-    opened = alice.call("OpenSession", open_request(job="audited\x1b[2J\x9b"))
+    opened = alice.call("OpenSession", open_request(job="audited"))
     alice.stream("Stream", attach(opened), 1)
-    eventually(lambda: node.audit("session closed")[-1]["job"] == "audited\x1b[2J\x9b")
+    eventually(lambda: node.audit("session closed")[-1]["job"] == "audited")
     begun, ended = node.audit("session open")[-1], node.audit("session closed")[-1]
     assert begun["session"] == ended["session"] != opened.session_id
     for line in (begun, ended):
@@ -305,7 +305,7 @@ def test_the_audit_log_says_who_read_what(node: Node, alice: User, bob: User) ->
     assert (ended["batches"], ended["bytes"]) == (2, 2 * 640), "40 ids and token rows, aligned"
     assert ended["seconds"] >= 0
     with pytest.raises(Refused):
-        bob.call("OpenSession", open_request("secret\n"))
+        bob.call("OpenSession", open_request("secret\n\x1b[2J\x9b"))
     raw = (node.folder / "audit.log").read_text()
     assert raw.isascii()
     assert "\x1b" not in raw

@@ -125,8 +125,8 @@ def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
         ConfigError: as `parse_dataset`.
     """
     # A private daemon runs as its client, who could open whatever a link leads to.
-    own = {"uri": message.uri, "format": message.format, "follow_links": True}
-    return parse_dataset("ad hoc", own | _OptionReader().table(message.options, depth=1) | own)
+    options = {"follow_links": True} | _OptionReader().table(message.options, depth=1)
+    return parse_dataset("ad hoc", {**options, "uri": message.uri, "format": message.format})
 
 
 class _OptionReader:
