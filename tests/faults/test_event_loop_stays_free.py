@@ -22,6 +22,7 @@ from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 8}
@@ -70,7 +71,7 @@ def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
 
 @pytest.fixture
 def stub(daemon: Daemon) -> Iterator[pb_grpc.LoaderStub]:
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         yield pb_grpc.LoaderStub(channel)
 
 
@@ -167,7 +168,7 @@ COSTLY = [
 
 def test_costly_orders_take_nobody_s_lease(daemon: Daemon, stub: pb_grpc.LoaderStub) -> None:
     with (
-        grpc.insecure_channel(daemon.address) as channel,
+        identified_channel(daemon.address) as channel,
         Loader("small", batch_size=40, job="bystander", address=daemon.address) as bystander,
     ):
         health = health_pb2_grpc.HealthStub(channel)

@@ -10,6 +10,7 @@ import pytest
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
+from tests.channels import identified_channel
 from tests.conftest import StartDaemon
 
 NUM_WARM_UP, NUM_TRIES = 3, 15
@@ -69,7 +70,7 @@ def test_failed_opens_leave_nothing(
     process = psutil.Process(daemon.process.pid)
     request = pb.DescribeDatasetRequest(dataset=pb.DatasetRef(name="set"))
     before = 0
-    with grpc.insecure_channel(daemon.address) as channel:
+    with identified_channel(daemon.address) as channel:
         stub = pb_grpc.LoaderStub(channel)
         for number in range(NUM_WARM_UP + NUM_TRIES):
             if number == NUM_WARM_UP:

@@ -120,10 +120,10 @@ def test_an_idle_daemon_has_its_metrics_and_none_of_a_job(daemon: Daemon) -> Non
     not shutil.which("promtool"), reason="promtool comes with Debian's package prometheus"
 )
 def test_promtool_accepts_the_metrics(daemon: Daemon) -> None:
-    with Loader("tokens", batch_size=20, job='a "job"\nwith \\', address=daemon.address) as loader:
+    with Loader("tokens", batch_size=20, job='a "job" with \\', address=daemon.address) as loader:
         next(loader)
         text = scrape(daemon)
-    assert 'job_name="a \\"job\\"\\nwith \\\\"' in text
+    assert 'job_name="a \\"job\\" with \\\\"' in text
     checked = subprocess.run(
         ["promtool", "check", "metrics"],
         input=text,
