@@ -48,10 +48,15 @@ def hops_told_to(seen: Callable[[str], None]) -> Iterator[None]:
     shift = Ring.shift
 
     def told(
-        ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream
+        ring: Ring,
+        outgoing: Tensor,
+        incoming: Tensor,
+        direction: Direction,
+        stream: Stream,
+        identity: int = 0,
     ) -> Hop:
         seen(f"hop {stream.name.lower()} {direction.name.lower()}")
-        return shift(ring, outgoing, incoming, direction, stream)
+        return shift(ring, outgoing, incoming, direction, stream, identity)
 
     with patch.object(Ring, "shift", told):
         yield
