@@ -57,7 +57,7 @@ def _told(pair: Pair, when: str) -> str:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize(("num_ranks", "reach"), [(2, "memory"), (3, "memory"), (2, "group")])
+@pytest.mark.parametrize(("num_ranks", "reach"), [(2, "memory"), (2, "group")])
 def test_ranks_that_call_different_modules_are_told_which(
     ranks: StartRanks, num_ranks: int, reach: str, when: str
 ) -> None:

@@ -144,11 +144,16 @@ def where_hops_begin_and_end() -> list[tuple[bool, bool]]:
     shift = Ring.shift
 
     def noted(
-        ring: Ring, outgoing: Tensor, incoming: Tensor, direction: Direction, stream: Stream
+        ring: Ring,
+        outgoing: Tensor,
+        incoming: Tensor,
+        direction: Direction,
+        stream: Stream,
+        identity: int = 0,
     ) -> Hop:
         if stream is Stream.WEIGHTS:
             hops.append((outgoing.data_ptr(), incoming.data_ptr()))
-        return shift(ring, outgoing, incoming, direction, stream)
+        return shift(ring, outgoing, incoming, direction, stream, identity)
 
     with patch.object(Ring, "shift", noted):
         mlp(torch.ones(1, 4)).sum().backward()

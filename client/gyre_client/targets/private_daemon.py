@@ -16,7 +16,7 @@ import threading
 import time
 from typing import IO
 
-from gyre_client.errors import DaemonUnavailable, NotInstalled
+from gyre_client.errors import DaemonUnavailable, NotInstalled, StorageUnavailable
 from gyre_client.targets.private_folder import SOCKET, PrivateFolder
 from gyre_client.transport.address import Address, parse_address
 from gyre_client.transport.connection import Connection
@@ -137,7 +137,8 @@ class PrivateDaemon:
 
     def _answers(self, pid: int) -> bool:
         """Whether the child answers; no other process of this user is taken for it."""
-        with contextlib.suppress(DaemonUnavailable), Connection(self.address) as connection:
+        not_yet = (DaemonUnavailable, StorageUnavailable)  # the second if it answers too late
+        with contextlib.suppress(*not_yet), Connection(self.address) as connection:
             connection.status(timeout_s=1.0)
             listener = check_listener(self.address)
             return listener is not None and listener.pid == pid
