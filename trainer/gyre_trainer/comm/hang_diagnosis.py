@@ -9,10 +9,6 @@ a second whether some rank asks for a diagnosis. If so, it writes its rank's pro
 A rank that writes nothing has ended or was stopped. If all ranks answer, the rank at fault is the
 one that waits for nobody and is behind the others. If all ranks wait, it is the one with the fewest
 completed waits: it came too late.
-
-The first rank that finds this out writes its verdict to the store, and all others take it: a rank
-that ends because of the verdict would else be the next one that is missing. The rank whose process
-serves the store lets the others read it first, for they cannot once it has ended.
 """
 
 import json
@@ -36,7 +32,6 @@ from gyre_trainer.errors import RingError
 _LOOK_INTERVAL_S = 0.5
 _ANSWER_TIMEOUT_S = 5.0
 _ASKED = "asked"  # this key of the store exists once a rank has asked
-_VERDICT = "verdict"  # this one has the rank at fault once a rank has found out
 _WHO_SERVES = "rank 0, which serves it, is at fault, unless torchrun or gyre-train serves it"
 
 
@@ -61,7 +56,6 @@ class HangDiagnosis:
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
         self._progress = RankProgress()
-        self._verdict: list[str] = []  # that of another rank, once the thread has read it
         self._store: Store | None = None
         self._fault = ""
         if len(self._ranks) > 1 and dist.get_backend(group) != "fake":
@@ -70,10 +64,8 @@ class HangDiagnosis:
             self._store = PrefixStore(f"gyre hang diagnosis of {group.group_name}", store)
             # An earlier group with this store and this name may have left one.
             self._store.delete_key(str(self._rank))
-            self._store.delete_key(_read_by(self._rank))
-            self._store.delete_key(_VERDICT)
             stop = threading.Event()
-            arguments = self._store, self._rank, self._progress, self._verdict, stop
+            arguments = self._store, self._rank, self._progress, stop
             answers = threading.Thread(target=_answer, args=arguments, daemon=True)
             answers.start()
             weakref.finalize(self, _end, answers, stop)
@@ -117,7 +109,7 @@ class HangDiagnosis:
             )
             ask.start()
             try:
-                self._fault = found.get(timeout=3 * _ANSWER_TIMEOUT_S)
+                self._fault = found.get(timeout=2 * _ANSWER_TIMEOUT_S)
             except Empty:
                 self._fault = f"the process group's store does not answer; {_WHO_SERVES}"
         return self._fault or "there is no other rank to ask"
@@ -125,8 +117,6 @@ class HangDiagnosis:
     def _ask(self, store: Store) -> str:
         """Ask all ranks for their progress, and say which one is at fault."""
         try:
-            if store.check([_VERDICT]):
-                return store.get(_VERDICT).decode()
             _write(store, self._rank, self._progress)
             store.set(_ASKED, "yes")
             missing, deadline_s = self._ranks, time.monotonic() + _ANSWER_TIMEOUT_S
@@ -135,43 +125,17 @@ class HangDiagnosis:
                 missing = [rank for rank in missing if not store.check([str(rank)])]
             answered = [rank for rank in self._ranks if rank not in missing]
             progress = {rank: RankProgress(**json.loads(store.get(str(rank)))) for rank in answered}
-            # The first verdict stays: a later one is about the consequences.
-            verdict = store.compare_set(_VERDICT, "", diagnose(progress, missing)).decode()
-            self._let_others_read(store, answered)
         except RuntimeError:
-            return self._verdict_before_the_end()
-        return verdict
-
-    def _let_others_read(self, store: Store, answered: Sequence[int]) -> None:
-        """Return when the ranks that live have read the verdict, or have had the time for it."""
-        waiting, deadline_s = [*answered], time.monotonic() + _ANSWER_TIMEOUT_S
-        while waiting and time.monotonic() < deadline_s:
-            waiting = [
-                rank for rank in waiting if rank != self._rank and not store.check([_read_by(rank)])
-            ]
-            time.sleep(_LOOK_INTERVAL_S / 10)
-
-    def _verdict_before_the_end(self) -> str:
-        """The verdict that this rank's thread has read before the store was gone."""
-        if self._verdict:
-            return self._verdict[0]
-        return f"the process group's store is gone; {_WHO_SERVES}"
+            return f"the process group's store is gone; {_WHO_SERVES}"
+        return diagnose(progress, missing)
 
 
-def _answer(
-    store: Store, rank: int, progress: RankProgress, verdict: list[str], stop: threading.Event
-) -> None:
-    """Write the rank's progress at every look while some rank asks, until told to stop.
-
-    Where a rank has found out which one is at fault, keep that in ``verdict``, and say so.
-    """
+def _answer(store: Store, rank: int, progress: RankProgress, stop: threading.Event) -> None:
+    """Write the rank's progress at every look while some rank asks, until told to stop."""
     try:
         while not stop.wait(_LOOK_INTERVAL_S) and dist.is_initialized():
             if store.check([_ASKED]):
                 _write(store, rank, progress)
-                if not verdict and store.check([_VERDICT]):
-                    verdict.append(store.get(_VERDICT).decode())
-                    store.set(_read_by(rank), "yes")
     except RuntimeError:
         return  # the store is gone, and so is every rank that might ask
 
@@ -180,10 +144,6 @@ def _end(answers: threading.Thread, stop: threading.Event) -> None:
     """Stop the thread and wait for its end: an exit while it is inside torch could crash."""
     stop.set()
     answers.join(_LOOK_INTERVAL_S)
-
-
-def _read_by(rank: int) -> str:
-    return f"verdict read by {rank}"
 
 
 def _write(store: Store, rank: int, progress: RankProgress) -> None:
