@@ -204,6 +204,6 @@ def test_what_can_never_fit_is_refused_with_figures_and_takes_nothing_from_other
         ):
             RawSession(pb_grpc.LoaderStub(channel), "huge", 0, 1, 8000)
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "more than the daemon's memory_budget of 8388608 bytes" in str(refused.value.details())
+        assert "than the daemon's memory_budget of 8388608 bytes" in str(refused.value.details())
         assert status(daemon).sessions[0].memory_limit_bytes == before
         assert right(next(small))
