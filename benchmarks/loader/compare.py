@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gyre_client.messages.requests import dataset_ref
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import dataset_ref
 
 from benchmarks.loader.data import FULL, SHORT, Scale, Workload, workloads
 from benchmarks.loader.markdown import table

@@ -21,8 +21,8 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.errors import DaemonUnavailable, StorageUnavailable
+from gyre_client.memory.arena import Arena
 from gyre_client.transport.address import parse_address
-from gyre_client.transport.arena import Arena
 from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc

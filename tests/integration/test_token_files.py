@@ -15,9 +15,9 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.errors import ConfigError, CorruptSample, GyreError, InvalidRequest, ShardMissing
+from gyre_client.messages.requests import dataset_ref
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import dataset_ref
 from webdataset import TarWriter
 
 from tests.conftest import Daemon, S3Server, StartDaemon

@@ -6,8 +6,8 @@ from gyre_client.command.cli import main
 from gyre_client.command.formatting import duration, facts, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.loader import Loader
-from gyre_client.transport.arguments import whole
-from gyre_client.transport.requests import order, reader
+from gyre_client.messages.arguments import whole
+from gyre_client.messages.requests import order, reader
 from gyre_protos.v1 import loader_pb2 as pb
 
 

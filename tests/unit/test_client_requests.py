@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 from gyre_client.command.formatting import plain
 from gyre_client.errors import DaemonFault, InvalidRequest
-from gyre_client.transport.arguments import choice
-from gyre_client.transport.frames import MAX_CHUNK_BYTES, chunk_data
-from gyre_client.transport.requests import TAILS, dataset_ref, option_value
+from gyre_client.messages.arguments import choice
+from gyre_client.messages.frames import MAX_CHUNK_BYTES, chunk_data
+from gyre_client.messages.requests import TAILS, dataset_ref, option_value
 from gyre_daemon.service.requests import to_ad_hoc
 from gyre_protos.v1 import loader_pb2 as pb
 

@@ -26,12 +26,12 @@ from gyre_client.errors import (
     LeaseExpired,
     NotAuthenticated,
 )
+from gyre_client.memory.arena import Arenas
+from gyre_client.messages.answers import check_grant, check_group
+from gyre_client.messages.frames import chunk_data
+from gyre_client.messages.layouts import BatchTensors
 from gyre_client.printable import printable
-from gyre_client.transport.answers import check_grant, check_group
-from gyre_client.transport.arena import Arenas
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
-from gyre_client.transport.frames import chunk_data
-from gyre_client.transport.layouts import BatchTensors
 from gyre_client.transport.outbox import Outbox
 
 # A lease outlives three lost or late heartbeats. More heartbeats wake an idle client more often.

@@ -12,7 +12,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.tokens import Widened, widen
 from gyre_client.errors import DaemonFault
-from gyre_client.transport.layouts import OFFSETS_SUFFIX
+from gyre_client.messages.layouts import OFFSETS_SUFFIX
 
 Memory = npt.NDArray[np.uint8]
 

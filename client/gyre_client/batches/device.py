@@ -23,7 +23,7 @@ from gyre_client.batches.batch import Layout
 from gyre_client.batches.stream import CLOSED, JOIN_TIMEOUT_S, BatchStream
 from gyre_client.batches.tokens import widen
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.arguments import shown
+from gyre_client.messages.arguments import shown
 
 # Two transfers overlap with each other and with the computation: one fills pinned memory while the
 # device reads the other. More only cost pinned and device memory.

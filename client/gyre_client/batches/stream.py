@@ -17,11 +17,11 @@ from gyre_client.batches.attachment import Attachment, Session
 from gyre_client.batches.batch import Batch, BatchGroup
 from gyre_client.batches.tokens import widened
 from gyre_client.errors import DaemonFault, GyreError
+from gyre_client.memory.arena import Arenas
+from gyre_client.messages.answers import check_same_dataset
+from gyre_client.messages.layouts import BatchTensors
 from gyre_client.targets.target import Target
-from gyre_client.transport.answers import check_same_dataset
-from gyre_client.transport.arena import Arenas
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.layouts import BatchTensors
 from gyre_client.transport.outage import Outage
 from gyre_client.transport.outbox import LONG_WAIT_S
 from gyre_client.transport.side_channel import NotShared, SideChannel

@@ -6,7 +6,7 @@ import torch
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.arguments import choice
+from gyre_client.messages.arguments import choice
 
 _WIDER = {"int64": torch.int64, "int32": torch.int32, "stored": None}
 _FITS_INT32 = ("uint8", "uint16")

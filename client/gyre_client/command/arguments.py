@@ -9,7 +9,7 @@ from fractions import Fraction
 import shtab
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.transport.requests import dataset_ref
+from gyre_client.messages.requests import dataset_ref
 
 _MAX_INTERVAL_S = 3600
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{0,3})", re.ASCII)

@@ -12,10 +12,10 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, show_progress, size, table
 from gyre_client.errors import InvalidRequest, NotInstalled
+from gyre_client.messages.arguments import MAX_UINT32, MAX_UINT64, whole
+from gyre_client.messages.requests import is_location
 from gyre_client.printable import printable
-from gyre_client.transport.arguments import MAX_UINT32, MAX_UINT64, whole
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import is_location
 
 if TYPE_CHECKING:
     from gyre_client.bench.comparison import Comparison, Contender

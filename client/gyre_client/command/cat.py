@@ -15,14 +15,14 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput
 from gyre_client.errors import DaemonFault
+from gyre_client.messages.answers import check_group, check_same_dataset
+from gyre_client.messages.arguments import MAX_UINT32, whole
+from gyre_client.messages.frames import chunk_data
+from gyre_client.messages.layouts import OFFSETS_SUFFIX, BatchTensors
+from gyre_client.messages.requests import order, reader
 from gyre_client.printable import printable
-from gyre_client.transport.answers import check_group, check_same_dataset
-from gyre_client.transport.arguments import MAX_UINT32, whole
 from gyre_client.transport.connection import OPEN_TIMEOUT_S, Connection, error_from
-from gyre_client.transport.frames import chunk_data
-from gyre_client.transport.layouts import OFFSETS_SUFFIX, BatchTensors
 from gyre_client.transport.outbox import Outbox
-from gyre_client.transport.requests import order, reader
 
 MAX_SHOWN_CHARS = 300
 MAX_SHOWN_VALUES = 16

@@ -6,8 +6,8 @@ from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, facts, plain, size, table
+from gyre_client.messages.requests import is_location
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import is_location
 
 
 def datasets(connection: Connection, args: argparse.Namespace) -> CommandOutput:

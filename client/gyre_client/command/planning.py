@@ -8,10 +8,10 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_client.command.arguments import dataset_of, size_bytes, steps
 from gyre_client.command.formatting import CommandOutput, plain, size, table
 from gyre_client.errors import InvalidRequest
+from gyre_client.messages.arguments import MAX_UINT64, whole
+from gyre_client.messages.requests import ORDERS, TAILS, order
 from gyre_client.printable import printable
-from gyre_client.transport.arguments import MAX_UINT64, whole
 from gyre_client.transport.connection import Connection
-from gyre_client.transport.requests import ORDERS, TAILS, order
 
 MAX_STEPS = 1000  # in a range: each step is a call
 _QUALITY = ("DISPLACEMENT", "SPREAD", "MIXING")

@@ -24,13 +24,13 @@ from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.epochs import epochs_of
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.ranks import rank_and_world_size
+from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
+from gyre_client.messages.arguments import MAX_UINT32, choice, flag, mapping, seconds, shown, whole
+from gyre_client.messages.requests import JOINS, dataset_ref, reader
+from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import Target, target_of_dataset
-from gyre_client.transport.answers import MAX_CURSOR_BYTES, check_same_dataset
-from gyre_client.transport.arguments import MAX_UINT32, choice, flag, mapping, seconds, shown, whole
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outage import Outage
-from gyre_client.transport.requests import JOINS, dataset_ref, reader
-from gyre_client.transport.requests import order as order_spec
 
 NEVER = 1 << 64  # the stop step of an iteration without an end
 

@@ -5,7 +5,7 @@ import os
 import torch.distributed
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.arguments import MAX_UINT32, whole
+from gyre_client.messages.arguments import MAX_UINT32, whole
 
 
 def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:

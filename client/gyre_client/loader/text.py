@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.arguments import mapping, text
+from gyre_client.messages.arguments import mapping, text
 
 
 def texts(batch: Mapping[str, Tensor], name: str) -> list[str]:

@@ -4,11 +4,11 @@ import os
 from dataclasses import dataclass
 
 from gyre_client.errors import InvalidRequest
+from gyre_client.messages.arguments import text
+from gyre_client.messages.requests import is_location
 from gyre_client.targets import private_daemon
 from gyre_client.targets.private_daemon import PrivateDaemon
 from gyre_client.transport.address import ENVIRONMENT_VARIABLE, Address, parse_address
-from gyre_client.transport.arguments import text
-from gyre_client.transport.requests import is_location
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.arguments import shown
+from gyre_client.messages.arguments import shown
 from gyre_client.transport.users import trusted_uids
 
 ENVIRONMENT_VARIABLE = "GYRE_ADDRESS"

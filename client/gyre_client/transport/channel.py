@@ -2,9 +2,9 @@
 
 import grpc
 
+from gyre_client.messages.frames import MAX_FRAME_BYTES
 from gyre_client.transport.address import Address
 from gyre_client.transport.credentials import Pem
-from gyre_client.transport.frames import MAX_FRAME_BYTES
 
 MAX_CONTROL_BYTES = 64 << 10  # the daemon's limit for a request
 # How long one attempt to connect may take. A daemon whose processor is busy accepts late; where

@@ -34,14 +34,14 @@ from gyre_client.errors import (
     StorageUnavailable,
     UnknownDataset,
 )
-from gyre_client.printable import printable
-from gyre_client.transport.address import Address
-from gyre_client.transport.answers import (
+from gyre_client.messages.answers import (
     check_description,
     check_numbers,
     check_opened,
     check_plan,
 )
+from gyre_client.printable import printable
+from gyre_client.transport.address import Address
 from gyre_client.transport.channel import MAX_CONTROL_BYTES, open_channel
 from gyre_client.transport.credentials import CredentialFiles, Pem
 from gyre_client.transport.handshake import why_refused

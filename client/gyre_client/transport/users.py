@@ -5,7 +5,7 @@ import os
 import pwd
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.arguments import shown, whole
+from gyre_client.messages.arguments import shown, whole
 
 ENVIRONMENT_VARIABLE = "GYRE_DAEMON_USER"
 _MAX_UID = 2**32 - 2  # 2^32 - 1 means "no user" to the kernel

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_client.errors import DaemonFault, DaemonUnavailable
-from gyre_client.transport.mapping import PrivateMapping
-from gyre_client.transport.memory_file import check_memory
-from gyre_client.transport.pages import PrivatePages
+from gyre_client.memory.mapping import PrivateMapping
+from gyre_client.memory.memory_file import check_memory
+from gyre_client.memory.pages import PrivatePages
 from gyre_client.transport.side_channel import NotShared, SideChannel
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import InvalidRequest
-from gyre_client.transport.arguments import (
+from gyre_client.messages.arguments import (
     MAX_UINT32,
     MAX_UINT64,
     choice,

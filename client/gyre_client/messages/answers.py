@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.errors import CursorRejected, DaemonFault
-from gyre_client.transport.layouts import MAX_BYTES, check_fields
+from gyre_client.messages.layouts import MAX_BYTES, check_fields
 
 MAX_CURSOR_BYTES = 4096  # the daemon takes no longer one; it has about 250
 # The daemon's own limits: a credit is at most 2^20, and positions end at 2^62.
