@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gyre_daemon import config_file
 from gyre_daemon.config import load, parse_dataset, parse_size
-from gyre_daemon.config_file import misspelt_variables, shown
+from gyre_daemon.config.file import misspelt_variables
+from gyre_daemon.config.secrets import hide, shown
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.listen import check_distinct, parse_address, parse_metrics_address
 from gyre_daemon.service.requests import to_ad_hoc
@@ -215,7 +215,7 @@ def test_what_is_no_configuration_is_refused_at_once(
 def test_a_drivers_message_has_no_values_of_settings() -> None:
     settings = {"region": "x", "options": {"keys": [SECRET, 12345]}}
     text = f"Invalid {SECRET}/12345 in x"
-    assert config_file.hide(text, settings) == "Invalid ***/*** in x"
+    assert hide(text, settings) == "Invalid ***/*** in x"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from gyre_daemon.config_file import hide
+from gyre_daemon.config.secrets import hide
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.errors import (
     ConfigError,

@@ -1,29 +1,19 @@
-"""How the configuration is read from its file and the environment, and which secrets it holds.
-
-A message shows no value that may be a secret: storage keys and passwords stand in the same file,
-and a line that was moved by mistake puts one under any other key.
-"""
+"""How the configuration is read from its file and the environment."""
 
 import difflib
 import os
-import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gyre_daemon.config.secrets import has_secret
 from gyre_daemon.errors import ConfigError
 
 # A dataset takes some 200 bytes, so this is room for 20,000; more only delays the refusal of what
 # is no configuration.
 _MAX_BYTES = 4 << 20
-_SECRET_KEY = re.compile(
-    r"secret|token(?!_dtype)|passw|credential|signature|private|\bsas\b|_key\b|\bkey\b",
-    re.IGNORECASE,
-)
-# Text that is shown: a word or a number with its unit. Secrets are longer, or mix both.
-_PLAIN = re.compile(r"[A-Za-z]{0,8}|-?[0-9.,]{1,20} ?[A-Za-z]{0,8}")
 # Other variables of the programs and the examples, by how they begin.
 _OTHER_PROGRAMS = (
     "GYRE_ADDRESS", "GYRE_DATA", "GYRE_TLS", "GYRE_TOKEN", "GYRE_TRACEBACK", "GYRE_TRAIN",
@@ -75,38 +65,6 @@ def misspelt_variables(environment: Iterable[str], known: Sequence[str]) -> list
     return warnings
 
 
-def shown(value: object, key: str) -> str:
-    """A value for a message about its key; only its kind if it may be a secret."""
-    if not is_secret(key) and _is_plain(value):
-        return f"{value!r:.200}"
-    if isinstance(value, str):
-        return f"a text of {len(value)} characters"
-    kinds = {dict: "a table", list: "a list", int: "a number", float: "a number"}
-    return kinds.get(type(value), f"a value of type {type(value).__name__}")
-
-
-def is_secret(key: str) -> bool:
-    """Whether what stands under a key, as messages name it, may be a secret."""
-    name = key.partition(" in ")[0]
-    return ".storage" in name or bool(_SECRET_KEY.search(name.rpartition(".")[2]))
-
-
-def hide(text: str, settings: Mapping[str, Any]) -> str:
-    """A driver's message without the values of its settings."""
-    for value in sorted({str(each) for each in _leaves(settings)}, key=len, reverse=True):
-        if len(value) > 2:
-            text = text.replace(value, "***")
-    return text
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return len(value) < 10 and all(map(_is_plain, [*value, *value.values()]))
-    if isinstance(value, list):
-        return len(value) < 10 and all(map(_is_plain, value))
-    return not isinstance(value, str) or bool(_PLAIN.fullmatch(value))
-
-
 def _exposed(path: Path, mode: int, table: Mapping[str, Any]) -> list[str]:
     readers = [who for who, bit in (("its group", 0o040), ("all users", 0o004)) if mode & bit]
     datasets = table.get("datasets", {})
@@ -115,7 +73,7 @@ def _exposed(path: Path, mode: int, table: Mapping[str, Any]) -> list[str]:
     names = [
         name
         for name, dataset in datasets.items()
-        if isinstance(dataset, dict) and _has_secret(dataset.get("storage"))
+        if isinstance(dataset, dict) and has_secret(dataset.get("storage"))
     ]
     if not names:
         return []
@@ -125,25 +83,6 @@ def _exposed(path: Path, mode: int, table: Mapping[str, Any]) -> list[str]:
         "daemon's user, or hand the secrets in through the environment"
     )
     return [warning]
-
-
-def _has_secret(settings: object) -> bool:
-    if not isinstance(settings, dict):
-        return False
-    return any(
-        _has_secret(value) or (value and _SECRET_KEY.search(key)) for key, value in settings.items()
-    )
-
-
-def _leaves(value: object) -> Iterator[object]:
-    if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _leaves(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
-    else:
-        yield value
 
 
 def _reason(error: Exception) -> str:

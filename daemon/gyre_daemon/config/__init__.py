@@ -1,0 +1,42 @@
+"""The daemon's configuration: a TOML file, overridden by `GYRE_*` variables, then by flags.
+
+In: a file, the environment, flags. Out: a `DaemonConfig` that was checked before anything starts,
+or a `ConfigError` that names the key. Imported by whatever has settings.
+"""
+
+from gyre_daemon.config.load import (
+    ENVIRONMENT_PREFIX,
+    SCALAR_KEYS,
+    EffectiveConfig,
+    load,
+    parse_dataset,
+    parse_limits,
+)
+from gyre_daemon.config.schema import (
+    MAX_PREFETCH_BATCHES,
+    DaemonConfig,
+    DatasetConfig,
+    JobLimits,
+    LimitsConfig,
+    UserLimits,
+)
+from gyre_daemon.config.sizes import Size, parse_size
+from gyre_daemon.config.tables import parse_options
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "MAX_PREFETCH_BATCHES",
+    "SCALAR_KEYS",
+    "DaemonConfig",
+    "DatasetConfig",
+    "EffectiveConfig",
+    "JobLimits",
+    "LimitsConfig",
+    "Size",
+    "UserLimits",
+    "load",
+    "parse_dataset",
+    "parse_limits",
+    "parse_options",
+    "parse_size",
+]

@@ -1,0 +1,197 @@
+"""What the daemon's configuration holds: a frozen dataclass for each table.
+
+Types and ranges stand in the annotations, and msgspec checks them; docs/adr/0031 says how and why.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from gyre_daemon.config.sizes import Size
+from gyre_daemon.errors import ConfigError
+
+MAX_PREFETCH_BATCHES = 1024
+_MAX_NUMBER = 1e9  # refuses infinity; as seconds it is 30 years
+# Upper bounds refuse slips: a thread takes a stack and each request a connection.
+_MAX_THREADS, _MAX_REQUESTS = 1024, 1 << 20
+Positive = Annotated[float, Meta(gt=0, le=_MAX_NUMBER)]
+Text = Annotated[str, Meta(min_length=1)]
+_AtLeast1 = Annotated[int, Meta(ge=1)]
+_Fraction = Annotated[float, Meta(gt=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetConfig:
+    """One named dataset.
+
+    Attributes:
+        uri: a file, a folder, a glob or a brace list of shards; a path, or a URL with a scheme that
+            fsspec knows.
+        format: one of those that docs/formats.md lists; empty to decide by the names of the files.
+        options: the remaining keys of the table, which the format reads.
+        storage: settings of the storage driver, which reads them: endpoint, region, credentials.
+        cache: whether blocks read from object storage are kept in the node's cache.
+        allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
+        follow_links: whether links among local files may lead out of the dataset's folder.
+    """
+
+    uri: Text
+    format: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    storage: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    cache: bool = True
+    allow: tuple[str, ...] = ()
+    follow_links: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """What one job may take.
+
+    Attributes:
+        memory: of the memory budget, as a fraction.
+        sessions: that are open at once.
+        requests_per_s: sessions that are opened, in the long run.
+    """
+
+    memory: _Fraction = 1.0
+    sessions: _AtLeast1 = 1024
+    requests_per_s: Positive = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class UserLimits:
+    """What one user may take, with all jobs.
+
+    Attributes:
+        memory: of the memory that other users do not have, as a fraction. The rest is left for a
+            user who comes later.
+        sessions: that are open at once.
+        connections: to the side channel at once.
+        requests_per_s: calls in the long run.
+    """
+
+    memory: _Fraction = 0.875
+    sessions: _AtLeast1 = 2048
+    connections: _AtLeast1 = 2048
+    requests_per_s: Positive = 500.0
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """The table `limits`.
+
+    Attributes:
+        user: of each user.
+        job: of each job.
+        users: of users whose name matches a pattern, such as "uid:1004" or "token:*"; the first
+            that matches counts, with the values of `user` where it says nothing.
+    """
+
+    user: UserLimits = UserLimits()
+    job: JobLimits = JobLimits()
+    users: Mapping[str, UserLimits] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """How a daemon runs.
+
+    Attributes:
+        listen: addresses, `unix:PATH`, `tcp:HOST:PORT` or `tls:HOST:PORT`.
+        memory_budget: bytes that the batch buffers of all sessions may take together.
+        session_memory: bytes that the batch buffers of one session may take; a session gets more
+            only where a single batch needs it.
+        prefetch_batches: batches in flight or ready ahead of each trainer that does not ask for a
+            number; 0 derives the number from the size of the batches.
+        lease_s: a session ends when its client has been silent for longer than this.
+        drain_timeout_s: after SIGTERM, how long batches in flight may take to finish.
+        num_io_threads: threads that read local files and decode.
+        num_copy_workers: processes that copy local samples into arenas, at most one per core; with
+            0 the kernel copies.
+        max_requests: the most requests in flight to one object storage; the daemon finds out how
+            many of these the storage handles well.
+        read_deadline_s: a read from object storage fails after this time, retries included.
+        hedge: whether a late request to object storage is sent a second time.
+        index_dir: where the indexes of shards are kept; empty for beside local shards where that
+            folder is writable.
+        cache_memory: bytes of object storage's blocks kept in memory, on top of memory_budget; 0
+            for no cache.
+        cache_dir: a folder for blocks that outlive the daemon; empty for none. Only one daemon at a
+            time can use it.
+        cache_disk: bytes of blocks in that folder.
+        unpack_dir: where compressed shards are unpacked; empty for a folder among the indexes.
+        unpack_disk: bytes of unpacked shards in that folder.
+        log_level: debug, info, warning or error.
+        log_format: text, json, or auto: text on a terminal and JSON elsewhere.
+        metrics_listen: where Prometheus scrapes metrics, `tcp:HOST:PORT`; empty for nowhere.
+        metrics_names: whether metrics tell jobs apart by name: `all`, `none`, or `auto`, which is
+            `all` until a dataset has an `allow` or jobs of a second user have run.
+        metrics_public: whether metrics_listen may be open to other hosts, which then learn the
+            names of jobs and what they read.
+        admin: operators, who may read and see everything, as `access.rules` says; empty for the
+            daemon's user and root.
+        audit_log: a file for the lines of the log that say who read what; empty for none.
+        tls_certificate: a file with the certificate of `tls:` addresses, and those that lead to its
+            root; empty for none.
+        tls_key: the file of its private key.
+        tls_client_ca: a file with the roots of clients' certificates; where it is given, clients on
+            `tls:` addresses need one.
+        tokens: files with tokens of callers over TCP, by the name that a token stands for.
+        datasets: by name.
+        job_weights: a job's share of reading and decoding, 1 where no pattern matches. A pattern of
+            the job's name weighs it among the jobs of its user; a pattern `USER/JOB` weighs it
+            against other users too.
+        limits: what one user and one job may take.
+    """
+
+    listen: tuple[str, ...] = ("unix:/run/gyre/gyre.sock",)
+    memory_budget: Size = Size(1 << 30)
+    session_memory: Size = Size(256 << 20)
+    prefetch_batches: Annotated[int, Meta(ge=0, le=MAX_PREFETCH_BATCHES)] = 0
+    lease_s: Positive = 30.0
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=_MAX_NUMBER)] = 10.0
+    num_io_threads: Annotated[int, Meta(ge=1, le=_MAX_THREADS)] = 4
+    num_copy_workers: Annotated[int, Meta(ge=0, le=_MAX_THREADS)] = 4
+    max_requests: Annotated[int, Meta(ge=1, le=_MAX_REQUESTS)] = 1024
+    read_deadline_s: Positive = 60.0
+    hedge: bool = True
+    index_dir: str = ""
+    cache_memory: Size = Size(1 << 30)
+    cache_dir: str = ""
+    cache_disk: Size = Size(64 << 30)
+    unpack_dir: str = ""
+    unpack_disk: Size = Size(64 << 30)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "text", "json"] = "auto"
+    metrics_listen: str = ""
+    metrics_names: Literal["auto", "all", "none"] = "auto"
+    metrics_public: bool = False
+    admin: tuple[str, ...] = ()
+    audit_log: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    datasets: Mapping[str, DatasetConfig] = field(default_factory=dict)
+    job_weights: Mapping[str, float] = field(default_factory=dict)
+    limits: LimitsConfig = LimitsConfig()
+
+    def __post_init__(self) -> None:
+        """Refuse values that are fine one by one and that no daemon can run with."""
+        for name in ("memory_budget", "session_memory"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is 0: no batch fits; give it some, 256MiB say")
+        if not self.listen:
+            raise ConfigError('listen is empty; name an address such as "unix:/run/gyre/gyre.sock"')
+        if self.cache_dir and not self.cache_memory:
+            raise ConfigError(
+                "cache_dir is set and cache_memory is 0: "
+                "blocks reach the disk through memory; give it some, 64MiB say"
+            )
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ConfigError("tls_certificate and tls_key go together; set both or neither")
+        if self.tls_client_ca and not self.tls_certificate:
+            raise ConfigError("tls_client_ca needs tls_certificate and tls_key")
