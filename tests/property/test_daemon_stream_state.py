@@ -7,7 +7,7 @@ consumer what it was sent and holds, and of every batch group whether its memory
 from dataclasses import dataclass, field
 
 from gyre_daemon.memory.share import Share, divide
-from gyre_daemon.sessions import stream_state as state
+from gyre_daemon.sessions import instructions, stream_state
 from gyre_daemon.sessions.stream_state import StreamState
 from gyre_daemon.sessions.streams import TOLERATED, Consumer, Group, Stream
 from hypothesis import settings
@@ -47,30 +47,30 @@ class Runner:
         self.changed: set[Stream] = set()
 
     def execute(self) -> None:
-        instructions = self.state.instructions
-        while instructions:
-            match instructions.popleft():
-                case state.Open(stream):
+        left = self.state.instructions
+        while left:
+            match left.popleft():
+                case instructions.Open(stream):
                     assert stream not in self.slots
                     self.slots[stream] = {}
                     self.changed.add(stream)
-                case state.Close(stream):
+                case instructions.Close(stream):
                     del self.slots[stream]
                     self.changed.discard(stream)
                     self.in_flight = [group for group in self.in_flight if group.stream != stream]
-                case state.Free(group):
+                case instructions.Free(group):
                     assert not any(
                         held is group for each in self.readers for _, held in each.held.values()
                     ), "a slot is not free while somebody holds it"
                     del self.slots[group.stream][group]
-                case state.Wake(consumer):
+                case instructions.Wake(consumer):
                     self.reader_of(consumer).is_asleep = False
-                case state.Detached(consumer):
+                case instructions.Detached(consumer):
                     self.reader_of(consumer).num_detached += 1
-                case state.Fetch(stream):
+                case instructions.Fetch(stream):
                     assert stream in self.slots
                     self.changed.add(stream)
-                case state.Reshape(stream) | state.Rewind(stream):
+                case instructions.Reshape(stream) | instructions.Rewind(stream):
                     assert stream in self.slots
 
     def reader_of(self, consumer: Consumer) -> Reader:
@@ -148,7 +148,7 @@ class Runner:
         for stream in list(self.state.streams):
             if not stream.is_closed:
                 left_s = self.state.tick(stream, self.now)
-                assert left_s is None or 0 < left_s <= state.STALL_S
+                assert left_s is None or 0 < left_s <= stream_state.STALL_S
                 self.execute()
 
     def read(self, reader: Reader) -> None:
@@ -380,7 +380,7 @@ def test_a_consumer_that_stops_is_detached_when_the_time_has_run_out() -> None:
         runner.turn([fast])
         num_turns += 1
         assert num_turns < 100
-    assert num_turns >= state.STALL_S / 0.1, "others waited for it that long"
+    assert num_turns >= stream_state.STALL_S / 0.1, "others waited for it that long"
     assert len(runner.state.streams) == 2
     assert fast.num_detached == 0
     before = stopped.next_step
@@ -400,13 +400,13 @@ def test_consumers_that_keep_each_other_waiting_in_turns_stay_together() -> None
 def test_a_consumer_that_costs_others_little_is_forgiven() -> None:
     consumer = Consumer(0, None, share_for(4))
     for second in range(1000):
-        assert consumer.cost_s(second) < state.STALL_S
+        assert consumer.cost_s(second) < stream_state.STALL_S
         consumer.charge(second, second + 0.9 * TOLERATED)
 
 
 def test_a_consumer_that_is_somewhat_slower_is_not_forgiven() -> None:
     consumer, second = Consumer(0, None, share_for(4)), 0
-    while consumer.cost_s(second) < state.STALL_S:
+    while consumer.cost_s(second) < stream_state.STALL_S:
         consumer.charge(second, second + 2.5 * TOLERATED)
         second += 1
     assert second < 20

@@ -24,11 +24,12 @@ from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.epochs import epochs_of
 from gyre_client.loader.one_thread import OneThread
 from gyre_client.loader.ranks import rank_and_world_size
+from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
 from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
 from gyre_client.messages.arguments import MAX_UINT32, choice, flag, mapping, seconds, shown, whole
 from gyre_client.messages.requests import JOINS, dataset_ref, reader
 from gyre_client.messages.requests import order as order_spec
-from gyre_client.targets.target import Target, target_of_dataset
+from gyre_client.targets.target import target_of_dataset
 from gyre_client.transport.connection import Connection
 from gyre_client.transport.outage import Outage
 
@@ -191,7 +192,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._step = 0  # the next step
         self._loaded_step = -1  # the step at which a state was loaded just now
         self._active = ActiveIteration()
-        self._resources = _Resources(target_of_dataset(address, dataset, format, daemon_user))
+        self._resources = LoaderResources(target_of_dataset(address, dataset, format, daemon_user))
         self._finalizer = weakref.finalize(self, self._resources.release)
         try:
             self._description = self._describe()
@@ -255,7 +256,7 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise ForkedProcess(f"a Loader cannot be sent to another process. {_ADVICE}")
+        raise ForkedProcess(f"a Loader cannot be sent to another process. {FORK_ADVICE}")
 
     @property
     def num_samples(self) -> int:
@@ -413,35 +414,6 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
             )
 
     def _check_process(self) -> None:
-        if self._resources.pid != os.getpid():
-            raise ForkedProcess(
-                f"this Loader was made by process {self._resources.pid}, "
-                f"but process {os.getpid()} reads it. {_ADVICE}"
-            )
+        self._resources.check_process()
         if not self._finalizer.alive:
             raise InvalidRequest("this Loader is closed")
-
-
-_ADVICE = (
-    "In a DataLoader use num_workers=0: the daemon fetches and decodes in parallel already. "
-    "Elsewhere, make the Loader in the process that reads from it"
-)
-
-
-class _Resources:
-    """What a Loader must release, in an object of its own, so that its finalizer can do it."""
-
-    def __init__(self, target: Target) -> None:
-        self.pid = os.getpid()
-        self.target = target
-        self.stream: BatchStream | DeviceStream | None = None
-
-    def close_stream(self) -> None:
-        stream, self.stream = self.stream, None
-        if stream is not None:
-            stream.close()
-
-    def release(self) -> None:
-        if self.pid == os.getpid():  # a forked child's copy owns nothing
-            self.close_stream()
-            self.target.release()

@@ -8,7 +8,8 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest
 from gyre_daemon.monitoring.occupancy import WindowTimes
 from gyre_daemon.service import convert
-from gyre_daemon.sessions.session import LeftArenas, Sent, Session
+from gyre_daemon.sessions.client_arenas import LeftArenas
+from gyre_daemon.sessions.session import Sent, Session
 
 # Batches in one message: about 20 bytes each where one layout serves all, about 300 otherwise.
 # These limits keep a message below 20 KiB; with lower ones, small batches cost more messages.

@@ -12,7 +12,7 @@ newer session of the same rank takes over.
 import asyncio
 import math
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
@@ -21,13 +21,14 @@ from gyre_daemon.fetching.prefetch import Spec
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.memory.budget import Allowance
 from gyre_daemon.memory.share import Share
-from gyre_daemon.memory.sidechannel import Peer, ShownArenas
+from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.jobs import SessionGauges, SessionTotals
-from gyre_daemon.monitoring.lately import Lately, Recorder
-from gyre_daemon.monitoring.occupancy import Occupancy
+from gyre_daemon.monitoring.lately import Lately
 from gyre_daemon.order.planner import BatchPlanner
 from gyre_daemon.order.quality import ShuffleMeter
 from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.sessions.account import SessionAccount
+from gyre_daemon.sessions.client_arenas import ClientArenas, LeftArenas
 from gyre_daemon.sessions.payload_queue import PayloadQueue
 from gyre_daemon.sessions.request import SessionRequest
 from gyre_daemon.sessions.shared_stream import DaemonResources, Member
@@ -48,13 +49,6 @@ class Sent:
 
     group: BatchGroup
     arena: int
-
-
-@dataclass(frozen=True, slots=True)
-class LeftArenas:
-    """Arenas that a client is to unmap, by its numbers for them."""
-
-    numbers: Collection[int]
 
 
 class Session:
@@ -101,8 +95,6 @@ class Session:
         self.attached = False
         self.credits = 0
         self._most_credits = 0
-        self._num_batches_sent = self._num_bytes_sent = 0
-        self._trainer_waited_s = 0.0  # as its client tells
         self._resources = resources
         cursor = request.start_cursor()
         self.cursors = cursor.encoder()
@@ -113,18 +105,14 @@ class Session:
                 f"the cursor stands at step {self.first_step}, but the stream ends at step "
                 f"{self.num_steps}; ask for more epochs or begin with no cursor"
             )
-        self._shown: ShownArenas | None = None
-        self._left: list[int] = []  # arenas that the client is not yet told to unmap
-        # first steps of what the client has moved out of an arena once it has unmapped it
-        self._moved: dict[int, list[int]] = {}
-        self.payloads = PayloadQueue()
         self._sendable = asyncio.Event()
+        self._arenas = ClientArenas(self._held_in, self._sendable.set)
+        self.payloads = PayloadQueue()
         self._ended: GyreError | None = None
         self._draining = False
         self._has_started = False
         self._seen = self.opened_at = self._resources.clock()
-        self._occupancy = Occupancy(self._seen)
-        self._recorder = Recorder(self._seen)
+        self._account = SessionAccount(self._seen)
         self.share = self._granted = self._reserve(allowed)
         wished = request.prefetch_batches
         spec = Spec(request.dataset, order, reader.rank, reader.world_size, planner, wished)
@@ -181,17 +169,12 @@ class Session:
     @property
     def totals(self) -> SessionTotals:
         """Its counts since it was opened."""
-        return SessionTotals(
-            self._num_batches_sent,
-            self._num_bytes_sent,
-            self._occupancy.at(self._resources.clock()),
-            self._trainer_waited_s,
-        )
+        return self._account.totals(self._resources.clock())
 
     @property
     def lately(self) -> Lately:
         """Its rates of the last ten seconds."""
-        return self._recorder.at(self._resources.clock(), self.totals)
+        return self._account.lately(self._resources.clock())
 
     @property
     def lease_left_s(self) -> float:
@@ -219,23 +202,15 @@ class Session:
         self.renew()
 
     def renew(self, num_taken: int = 0) -> None:
-        """Renew the lease, because a message of the client came.
-
-        Args:
-            num_taken: how many batches its trainer has taken since the session was opened. With 0
-                the client does not say, and all batches that were sent count.
-        """
+        """Renew the lease, because a message came whose client has taken `num_taken` batches."""
         self._seen = self._resources.clock()
-        if self._recorder.is_due(self._seen):
-            totals = self.totals
-            self._recorder.mark(self._seen, num_taken or totals.num_batches, totals)
+        self._account.heard(self._seen, num_taken)
 
     def add_credit(self, num_batches: int, waited_s: float = 0.0) -> None:
         """Allow this many more batches; the client's trainer stood still for `waited_s`."""
         self.credits += min(num_batches, _MAX_CREDITS - self.credits)
         self._most_credits = max(self._most_credits, self.credits)
-        if 0 < waited_s < math.inf:
-            self._trainer_waited_s += waited_s
+        self._account.trainer_waited(waited_s)
         self._note_window()
         self._sendable.set()
 
@@ -249,25 +224,20 @@ class Session:
 
     def share_arenas(self, peer: Peer) -> bool:
         """Let the client map the arenas of its batches; False if the side channel fails."""
-        shown = ShownArenas(self.session_id, peer, self._arena_left)
         if self._ended:
             return False
-        if shown.number(self._streams.arenas_of(self.consumer).first) is not None:
-            self._shown = shown
-        return self.shares_arena
+        first = self._streams.arenas_of(self.consumer).first
+        return self._arenas.share(self.session_id, peer, first)
 
     @property
     def shares_arena(self) -> bool:
         """Whether the client maps arenas, so that batches are not copied to it."""
-        return self._shown is not None
+        return self._arenas.are_shared
 
     def unmapped(self, arenas: Collection[int]) -> None:
         """The client has unmapped these arenas and moved out the batches that it still needed."""
-        for number in arenas:
-            if self._shown:
-                self._shown.unmapped(number)
-            for step in self._moved.pop(number, []):
-                self.release(step)
+        for step in self._arenas.unmapped(arenas):
+            self.release(step)
 
     def new_grant(self) -> Share | None:
         """The share that its client must be told of; None if the client knows it already."""
@@ -291,9 +261,8 @@ class Session:
         while True:
             if self._ended:
                 raise self._ended
-            if self._left:
-                left, self._left = self._left, []
-                return LeftArenas(left)
+            if left := self._arenas.take_left():
+                return left
             if sent := self.ready_group(max_batches):
                 return sent
             if self.consumer.at_end:
@@ -321,14 +290,10 @@ class Session:
         taken = self._streams.take(self.consumer, min(self.credits, max_batches))
         if isinstance(taken, Exception):
             raise taken
-        number: int | None = 0
-        if self._shown is None:
+        is_leaving = self._streams.arenas_of(self.consumer).is_leaving(taken.slot)
+        number = self._arenas.number(taken.slot.arena, is_leaving=is_leaving)
+        if not self.shares_arena:
             self.payloads.add(taken)
-        else:
-            number = self._shown.number(taken.slot.arena)
-            if self._streams.arenas_of(self.consumer).is_leaving(taken.slot):
-                # the client moves the batches out once it has them
-                self._shown.arena_left(taken.slot.arena)
         if number is None:
             raise LeaseExpired(
                 "the client left the side channel, which gives it the memory of its batches; open "
@@ -355,11 +320,7 @@ class Session:
         self._ended = reason
         self.payloads.close()
         self._streams.leave(self.consumer)
-        if self._shown:
-            self._shown.when_unread(self._release_all)
-        else:
-            self._release_all()
-        self._shown = None
+        self._arenas.end(self._release_all)
         self._resources.budget.give_back(self.share.reserved_bytes)
         self._sendable.set()
 
@@ -394,11 +355,8 @@ class Session:
         for step in list(self.consumer.held):
             self._streams.release(self.consumer, step)
 
-    def _arena_left(self, arena: Arena, number: int) -> None:
-        if not self._ended:
-            self._moved[number] = self._streams.held_in(self.consumer, arena)
-            self._left.append(number)
-            self._sendable.set()
+    def _held_in(self, arena: Arena) -> Sequence[int]:
+        return () if self._ended else self._streams.held_in(self.consumer, arena)
 
     def _count(self, group: BatchGroup) -> None:
         reader, num_bytes = self.request.reader, group.num_bytes
@@ -408,8 +366,7 @@ class Session:
         metrics = self._resources.metrics
         metrics.num_batches_sent += len(group.plan)
         metrics.num_bytes_sent += num_bytes
-        self._num_batches_sent += len(group.plan)
-        self._num_bytes_sent += num_bytes
+        self._account.sent(len(group.plan), num_bytes)
 
     def _note_window(self) -> None:
         """Note how full the window is. Batches behind one that is missing do not count as ready."""
@@ -418,7 +375,7 @@ class Session:
         consumer, size = self.consumer, self.window_size
         is_ready = consumer.is_ready
         num_left = size if self.num_steps is None else self.num_steps - consumer.next_step
-        self._occupancy.note(
+        self._account.window.note(
             self._resources.clock(),
             consumer.num_ready if is_ready else 0,
             min(size, num_left),

@@ -30,7 +30,7 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.monitoring.occupancy import StorageShare
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.fair import FairExecutor, Flow
-from gyre_daemon.sessions import stream_state as state
+from gyre_daemon.sessions import instructions
 from gyre_daemon.sessions.stream_state import StreamState
 from gyre_daemon.sessions.streams import Consumer, Group, Stream
 from gyre_daemon.storage.delays import Delays
@@ -179,24 +179,24 @@ class SharedStreams:
 
     def execute(self) -> None:
         """Carry out the instructions of the state."""
-        instructions = self.state.instructions
-        while instructions:
-            match instructions.popleft():
-                case state.Fetch(stream):
+        left = self.state.instructions
+        while left:
+            match left.popleft():
+                case instructions.Fetch(stream):
                     self.running[stream].look_again()
-                case state.Free(group):
+                case instructions.Free(group):
                     self.running[group.stream].free(group)
-                case state.Wake(consumer):
+                case instructions.Wake(consumer):
                     self.members[consumer].wake()
-                case state.Open(stream):
+                case instructions.Open(stream):
                     self.running[stream] = SharedStream(stream, self)
-                case state.Close(stream):
+                case instructions.Close(stream):
                     self.running.pop(stream).close()
-                case state.Reshape(stream):
+                case instructions.Reshape(stream):
                     self.running[stream].reshape()
-                case state.Rewind(stream):
+                case instructions.Rewind(stream):
                     self.running[stream].rewind()
-                case state.Detached(consumer):
+                case instructions.Detached(consumer):
                     name, job = self.spec.dataset.name, self.members[consumer].flow.name
                     log_event("reader falls behind", {"dataset": name, "job": job})
 

@@ -48,9 +48,19 @@ so jobs that keep each other waiting in turns stay together too.
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from gyre_daemon.memory.share import Share
+from gyre_daemon.sessions.instructions import (
+    Close,
+    Detached,
+    Fetch,
+    Free,
+    Instruction,
+    Open,
+    Reshape,
+    Rewind,
+    Wake,
+)
 from gyre_daemon.sessions.streams import Consumer, Group, Segment, Stream
 
 # The seconds that a consumer may cost others before it is detached. If fewer, jobs of equal speed
@@ -61,65 +71,6 @@ STALL_S = 1.0
 # fewer jobs read alone; but until it has caught up, the stream gets no further than its memory
 # reaches.
 _REACH = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """Start a stream at its `next_to_begin`, in memory that its owner has reserved."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Stop a stream that nobody reads: give its memory back, even if clients hold batches there."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Reshape:
-    """Shrink a stream's memory to what its `share` says now."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Rewind:
-    """Plan a stream again from its `next_to_begin`, a step that it had begun before."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Ask a stream to look again: it may have steps to fetch, or a consumer may wait."""
-
-    stream: Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Put the slot of a batch group back: nobody needs the group."""
-
-    group: Group
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Tell a consumer's session that its next step is ready."""
-
-    consumer: Consumer
-
-
-@dataclass(frozen=True, slots=True)
-class Detached:
-    """Log that a consumer was too slow for the others and continues by itself."""
-
-    consumer: Consumer
-
-
-Instruction = Open | Close | Reshape | Rewind | Fetch | Free | Wake | Detached
 
 
 class StreamState:

@@ -1,0 +1,48 @@
+"""What a Loader must release, in an object of its own, so that its finalizer can do it."""
+
+import os
+
+from gyre_client.batches.device import DeviceStream
+from gyre_client.batches.stream import BatchStream
+from gyre_client.errors import ForkedProcess
+from gyre_client.targets.target import Target
+
+FORK_ADVICE = (
+    "In a DataLoader use num_workers=0: the daemon fetches and decodes in parallel already. "
+    "Elsewhere, make the Loader in the process that reads from it"
+)
+
+
+class LoaderResources:
+    """A Loader's target and stream.
+
+    Attributes:
+        pid: The process that made them, which alone may use and release them.
+        target: The daemon.
+        stream: None where no session is open.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.pid = os.getpid()
+        self.target = target
+        self.stream: BatchStream | DeviceStream | None = None
+
+    def check_process(self) -> None:
+        """Raises ForkedProcess in every other process than the one that made them."""
+        if self.pid != os.getpid():
+            raise ForkedProcess(
+                f"this Loader was made by process {self.pid}, "
+                f"but process {os.getpid()} reads it. {FORK_ADVICE}"
+            )
+
+    def close_stream(self) -> None:
+        """Ends the session; what was read ahead is dropped."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.close()
+
+    def release(self) -> None:
+        """Ends the session, and lets go of a private daemon."""
+        if self.pid == os.getpid():  # a forked child's copy owns nothing
+            self.close_stream()
+            self.target.release()
