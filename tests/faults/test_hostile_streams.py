@@ -1,0 +1,216 @@
+"""The client against daemons whose streams break the protocol, or never send anything."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gyre_client.errors import (
+    DaemonFault,
+    DaemonUnavailable,
+    StorageUnavailable,
+)
+from gyre_client.transport.address import parse_address
+from gyre_client.transport.connection import Connection
+from gyre_protos.v1 import loader_pb2 as pb
+
+from tests.stub_daemon import (
+    END,
+    StubDaemon,
+    batches,
+    frame,
+    group,
+    heartbeats,
+    layout,
+    payload,
+)
+from tests.stubbed_loader import inline, loader_of, read_all
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> StubDaemon:
+    return StubDaemon(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("frames", "complaint"),
+    [
+        ([b"\x12\1a"], "not a PayloadChunk"),
+        ([b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x01"], "not a PayloadChunk"),
+        ([frame(payload() + b"x")], "257 bytes came where 256 end the batch"),
+        ([frame(payload()[:200]), frame(bytes(57))], "57 bytes came where 56 end the batch"),
+    ],
+)
+def test_payload_that_is_too_long_or_none(
+    stub: StubDaemon, frames: list[bytes | None], complaint: str
+) -> None:
+    stub.shares = False
+    stub.frames = frames
+    stub.responses = lambda stub, session: iter([batches(inline(0))])
+    with pytest.raises(DaemonFault, match=complaint):
+        read_all(stub, 1)
+
+
+def grant(num_queued: int, num_kept: int = 4) -> pb.StreamResponse:
+    return pb.StreamResponse(
+        batches=pb.Batches(max_queued_batches=num_queued, max_kept_batches=num_kept)
+    )
+
+
+@pytest.mark.parametrize(
+    ("responses", "complaint"),
+    [
+        ([END], "ended a stream that has no end, before step 0"),
+        ([batches(group(0)), END], "before step 1"),
+        ([batches(group(0)), batches(group(0))], "sent step 0 where step 1 comes next"),
+        ([batches(group(0)), batches(group(2))], "sent step 2 where step 1 comes next"),
+        ([batches(group(0), group(1), group(2))], "it may send 1 to 0"),
+        ([grant(2**32 - 1)], "max_queued_batches is 4294967295"),
+        ([grant(2, 2**32 - 1)], "max_kept_batches is 4294967295"),
+        ([pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=[7]))], "left arena 7"),
+        ([pb.StreamResponse(arenas_left=pb.ArenasLeft(arenas=[0, 0]))], "left arena 0"),
+        ([batches(pb.BatchGroup(layouts=[layout()], cursors=pb.Cursors(own=[b"1"])))],
+         "payload of step 0 comes in a way"),
+    ],
+)  # fmt: skip
+def test_streams_that_break_the_protocol(
+    stub: StubDaemon, responses: list[pb.StreamResponse], complaint: str
+) -> None:
+    stub.responses = lambda stub, session: iter(responses)
+    with pytest.raises(DaemonFault, match=complaint):
+        read_all(stub, 4)
+    assert len(stub.opened) == 1
+
+
+def test_an_iteration_does_not_end_before_its_epoch(stub: StubDaemon) -> None:
+    stub.responses = lambda stub, session: iter([batches(group(0)), END])
+    with stub, loader_of(stub, restart=True) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(DaemonFault, match=r"ended the batches before step 1, .* to step 4"):
+            next(iterator)
+
+
+def test_a_daemon_that_resumes_elsewhere(stub: StubDaemon) -> None:
+    def answer(request: pb.OpenSessionRequest) -> pb.SessionOpened:
+        opened = stub.session(request)
+        opened.first_step += 3 * (len(stub.opened) > 1)
+        return opened
+
+    goodbye = pb.StreamResponse(goodbye=pb.Goodbye(reason="\x1b[2J", retry_after_s=float("nan")))
+    stub.answers["OpenSession"] = answer
+    stub.responses = lambda stub, session: iter([batches(group(0)), goodbye])
+    with pytest.raises(DaemonFault, match="resumed at step 4, but step 1 comes next"):
+        read_all(stub, 2)
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["control", "payload"])
+def test_a_daemon_that_talks_for_ever_and_sends_nothing(stub: StubDaemon, shares: bool) -> None:
+    stub.shares = shares
+    if shares:
+        stub.responses = heartbeats
+    else:
+        stub.responses = lambda stub, session: iter([batches(inline(0))])
+        stub.frames = [frame(b"")] * 1_000_000
+    with pytest.raises(DaemonFault, match="has sent nothing of step") as caught:
+        read_all(stub, 1, stall_timeout_s=0.2)
+    assert "stall_timeout_s" in str(caught.value)
+    assert ("it waits for the storage" in str(caught.value)) == shares
+    assert len(stub.opened) == 1
+
+
+def test_a_trainer_that_takes_nothing_stalls_nobody(stub: StubDaemon) -> None:
+    """The queue is full, so the daemon may only talk."""
+
+    def two_and_then_heartbeats(stub: StubDaemon, session: int) -> Iterator[pb.StreamResponse]:
+        yield batches(group(0), group(1))
+        for beats, beat in enumerate(heartbeats(stub, session)):
+            if beats == 20:
+                talked.set()
+            yield beat
+
+    import threading
+
+    talked = threading.Event()
+    stub.responses = two_and_then_heartbeats
+    with stub, loader_of(stub, stall_timeout_s=0.1) as loader:
+        stream = loader.stream()
+        assert talked.wait(120)
+        assert len([next(stream), next(stream)]) == 2
+
+
+@pytest.mark.parametrize("retry_after_s", [float("nan"), float("inf"), -1.0, 1e308])
+def test_goodbyes_that_ask_for_absurd_pauses(stub: StubDaemon, retry_after_s: float) -> None:
+    goodbye = pb.StreamResponse(
+        goodbye=pb.Goodbye(reason="\x1b]0;x\x07", retry_after_s=retry_after_s)
+    )
+    stub.responses = lambda stub, session: iter([goodbye])
+    with pytest.raises(DaemonUnavailable, match=r"\\x1b\]0;x\\x07 \(gave up after"):
+        read_all(stub, 1)
+
+
+def explained(facts: dict[str, str], retry_s: int = 0) -> bytes:
+    from google.protobuf.any_pb2 import Any as Packed
+    from google.protobuf.duration_pb2 import Duration
+    from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+    from google.rpc.status_pb2 import Status
+
+    status = Status(code=14, message="\x1b[31mred\u202e")
+    info = ErrorInfo(domain="gyre", reason="StorageUnavailable", metadata=facts)
+    broken = Packed(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xff\xff")
+    status.details.append(broken)
+    for detail in (info, RetryInfo(retry_delay=Duration(seconds=retry_s))):
+        packed = Packed()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return bytes(status.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("facts", "retry_s"),
+    [
+        ({"needed_bytes": "many", "limit_bytes": "few"}, 0),
+        ({"needed_bytes": "nan", "limit_bytes": "-inf"}, 0),
+        ({"retry_after_s": "soon"}, 0),
+        ({}, 2**62),
+        ({}, -(2**62)),
+    ],
+)
+def test_explanations_that_are_none(stub: StubDaemon, facts: dict[str, str], retry_s: int) -> None:
+    import grpc
+
+    class Failing(StubDaemon):
+        def _unary(self, name: str) -> Any:
+            def answer(request: Any, context: grpc.ServicerContext) -> Any:
+                details = ("grpc-status-details-bin", explained(facts, retry_s))
+                context.set_trailing_metadata((details,))
+                context.abort(grpc.StatusCode.UNAVAILABLE, "\x1b[31mred\u202e")
+
+            return answer
+
+    failing = Failing(stub.path.parent)
+    with failing, pytest.raises(StorageUnavailable) as caught:
+        loader_of(failing)
+    assert str(caught.value).startswith(r"\x1b[31mred\u202e")
+
+
+@pytest.mark.parametrize(
+    ("status", "complaint"),
+    [
+        (pb.DaemonStatus(uptime_s=float("inf")), "uptime_s is inf"),
+        (
+            pb.DaemonStatus(sessions=[pb.SessionState(lately=pb.Lately(elapsed_s=float("nan")))]),
+            "elapsed_s is nan",
+        ),
+    ],
+)
+def test_status_with_numbers_that_are_none(
+    stub: StubDaemon, status: pb.DaemonStatus, complaint: str
+) -> None:
+    stub.answers["GetStatus"] = lambda request: status
+    with (
+        stub,
+        Connection(parse_address(stub.address)) as connection,
+        pytest.raises(DaemonFault, match=complaint),
+    ):
+        connection.status()
