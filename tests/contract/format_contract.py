@@ -26,23 +26,9 @@ from gyre_daemon.fetching.codecs import CODECS
 from gyre_daemon.fetching.layout import max_batch_bytes
 from gyre_daemon.storage.shard import Shard
 
+from tests.unseekable import Unseekable
+
 Sample = Mapping[str, bytes]
-
-
-class Stream(io.RawIOBase):
-    """A file that cannot seek, as a storage streams it."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = io.BytesIO(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._data.readinto(buffer)
-
-    def tell(self) -> int:
-        return self._data.tell()
 
 
 def listed(shards: Sequence[bytes], version: str = "1") -> list[Shard]:
@@ -205,7 +191,7 @@ class FormatContract:
             return
         shards, samples = self.shards()
         scans = [inspection.run("a", io.BytesIO(data)) for data in shards]
-        streamed: Any = [Stream(data) for data in shards]
+        streamed: Any = [Unseekable(data) for data in shards]
         for scan, stream in zip(scans, streamed, strict=True):
             again = inspection.run("a", stream)
             assert {name: array.tolist() for name, array in scan.items()} == {

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import until
 
 LEASE_S = 2.0
 SAMPLE_BYTES = 8 << 20
@@ -83,13 +83,6 @@ except GyreError as error:
 def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
     tokens = {"uri": str(token_files), "format": "tokens", "dtype": "int16", "sequence_length": 10}
     return gyred({"lease_s": LEASE_S, "datasets": {"tokens": tokens}}, command=("-c", COUNTED))
-
-
-def until(holds: Callable[[], object], deadline_s: float = 30.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def num_sessions(daemon: Daemon) -> int:

@@ -15,7 +15,7 @@ from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
 
 from tests.conftest import Daemon, StartDaemon
-from tests.faults.test_daemon_faults import eventually
+from tests.waiting import eventually
 
 NUM_TOKENS = 1 << 20
 NUM_THREADS = 4  # the default of a daemon

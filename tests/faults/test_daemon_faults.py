@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +33,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import eventually
 
 TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10}
 
@@ -65,15 +66,6 @@ def open_request(job: str, generation: int = 0, batch_size: int = 20) -> pb.Open
         order=pb.OrderSpec(seed=1, global_batch_size=batch_size),
         reader=pb.Reader(job=job, rank=0, world_size=1, generation=generation),
     )
-
-
-def eventually(holds: Callable[[], bool], deadline_s: float) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        if holds():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def reason_of(error: grpc.RpcError) -> str:

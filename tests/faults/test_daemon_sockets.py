@@ -1,15 +1,15 @@
 """A running daemon restores sockets and lock files that are removed, and no second one starts."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from gyre_client import Loader
 
 from tests.conftest import Daemon, StartDaemon
-from tests.faults.test_daemon_faults import eventually, read_some
+from tests.daemons import gyred_command
+from tests.faults.test_daemon_faults import read_some
+from tests.waiting import eventually
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 10}
 LOOK_DEADLINE_S = 60.0
@@ -22,16 +22,6 @@ def daemon(gyred: StartDaemon, token_files: Path) -> Daemon:
 
 def path_of(daemon: Daemon) -> Path:
     return Path(daemon.address.removeprefix("unix:"))
-
-
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "gyre_daemon", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def has_event(daemon: Daemon, name: str) -> bool:
@@ -58,7 +48,7 @@ def test_a_removed_socket_is_made_again(daemon: Daemon, what: str) -> None:
         for _ in range(50):
             next(loader)  # a connected client continues to read
     assert sum(event["event"] == "arena shared" for event in daemon.events()) == 2
-    assert command("health", "--address", daemon.address).returncode == 0
+    assert gyred_command("health", "--address", daemon.address).returncode == 0
     assert {file.name for file in path.parent.iterdir()} == {
         "gyre.sock",
         "gyre.sock.lock",
@@ -71,7 +61,7 @@ def test_a_removed_socket_is_made_again(daemon: Daemon, what: str) -> None:
 def test_a_second_daemon_is_refused_even_without_the_lock_file(daemon: Daemon) -> None:
     path = path_of(daemon)
     path.with_name("gyre.sock.lock").unlink()
-    second = command("serve", "--config", str(daemon.config_path))
+    second = gyred_command("serve", "--config", str(daemon.config_path))
     assert second.returncode == 2
     assert (
         "another process listens on" in second.stderr or "another daemon (process" in second.stderr
@@ -80,7 +70,7 @@ def test_a_second_daemon_is_refused_even_without_the_lock_file(daemon: Daemon) -
     assert eventually(lambda: path.with_name("gyre.sock.lock").exists(), LOOK_DEADLINE_S)
     shutil.rmtree(path.parent)
     assert has_event(daemon, "socket made again")
-    second = command("serve", "--config", str(daemon.config_path))
+    second = gyred_command("serve", "--config", str(daemon.config_path))
     assert second.returncode == 2
     assert daemon.process
     assert f"another daemon (process {daemon.process.pid}) serves" in second.stderr
@@ -90,7 +80,7 @@ def test_a_second_daemon_is_refused_even_without_the_lock_file(daemon: Daemon) -
 def test_a_socket_that_cannot_be_made_again_is_reported(gyred: StartDaemon, tmp_path: Path) -> None:
     daemon = gyred({"listen": [f"unix:{tmp_path}/run/gyre.sock", "tcp:127.0.0.1:0"]})
     (_, address) = next(event for event in daemon.events() if event["event"] == "ready")["listen"]
-    assert command("health", "--address", address).returncode == 0
+    assert gyred_command("health", "--address", address).returncode == 0
     folder = tmp_path / "run"
     shutil.rmtree(folder)
     folder.touch()
@@ -98,10 +88,10 @@ def test_a_socket_that_cannot_be_made_again_is_reported(gyred: StartDaemon, tmp_
     lost = next(event for event in daemon.events() if event["event"] == "socket lost")
     assert "gyre.sock" in lost["reason"]
     assert eventually(
-        lambda: command("health", "--address", address).returncode == 1, LOOK_DEADLINE_S
+        lambda: gyred_command("health", "--address", address).returncode == 1, LOOK_DEADLINE_S
     )
     folder.unlink()
     assert has_event(daemon, "socket made again")
     assert eventually(
-        lambda: command("health", "--address", address).returncode == 0, LOOK_DEADLINE_S
+        lambda: gyred_command("health", "--address", address).returncode == 0, LOOK_DEADLINE_S
     )

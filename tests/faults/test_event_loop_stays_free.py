@@ -4,9 +4,8 @@ import asyncio
 import io
 import itertools
 import tarfile
-import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
@@ -24,19 +23,11 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import eventually
 
 TOKENS = {"format": "tokens", "dtype": "uint16", "sequence_length": 8}
 DEADLINE_S = 120.0
 NUM_ENDLESS = 6
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        if holds():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def write_tar(path: Path, num_samples: int) -> None:

@@ -6,21 +6,20 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
 from tests.other_user import NEEDS_ROOT, OtherUser, other_user
+from tests.waiting import until
 
 LENGTH = 1024  # a sample is 2 KiB
 BUDGET_BYTES = 64 << 20
@@ -110,18 +109,6 @@ class Watch:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with Connection(parse_address(daemon.address)) as connection:
-        return connection.status()
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def open_and_close(

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
 
@@ -94,14 +95,6 @@ def check_epoch(loader: Loader, trouble: Mapping[int, Callable[[], None]] | None
         if trouble and number in trouble:
             trouble[number]()
     assert sorted(seen) == list(range(NUM_SAMPLES))
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with identified_channel(daemon.address) as channel:
-        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(
-            pb.GetStatusRequest(), timeout=120
-        )
-        return answer
 
 
 def outcomes(daemon: Daemon) -> dict[str, int]:

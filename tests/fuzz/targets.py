@@ -34,30 +34,16 @@ from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.plain_http import HttpGet, _Connection
 from gyre_protos.v1 import loader_pb2 as pb
 
+from tests.unseekable import Unseekable
+
 _TAR = WebdatasetFormat(WebdatasetOptions())
 _MAX_UNPACKED_BYTES = 1 << 24
-
-
-class _Stream(io.RawIOBase):
-    """Bytes as object storage streams them."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = io.BytesIO(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._data.readinto(buffer)
-
-    def tell(self) -> int:
-        return self._data.tell()
 
 
 def tar(data: bytes) -> None:
     """A shard: both ways to read it agree, and what is found passes its own check."""
     found = []
-    for file in (io.BytesIO(data), cast("BinaryIO", _Stream(data))):
+    for file in (io.BytesIO(data), cast("BinaryIO", Unseekable(data))):
         try:
             found.append(_TAR.inspection.run("a.tar", file))
         except CorruptSample:

@@ -19,8 +19,8 @@ from gyre_client import Loader
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
 
 TOKENS = {"format": "tokens", "dtype": "int16", "sequence_length": 10, "allow": "anyone"}
 
@@ -51,11 +51,6 @@ def same(batch: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return list(batch) == list(other) and all(
         torch.equal(batch[name], other[name]) for name in batch
     )
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with identified_channel(daemon.address) as channel:
-        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
 def test_batches_are_the_same_over_either_transport(daemon: Daemon) -> None:

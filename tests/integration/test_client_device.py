@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from webdataset import TarWriter
 
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import until
 
 DEADLINE_S = 150.0
 Batch = dict[str, Tensor]
@@ -115,13 +116,6 @@ def same(batch: Batch, other: Batch) -> bool:
         batch[name].dtype == other[name].dtype and torch.equal(batch[name].cpu(), other[name])
         for name in batch
     )
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def num_held(daemon: Daemon) -> int:

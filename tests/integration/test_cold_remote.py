@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gyre_client import Loader
-from gyre_protos.v1 import loader_pb2 as pb
-from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
 
@@ -96,14 +94,6 @@ def read(
 def together(work: Callable[[int], None], seeds: tuple[int, ...]) -> None:
     with ThreadPoolExecutor(len(seeds)) as executor:
         list(executor.map(work, seeds))
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with identified_channel(daemon.address) as channel:
-        answer: pb.DaemonStatus = pb_grpc.LoaderStub(channel).GetStatus(
-            pb.GetStatusRequest(), timeout=120
-        )
-        return answer
 
 
 @contextmanager

@@ -2,10 +2,7 @@
 
 import shutil
 import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,8 @@ from gyre_protos.v1 import loader_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import gyred_command
+from tests.waiting import until
 
 DEADLINE_S = 150.0
 
@@ -58,13 +57,6 @@ def state(daemon: Daemon) -> pb.SessionState:
     with Connection(parse_address(daemon.address)) as connection:
         (session,) = connection.status().sessions
     return session
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_job_s_counters_outlive_its_sessions(daemon: Daemon) -> None:
@@ -133,11 +125,6 @@ def test_promtool_accepts_the_metrics(daemon: Daemon) -> None:
         check=False,
     )
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-
-
-def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "gyre_daemon", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_metrics_for_other_hosts_must_be_asked_for(tmp_path: Path) -> None:

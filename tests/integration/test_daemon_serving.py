@@ -17,22 +17,13 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import StartDaemon, to_toml
+from tests.daemons import gyred_command
 
 SERVICE = "gyre_protos.v1.Loader"
 
 
 def tokens_dataset(folder: Path) -> dict[str, object]:
     return {"uri": str(folder), "format": "tokens", "dtype": "uint16", "sequence_length": 10}
-
-
-def gyred_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "gyre_daemon", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def test_health_reflection_and_datasets(gyred: StartDaemon, token_files: Path) -> None:

@@ -7,23 +7,23 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.arenas import mapped_arena_bytes
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon, to_toml
+from tests.daemons import status
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Rule, Script
+from tests.waiting import until
 
 # The local dataset: a batch is 256 KiB and more.
 LENGTH, BATCH = (2048, 32)
@@ -46,18 +46,6 @@ def remote(storage: ObjectServerProcess) -> dict[str, Any]:
         "cache": False,
     }
     return {"tokens": {**uri, "storage": dict(storage.storage_settings)}}
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with Connection(parse_address(daemon.address)) as connection:
-        return connection.status()
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def shares(loaders: Mapping[str, Loader], num_batches: int) -> Mapping[str, int]:

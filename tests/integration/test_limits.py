@@ -7,12 +7,11 @@ import grpc
 import numpy as np
 import pytest
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
 from tests.other_user import NEEDS_ROOT, OtherUser, other_user
 
 LENGTH = 1024  # a sample is 2 KiB
@@ -30,11 +29,6 @@ def token_path(tmp_path: Path) -> Path:
 def started(gyred: StartDaemon, path: Path, **config: object) -> Daemon:
     tokens = {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": LENGTH}
     return gyred({"lease_s": 600.0, **config, "datasets": {"tokens": tokens}})
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with Connection(parse_address(daemon.address)) as connection:
-        return connection.status()
 
 
 def open_session(

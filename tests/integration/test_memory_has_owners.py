@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import gc
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from gyre_daemon.storage.base import ArenaClosed
 
 from tests.arenas import mapped_arena_bytes
 from tests.conftest import Daemon, StartDaemon
+from tests.waiting import until
 
 NUM_BYTES = 1 << 20
 
@@ -143,13 +143,6 @@ def num_files(daemon: Daemon) -> int:
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             num += "gyre-arena" in str(link.readlink())
     return num
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def fail(daemon: Daemon, seed: int) -> None:

@@ -3,8 +3,7 @@
 import contextlib
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
+from tests.waiting import until
 
 LENGTH = 1024  # a sample is 2 KiB
 
@@ -34,18 +33,6 @@ def token_path(tmp_path: Path) -> Path:
 def started(gyred: StartDaemon, path: Path, **config: object) -> Daemon:
     tokens = {"uri": str(path), "format": "tokens", "dtype": "uint16", "sequence_length": LENGTH}
     return gyred({**config, "datasets": {"tokens": tokens}})
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with Connection(parse_address(daemon.address)) as connection:
-        return connection.status()
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def silence(is_over: threading.Event) -> Iterator[pb.StreamRequest]:

@@ -10,9 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -22,24 +21,17 @@ import torch
 from gyre_client import Loader
 from gyre_client.errors import DaemonUnavailable, StorageUnavailable
 from gyre_client.memory.arena import Arena
-from gyre_client.transport.address import parse_address
-from gyre_client.transport.connection import Connection
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.arenas import mapped_arena_bytes
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
+from tests.waiting import until
 
 PAGE = mmap.PAGESIZE
 LENGTH = 1 << 11
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def mapped_files() -> set[str]:
@@ -115,11 +107,6 @@ def daemon(gyred: StartDaemon, tmp_path: Path) -> Daemon:
             "datasets": {"tokens": tokens},
         }
     )
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with Connection(parse_address(daemon.address)) as connection:
-        return connection.status()
 
 
 def test_a_small_batch_of_each_of_many_loaders_keeps_no_arena(daemon: Daemon) -> None:

@@ -21,6 +21,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
 
 LENGTH, BATCH, WINDOW = 128, 32, 96  # a batch is 16 KiB and more
 
@@ -54,11 +55,6 @@ def config(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def daemon(gyred: StartDaemon, config: dict[str, Any]) -> Daemon:
     return gyred(config)
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with identified_channel(daemon.address) as channel:
-        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
 def num_bytes_read(daemon: Daemon) -> int:

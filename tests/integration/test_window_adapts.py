@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_protos.v1 import loader_pb2 as pb
-from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
-from tests.channels import identified_channel
 from tests.conftest import Daemon, StartDaemon
+from tests.daemons import status
 from tests.object_server.process import ObjectServerProcess, object_server
 from tests.object_server.script import Script
 
@@ -45,11 +43,6 @@ def daemon(gyred: StartDaemon, storage: ObjectServerProcess) -> Daemon:
             "datasets": {"tokens": {**tokens, "storage": dict(storage.storage_settings)}},
         }
     )
-
-
-def status(daemon: Daemon) -> pb.DaemonStatus:
-    with identified_channel(daemon.address) as channel:
-        return pb_grpc.LoaderStub(channel).GetStatus(pb.GetStatusRequest(), timeout=120)
 
 
 def right(batch: dict[str, torch.Tensor]) -> bool:

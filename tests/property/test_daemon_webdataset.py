@@ -20,6 +20,8 @@ from gyre_daemon.storage.shard import Shard
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from tests.unseekable import Unseekable
+
 folders = st.lists(
     st.text("ab.-_ é", min_size=1, max_size=4).filter(lambda t: t not in (".", "..")), max_size=2
 )
@@ -27,22 +29,6 @@ stems = st.text("abcXYZ019-_ é", min_size=1, max_size=6)
 keys = st.tuples(folders, stems).map(lambda parts: "/".join([*parts[0], parts[1]]))
 extensions = st.sampled_from(["jpg", "png", "pyd", "bin", "JPG", "a.jpg", "seg.b", "x_y", "é"])
 contents = st.binary(max_size=1500)
-
-
-class Unseekable(io.RawIOBase):
-    """As an object storage streams."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = io.BytesIO(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._data.readinto(buffer)
-
-    def tell(self) -> int:
-        return self._data.tell()
 
 
 def scan(data: bytes, fields: tuple[str, ...] = ()) -> Arrays:

@@ -12,9 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,6 +26,8 @@ from gyre_trainer.comm.shared_memory.copy_thread import CopyThread
 from gyre_trainer.comm.shared_memory.files import SharedMemory
 from gyre_trainer.comm.shared_memory.link import Link
 from torch import Tensor
+
+from tests.waiting import until
 
 STREAM, OTHER = 1, 2
 TIMEOUT_S = 20.0
@@ -51,13 +52,6 @@ def sides() -> Iterator[tuple[Side, Side]]:
     yield one, other
     del one, other
     gc.collect()
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def buffer_of(side: Side, *values: float) -> Tensor:
