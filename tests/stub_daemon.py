@@ -109,6 +109,7 @@ class StubDaemon:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "gyre.sock"
+        self.side_path = folder / "gyre.sock.side"
         self.address = f"unix:{self.path}"
         self.answers: dict[str, Callable[[Any], Any]] = {
             "DescribeDataset": lambda request: description(),
@@ -152,7 +153,7 @@ class StubDaemon:
         self._server.add_insecure_port(f"unix:{self.path}")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if self.shares:
-            self._listener.bind(f"{self.path}.side")
+            self._listener.bind(str(self.side_path))
             self._listener.listen()
         self._accepting = threading.Thread(target=self._accept)
         self._accepting.start()

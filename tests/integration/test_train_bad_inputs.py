@@ -189,14 +189,12 @@ VARIABLES: list[tuple[dict[str, str | None], str]] = [
     ({"LOCAL_RANK": "1"}, "LOCAL_RANK is '1'"),
     ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
     ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE is '2'"),
-    ({"GYRE_TRAIN_LAUNCHER": "text"}, "GYRE_TRAIN_LAUNCHER is 'text'"),
-    ({"GYRE_TRAIN_LAUNCHER": "1:987654"}, "GYRE_TRAIN_LAUNCHER is '1:987654'"),
 ]
 
 
 @pytest.fixture
 def config_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for variable in (*RANK, "GYRE_TRAIN_LAUNCHER"):
+    for variable in RANK:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.toml"

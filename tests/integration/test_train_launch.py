@@ -13,18 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-LAUNCHER = """
-import sys
-from gyre_trainer.training.launcher import Launcher
-sys.exit(Launcher(sys.argv[2:], int(sys.argv[1])).run())
-"""
 PREAMBLE = """
 import os, sys, time
 from pathlib import Path
-rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-from gyre_trainer.training.rank_failure import FailurePipe
-pipe = FailurePipe.of(os.environ)
-pipe.die_with_launcher()
+from gyre_trainer.training.launcher import Launcher
+launcher = Launcher(int(sys.argv[1]))
+pipe = launcher.fork()
+if not pipe:
+    sys.exit(launcher.wait())
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[2])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 """
 DEADLINE_S = 150.0
@@ -38,15 +35,7 @@ class Job:
         self._num_ranks = num_ranks
         path = folder / "rank.py"
         path.write_text(PREAMBLE + textwrap.dedent(script))
-        command = [
-            sys.executable,
-            "-c",
-            LAUNCHER,
-            str(num_ranks),
-            sys.executable,
-            str(path),
-            str(folder),
-        ]
+        command = [sys.executable, str(path), str(num_ranks), str(folder)]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, start_new_session=True
         )

@@ -52,8 +52,7 @@ def manifest(**changes: object) -> dict[str, object]:
 
 @pytest.fixture
 def config_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for variable in ("RANK", "GYRE_TRAIN_LAUNCHER"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
     path = tmp_path / "train.toml"
     path.write_text(CONFIG.format(out=tmp_path / "run"))
     return path

@@ -186,7 +186,7 @@ def test_a_misspelt_variable_is_a_warning(name: str, meant: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["GYRE_MEMORY_BUDGET", "GYRE_ADDRESS", "GYRE_TOKEN_FILE", "GYRE_TLS_CA", "GYRE_TRAIN_LAUNCHER",
+    ["GYRE_MEMORY_BUDGET", "GYRE_ADDRESS", "GYRE_TOKEN_FILE", "GYRE_TLS_CA", "GYRE_TRAIN_LEVEL",
      "GYRE_TRACEBACK", "GYRE_DATA", "GYRE_SOMETHING_ELSE", "MEMORY_BUGDET", "HOME"],
 )  # fmt: skip
 def test_other_variables_are_none(name: str) -> None:

@@ -1,6 +1,6 @@
 """The command `gyre-train`.
 
-Each subcommand imports its modules when it runs, so a launcher starts its ranks a second sooner.
+Each subcommand imports its modules when it runs, so that what is refused is refused at once.
 
 Exit status: 0 when the run is complete; 2 for an error that the user can correct (flags,
 configuration, a checkpoint or a dataset that does not fit, files that cannot be written), with one
@@ -9,6 +9,7 @@ a traceback where the trainer itself is wrong.
 """
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -43,13 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     try:
-        launcher = FailurePipe.of(os.environ)
-        if launcher:
-            launcher.die_with_launcher()
         options = _parse(arguments)
-        if launcher or ("RANK" in os.environ and options.be_rank):
-            _require_rank(options, launcher)
-            return _be_rank(options, launcher)
+        if "RANK" in os.environ and options.be_rank:
+            _require_rank(options)
+            return _be_rank(options, None)
         config = load(options.config, options.set)
         if not options.be_rank:
             _print(options.show(config, options))
@@ -59,17 +57,14 @@ def _main(arguments: Sequence[str] | None) -> int:
     except TrainError as error:
         print(f"gyre-train: error: {_one_line(error)}", file=sys.stderr)
         return 2
-    command = [
-        sys.executable,
-        "-m",
-        "gyre_trainer",
-        *(sys.argv[1:] if arguments is None else arguments),
-    ]
+    importlib.import_module(options.imports)  # before the fork, so once for all ranks
+    launcher = Launcher(options.nproc)
     try:
-        return Launcher(command, options.nproc).run()
+        pipe = launcher.fork()
     except OSError as error:
         print(f"gyre-train: the ranks cannot be started: {error.strerror}", file=sys.stderr)
         return 1
+    return _be_rank(options, pipe) if pipe else launcher.wait()
 
 
 def _print(text: str) -> None:
@@ -96,16 +91,16 @@ def _output_failed(error: OSError) -> NoReturn:
     sys.exit(1)
 
 
-def _require_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> None:
+def _require_rank(options: argparse.Namespace) -> None:
     require_rank(os.environ)
-    if not launcher and options.nproc > 1:
+    if options.nproc > 1:
         raise ConfigError(
             f"--nproc is {options.nproc}, but this process is one rank already: RANK is set; "
             "leave --nproc out, or unset RANK"
         )
 
 
-def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
+def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
     """Run as a rank. A failure ends the process at once, so that no rank waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -114,8 +109,8 @@ def _be_rank(options: argparse.Namespace, launcher: FailurePipe | None) -> int:
         is_expected = isinstance(error, TrainError | GyreError)
         status = 2 if is_expected and not isinstance(error, RingError) else 1
         text = _one_line(error) if is_expected else internal_error(error)
-        if launcher:
-            launcher.send(status, text)
+        if pipe:
+            pipe.send(status, text)
         else:
             print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)
         sys.stdout.flush()
@@ -140,14 +135,14 @@ def _prepare_trace(_config: TrainConfig, options: argparse.Namespace) -> None:
 
 
 def _run(config: TrainConfig, options: argparse.Namespace) -> None:
-    # Only ranks need torch's distributed packages.
+    # Torch's distributed packages take two seconds.
     from gyre_trainer.training.train import train  # noqa: PLC0415
 
     train(config, _checkpoint(config, options), may_restart=options.resume_if_any)
 
 
 def _trace(config: TrainConfig, options: argparse.Namespace) -> None:
-    # Only ranks need torch's profiler.
+    # Torch's distributed packages take two seconds.
     from gyre_trainer.training.trace import trace  # noqa: PLC0415
 
     trace(config, options.out, options.steps)
@@ -243,7 +238,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         help="continue from the run's latest checkpoint, or start if there is none yet; "
         "for a service that restarts",
     )
-    run.set_defaults(be_rank=_run, prepare=_prepare_run)
+    run.set_defaults(be_rank=_run, imports="gyre_trainer.training.train", prepare=_prepare_run)
 
 
 def _add_trace(traces: argparse.ArgumentParser) -> None:
@@ -257,7 +252,9 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
         help="where rank-*.json are written (default trace)",
     )
     traces.add_argument("--steps", type=_positive, default=3, help="steps to record (default 3)")
-    traces.set_defaults(be_rank=_trace, prepare=_prepare_trace)
+    traces.set_defaults(
+        be_rank=_trace, imports="gyre_trainer.training.trace", prepare=_prepare_trace
+    )
 
 
 def _add_shows(shows: argparse.ArgumentParser) -> None:

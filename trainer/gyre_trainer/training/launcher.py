@@ -1,5 +1,9 @@
 """All ranks of one machine under one process: a small torchrun that leaves no process behind.
 
+The launcher imports what a rank needs and forks: so the imports, some seconds of a core's time, are
+made once and not by each rank, and their pages are shared. It forks before it has threads, and it
+never touches CUDA, which a forked process could not use then.
+
 The ranks stay in the launcher's process group, so a terminal's Ctrl-C and a kill of the group reach
 them all. If the launcher alone is killed, the kernel kills its ranks (`PR_SET_PDEATHSIG`). The
 rendezvous store lives in the launcher, on a port that the kernel chose and that is never free in
@@ -9,12 +13,12 @@ torchrun would do most of this, but its agent loses the message of a rank that f
 rank fails too, and it puts its ranks into sessions of their own.
 """
 
+import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -22,7 +26,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gyre_trainer.training import rank_failure
-from gyre_trainer.training.rank_failure import LAUNCHER_VARIABLE
+from gyre_trainer.training.rank_failure import FailurePipe
 
 # How long a rank may take to end after SIGTERM before it is killed. A shorter time would cut off
 # tracebacks and open files on a busy machine; a longer one makes every failed job end later.
@@ -33,39 +37,103 @@ _POLL_INTERVAL_S = 0.02
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rank:
-    """The process of one rank, and the pipe that its failure arrives in."""
+    """The process of one rank.
+
+    Attributes:
+        index: its rank.
+        pid: of its process.
+        failure_fd: where its failure arrives.
+        port_fd: where it waits for the port of the store.
+        status: as `os.waitstatus_to_exitcode` has it; None while it is not known to have ended.
+    """
 
     index: int
-    process: "subprocess.Popen[bytes]"
-    pipe_fd: int
+    pid: int
+    failure_fd: int
+    port_fd: int
+    status: int | None = None
+
+    def has_ended(self) -> bool:
+        return self._wait(os.WNOHANG)
+
+    def kill(self) -> None:
+        """End the process if it still runs, and wait for that."""
+        self.send_signal(signal.SIGKILL)
+        self._wait(0)
+
+    def send_signal(self, signum: int) -> None:
+        """Does nothing once the process was waited for: its pid may be another's."""
+        if self.status is None:
+            os.kill(self.pid, signum)
+
+    def _wait(self, options: int) -> bool:
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status is not None
 
 
 class Launcher:
-    """The ranks of one job; `run` starts them and waits."""
+    """The ranks of one job: `fork` starts them, and where it returns None, `wait` waits."""
 
-    def __init__(self, command: Sequence[str], num_ranks: int) -> None:
-        self._command = command
+    def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._ranks: list[_Rank] = []
         self._ended: list[_Rank] = []  # in the order of their end
         self._signal: int | None = None
         self._deadline_s = float("inf")
 
-    def run(self) -> int:
-        """Run one process per rank until all have ended; the first failure ends the others.
+    def fork(self) -> FailurePipe | None:
+        """Start one process per rank; like `os.fork`, return in each of them.
+
+        The environment of a rank says its place, as torchrun does. A rank returns once all have
+        been started.
+
+        Returns:
+            In a rank, where to send its failure; None in the launcher.
+
+        Raises:
+            OSError: the machine has no room for so many processes.
+        """
+        launcher_pid = os.getpid()
+        try:
+            for index in range(self._num_ranks):
+                failure_fd, failure_write_fd = os.pipe()
+                port_read_fd, port_fd = os.pipe()
+                pid = os.fork()
+                if pid == 0:
+                    for rank in self._ranks:
+                        os.close(rank.failure_fd)
+                        os.close(rank.port_fd)
+                    os.close(failure_fd)
+                    os.close(port_fd)
+                    pipe = FailurePipe(launcher_pid, failure_write_fd)
+                    pipe.die_with_launcher()
+                    self._become_rank(index, port_read_fd)
+                    return pipe
+                os.close(failure_write_fd)
+                os.close(port_read_fd)
+                self._ranks.append(_Rank(index, pid, failure_fd, port_fd))
+        except OSError:
+            self._kill_all()
+            raise
+        return None
+
+    def wait(self) -> int:
+        """Let the ranks begin, and wait until all have ended; the first failure ends the others.
 
         Returns:
             The exit status for the shell: 0; or that of the rank whose failure came first, after
                 its message on stderr; or 128 + the signal that was passed on to the ranks.
         """
         with _signals_to(self._forward_signal):
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             try:
-                for index in range(self._num_ranks):
-                    if self._signal is None:
-                        self._start(index, store.port)
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                for rank in self._ranks:
+                    with contextlib.suppress(BrokenPipeError):  # it was killed already
+                        os.write(rank.port_fd, str(store.port).encode())
                 self._wait()
             finally:
                 self._kill_all()
@@ -73,34 +141,36 @@ class Launcher:
                 return self._report_failure() if self._signal is None else 128 + self._signal
             finally:
                 for rank in self._ranks:
-                    os.close(rank.pipe_fd)
+                    os.close(rank.failure_fd)
+                    os.close(rank.port_fd)
 
-    def _start(self, index: int, port: int) -> None:
-        read_fd, write_fd = os.pipe()
-        environment = os.environ | {
-            "RANK": str(index),
-            "LOCAL_RANK": str(index),
-            "WORLD_SIZE": str(self._num_ranks),
-            "LOCAL_WORLD_SIZE": str(self._num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists; rank 0 must not open one
-            LAUNCHER_VARIABLE: f"{os.getpid()}:{write_fd}",
-        }
-        process = subprocess.Popen(
-            self._command, env=environment, pass_fds=(write_fd,), stdin=subprocess.DEVNULL
+    def _become_rank(self, index: int, port_fd: int) -> None:
+        null_fd = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null_fd, 0)
+        os.close(null_fd)
+        port = os.read(port_fd, 16).decode()
+        os.close(port_fd)
+        os.environ.update(
+            {
+                "RANK": str(index),
+                "LOCAL_RANK": str(index),
+                "WORLD_SIZE": str(self._num_ranks),
+                "LOCAL_WORLD_SIZE": str(self._num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                # the store exists; rank 0 must not open one
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
         )
-        os.close(write_fd)
-        self._ranks.append(_Rank(index, process, read_fd))
 
     def _wait(self) -> None:
         """Return when all ranks have ended, or when the deadline of a stop has passed."""
         while len(self._ended) < len(self._ranks) and time.monotonic() < self._deadline_s:
             running = [rank for rank in self._ranks if rank not in self._ended]
-            ended = [rank for rank in running if rank.process.poll() is not None]
+            ended = [rank for rank in running if rank.has_ended()]
             # A rank that a signal ended did not react to another rank's end, so it comes first.
-            self._ended += sorted(ended, key=lambda rank: rank.process.returncode >= 0)
-            if self._deadline_s == float("inf") and any(rank.process.returncode for rank in ended):
+            self._ended += sorted(ended, key=lambda rank: (rank.status or 0) >= 0)
+            if self._deadline_s == float("inf") and any(rank.status for rank in ended):
                 self._stop(signal.SIGTERM)
             if not ended:
                 time.sleep(_POLL_INTERVAL_S)
@@ -109,7 +179,7 @@ class Launcher:
         """Ask every living rank to end, and set the time after which `run` kills them."""
         self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
         for rank in self._ranks:
-            rank.process.send_signal(signum)  # does nothing once the process was waited for
+            rank.send_signal(signum)
 
     def _forward_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._signal = self._signal or signum
@@ -117,17 +187,16 @@ class Launcher:
 
     def _kill_all(self) -> None:
         for rank in self._ranks:
-            rank.process.kill()
-            rank.process.wait()
+            rank.kill()
 
     def _report_failure(self) -> int:
         """The status of the rank that failed first; its message goes to stderr."""
-        failed = [rank for rank in self._ended if rank.process.returncode != 0]
+        failed = [rank for rank in self._ended if rank.status]
         if not failed:
             return 0
-        failures = [(rank_failure.read(rank.pipe_fd), rank.index) for rank in failed]
+        failures = [(rank_failure.read(rank.failure_fd), rank.index) for rank in failed]
         if failures[0][0] is None:  # its end is the cause, whatever the others say
-            told = f"rank {failed[0].index} {_describe_end(failed[0].process.returncode)}"
+            told = f"rank {failed[0].index} {_describe_end(failed[0].status or 0)}"
             print(f"gyre-train: {told}; the other ranks were stopped", file=sys.stderr)
             return 1
         first, index = min(

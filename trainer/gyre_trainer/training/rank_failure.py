@@ -1,7 +1,6 @@
 """How a rank tells its launcher why it failed, before its teardown is mistaken for the cause.
 
-A launcher gives each rank a pipe and names it in the environment. A rank under torchrun has none,
-and prints instead.
+A launcher gives each rank a pipe. A rank under torchrun has none, and prints instead.
 """
 
 import ctypes
@@ -10,12 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
 
-from gyre_trainer.errors import ConfigError
-
-LAUNCHER_VARIABLE = "GYRE_TRAIN_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
 # Characters of a message. Each takes at most 6 bytes in JSON, so a message fits into the 64 KiB
 # that a pipe holds without a reader. A longer message would block the rank for ever if the launcher
@@ -43,29 +38,14 @@ class FailurePipe:
     """A rank's end of the pipe to the process that launched it."""
 
     def __init__(self, pid: int, pipe_fd: int) -> None:
+        """Take over the pipe.
+
+        Args:
+            pid: of the launcher.
+            pipe_fd: where a failure is written.
+        """
         self._pid = pid
         self._pipe_fd = pipe_fd
-
-    @classmethod
-    def of(cls, environment: MutableMapping[str, str]) -> "FailurePipe | None":
-        """The pipe that ``environment`` names; None without one.
-
-        The variable is removed, so that no child process takes itself for a rank.
-
-        Raises:
-            ConfigError: the variable is not from a launcher that started this process.
-        """
-        text = environment.pop(LAUNCHER_VARIABLE, "")
-        if not text:
-            return None
-        try:
-            pid, pipe_fd = map(int, text.split(":"))
-            os.set_inheritable(pipe_fd, False)
-        except (ValueError, OverflowError, OSError):
-            raise ConfigError(
-                f"{LAUNCHER_VARIABLE} is {text!r}, but no launcher set it; unset it"
-            ) from None
-        return cls(pid, pipe_fd)
 
     def die_with_launcher(self) -> None:
         """Let the kernel kill this process when its launcher ends, however that comes about."""
