@@ -95,6 +95,10 @@ def test_operators_may_read_everything() -> None:
         ("user:roto", "no user of that name; did you mean 'root'?"),
         ("group:roott", "no group of that name; did you mean 'root'?"),
         ("user:a\0b", "no user of that name"),
+        ("job:prod-[12", "its `[` has no `]`: write `[[]`"),
+        ("job:prod-[9-0]", "a set in it has nothing in it"),
+        ("certificate:[", "its `[` has no `]`"),
+        ("certificate:train\n", "it has control characters"),
     ],
 )
 def test_an_entry_that_means_nothing_is_refused(entry: str, advice: str) -> None:

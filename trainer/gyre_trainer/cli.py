@@ -57,7 +57,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     except TrainError as error:
         print(f"gyre-train: error: {_one_line(error)}", file=sys.stderr)
         return 2
-    importlib.import_module(options.imports)  # before the fork, so once for all ranks
+    # Before the fork, so once for all ranks. Torch imports dynamo when it makes an optimizer.
+    for module in (options.imports, "torch._dynamo"):
+        importlib.import_module(module)
     launcher = Launcher(options.nproc)
     try:
         pipe = launcher.fork()
