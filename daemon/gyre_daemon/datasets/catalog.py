@@ -133,8 +133,8 @@ class Catalog:
 
         A session keeps the dataset that it reads, even if its definition is gone or has changed.
         """
-        for name, config in self.datasets.items():
-            after = datasets.get(name)
+        for name in self._open.keys() & self.datasets.keys():
+            config, after = self.datasets[name], datasets.get(name)
             if after is None or replace(after, allow=config.allow) != config:
                 self._open.pop(name, None)
         self.datasets = datasets
