@@ -16,10 +16,17 @@ import numpy as np
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.changes import PreviousIndex
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
-from gyre_daemon.datasets.dataset import Dataset, block_ranges, fingerprint, fingerprint_ranges
+from gyre_daemon.datasets.dataset import (
+    Dataset,
+    block_ranges,
+    fingerprint,
+    fingerprint_ranges,
+    sample_ranges,
+)
 from gyre_daemon.datasets.detection import detect_format
-from gyre_daemon.datasets.formats import SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import Arrays, Probe
+from gyre_daemon.datasets.formats import SINGLE_FILES, SampleIndex, make_format
+from gyre_daemon.datasets.formats.base import Arrays, Listing, Probe
+from gyre_daemon.datasets.listing import FileListing, list_files
 from gyre_daemon.datasets.probing import ProbeRunner
 from gyre_daemon.datasets.shard_indexing import (
     NUM_THREADS,
@@ -31,7 +38,7 @@ from gyre_daemon.datasets.shard_indexing import (
 from gyre_daemon.datasets.shardfiles import read_ranges
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedDataset, UnpackedShards, unpacked_name
-from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
@@ -77,21 +84,31 @@ class Indexer:
         Where the configuration names no format, the names of all files there decide.
         """
         location = await self._in_thread(parse_location, config.uri)  # it may name 100,000 shards
-        follow_links = config.follow_links
+        files: FileListing | None = None
         if not config.format:
-            listed = await self._opener.open(
-                location, config.storage, "*", follow_links=follow_links
-            )
-            names = [shard.name.rpartition("/")[2] for shard in listed.shards]
-            config = replace(config, format=detect_format(location.text, names))
+            detected, files = await self._detect(location, config)
+            config = replace(config, format=detected)
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
-        source = await self._opener.open(
-            location, config.storage, dataset_format.pattern, follow_links=follow_links
+        if isinstance(listing := dataset_format.inspection, Listing):
+            files = files or await list_files(self._opener, location, config, listing)
+        source: Storage = (
+            files.storage
+            if files
+            else await self._opener.open(
+                location, config.storage, dataset_format.pattern, follow_links=config.follow_links
+            )
         )
-        scans: list[Arrays | None] = [None] * len(source.shards)
         opening = OpeningDataset(
-            name or location.text, config, dataset_format, location.text, source, scans, None, {}
+            name or location.text,
+            config,
+            dataset_format,
+            location.text,
+            source,
+            [None] * len(source.shards),
+            None,
+            {},
+            files.arrays if files else None,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
@@ -113,6 +130,7 @@ class Indexer:
         served = self._served(opening)
         shards = served.shards
         inspected = cast("list[Arrays]", opening.scans) if opening.scan else []
+        inspected = inspected if opening.listed is None else [opening.listed]
         if isinstance(probe := opening.format.inspection, Probe):
             settings = opening.config.storage
             inspected = [
@@ -124,7 +142,8 @@ class Indexer:
                 f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or "
                 "too short"
             )
-        contents = await read_ranges(served, *fingerprint_ranges(shards))
+        ranges = fingerprint_ranges(shards) if opening.listed is None else sample_ranges(index)
+        contents = await read_ranges(served, *ranges)
         identity = await self._in_thread(fingerprint, shards, index, contents)
         storage = self._behind_cache(opening, served, index)
         if served.checksums:
@@ -157,6 +176,27 @@ class Indexer:
         finally:
             stopped.set()
 
+    async def _detect(
+        self, location: Location, config: DatasetConfig
+    ) -> tuple[str, FileListing | None]:
+        """The format that the names of files say; single files may lie in folders of folders.
+
+        Those are listed then, and returned.
+        """
+        try:
+            listed = await self._opener.open(
+                location, config.storage, "*", follow_links=config.follow_links
+            )
+            names = [shard.name.rpartition("/")[2] for shard in listed.shards]
+            return detect_format(location.text, names), None
+        except ShardMissing as missing:
+            files = replace(config, format=SINGLE_FILES)
+            try:
+                listing = cast("Listing", make_format(location.text, files).inspection)
+                return SINGLE_FILES, await list_files(self._opener, location, files, listing)
+            except (ShardMissing, InvalidRequest, ConfigError):
+                raise missing from None
+
     def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards
         if self._unpacked is None:
@@ -188,7 +228,7 @@ class Indexer:
         self, opening: OpeningDataset, storage: Storage, index: SampleIndex
     ) -> Storage:
         """The storage, behind the node's cache unless its shards are on this machine."""
-        if self._cache is None or not opening.config.cache or storage.local_file(0):
+        if self._cache is None or not opening.config.cache or storage.is_node_local:
             return storage
 
         def block_map(block_bytes: int) -> BlockMap:
