@@ -58,7 +58,7 @@ options or its arrays. This is a complete format, in which every line of a text 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -304,6 +304,36 @@ def file_arrays(table: FileTable) -> Arrays:
     """
     names = np.frombuffer(table.names.data, np.uint8)
     return {"names": names, "name_ends": table.names.ends, "size": table.sizes}
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedSample:
+    """A sample that a format found damaged although its shard can be read.
+
+    Attributes:
+        shard: number of the shard.
+        sample: its id in the dataset.
+        offset: the byte of the shard at which it begins.
+        reason: what is wrong.
+    """
+
+    shard: int
+    sample: int
+    offset: int
+    reason: str
+
+
+@runtime_checkable
+class TolerantFormat(Protocol):
+    """A format that can find some samples damaged, and serve the others."""
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """As `Format.assemble`, with the samples that it would refuse, in the order of their ids.
+
+        The index has them too, so that ids do not depend on damage; nobody reads them.
+        """
 
 
 class Format(Protocol):

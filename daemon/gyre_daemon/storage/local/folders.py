@@ -81,8 +81,8 @@ def list_folder(root: Root, is_wanted: Callable[[str], bool]) -> FileTable:
         else:
             waiting.pop()
     if found.num_odd:
-        facts = {"folder": root.folder, "entries": found.num_odd}
-        log_event("odd files left out", facts, logging.WARNING)
+        facts = {"path": root.folder, "num_entries": found.num_odd}
+        log_event("odd files among the shards are passed over", facts, logging.WARNING)
     return found.table()
 
 
