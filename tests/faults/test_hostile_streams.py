@@ -246,7 +246,11 @@ def test_findings_about_a_dataset_come_to_an_end(
 ) -> None:
     stub.answers["LintDataset"] = lambda request: itertools.repeat(message)
     address = parse_address(stub.address)
-    with stub, Connection(address) as connection, pytest.raises(DaemonFault, match="checks|num_sh"):
+    with (
+        stub,
+        Connection(address) as connection,
+        pytest.raises(DaemonFault, match=r"checks|num_sh"),
+    ):
         deque(connection.lint(pb.DatasetRef(name="d")), maxlen=0)
 
 

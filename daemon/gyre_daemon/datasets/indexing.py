@@ -19,10 +19,23 @@ import numpy.typing as npt
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.changes import PreviousIndex
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
-from gyre_daemon.datasets.dataset import Dataset, block_ranges, fingerprint, fingerprint_ranges
+from gyre_daemon.datasets.dataset import (
+    Dataset,
+    block_ranges,
+    fingerprint,
+    fingerprint_ranges,
+    sample_ranges,
+)
 from gyre_daemon.datasets.detection import detect_format
-from gyre_daemon.datasets.formats import SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, Probe, TolerantFormat
+from gyre_daemon.datasets.formats import SINGLE_FILES, SampleIndex, make_format
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    DamagedSample,
+    Listing,
+    Probe,
+    TolerantFormat,
+)
+from gyre_daemon.datasets.listing import FileListing, list_files
 from gyre_daemon.datasets.probing import ProbeRunner
 from gyre_daemon.datasets.replacement import CorruptRecord, CorruptReports, check_limit
 from gyre_daemon.datasets.sample_checks import SampleChecker
@@ -37,7 +50,7 @@ from gyre_daemon.datasets.shard_indexing import (
 from gyre_daemon.datasets.shardfiles import read_ranges
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedDataset, UnpackedShards, unpacked_name
-from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Storage
@@ -88,21 +101,31 @@ class Indexer:
         Where the configuration names no format, the names of all files there decide.
         """
         location = await self._in_thread(parse_location, config.uri)  # it may name 100,000 shards
-        follow_links = config.follow_links
+        files: FileListing | None = None
         if not config.format:
-            listed = await self._opener.open(
-                location, config.storage, "*", follow_links=follow_links
-            )
-            names = [shard.name.rpartition("/")[2] for shard in listed.shards]
-            config = replace(config, format=detect_format(location.text, names))
+            detected, files = await self._detect(location, config)
+            config = replace(config, format=detected)
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
-        source = await self._opener.open(
-            location, config.storage, dataset_format.pattern, follow_links=follow_links
+        if isinstance(listing := dataset_format.inspection, Listing):
+            files = files or await list_files(self._opener, location, config, listing)
+        source: Storage = (
+            files.storage
+            if files
+            else await self._opener.open(
+                location, config.storage, dataset_format.pattern, follow_links=config.follow_links
+            )
         )
-        scans: list[Arrays | None] = [None] * len(source.shards)
         opening = OpeningDataset(
-            name or location.text, config, dataset_format, location.text, source, scans, None, {}
+            name or location.text,
+            config,
+            dataset_format,
+            location.text,
+            source,
+            [None] * len(source.shards),
+            None,
+            {},
+            files.arrays if files else None,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
@@ -141,7 +164,8 @@ class Indexer:
         corrupt = NO_SAMPLES
         if replaces:
             corrupt = await self._find_corrupt(opening, served, index, damaged)
-        contents = await read_ranges(served, *fingerprint_ranges(shards))
+        ranges = fingerprint_ranges(shards) if opening.listed is None else sample_ranges(index)
+        contents = await read_ranges(served, *ranges)
         identity = await self._in_thread(fingerprint, shards, index, contents, corrupt)
         storage = self._behind_cache(opening, served, index)
         if served.checksums:
@@ -163,12 +187,14 @@ class Indexer:
     async def probed(
         self, opening: OpeningDataset, served: Storage, *, refresh: bool
     ) -> list[Arrays]:
-        """What a probe returns, for `Format.assemble`; empty for a format without inspection.
+        """What a probe or a listing found, for `Format.assemble`; empty without inspection.
 
         Raises:
             CorruptSample: the shards are nothing that the format stores.
         """
         probe = opening.format.inspection
+        if opening.listed is not None:
+            return [opening.listed]
         if not isinstance(probe, Probe):
             return []
         settings, location = opening.config.storage, opening.location
@@ -236,6 +262,27 @@ class Indexer:
         finally:
             stopped.set()
 
+    async def _detect(
+        self, location: Location, config: DatasetConfig
+    ) -> tuple[str, FileListing | None]:
+        """The format that the names of files say; single files may lie in folders of folders.
+
+        Those are listed then, and returned.
+        """
+        try:
+            listed = await self._opener.open(
+                location, config.storage, "*", follow_links=config.follow_links
+            )
+            names = [shard.name.rpartition("/")[2] for shard in listed.shards]
+            return detect_format(location.text, names), None
+        except ShardMissing as missing:
+            files = replace(config, format=SINGLE_FILES)
+            try:
+                listing = cast("Listing", make_format(location.text, files).inspection)
+                return SINGLE_FILES, await list_files(self._opener, location, files, listing)
+            except (ShardMissing, InvalidRequest, ConfigError):
+                raise missing from None
+
     def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards
         if self._unpacked is None:
@@ -267,7 +314,7 @@ class Indexer:
         self, opening: OpeningDataset, storage: Storage, index: SampleIndex
     ) -> Storage:
         """The storage, behind the node's cache unless its shards are on this machine."""
-        if self._cache is None or not opening.config.cache or storage.local_file(0):
+        if self._cache is None or not opening.config.cache or storage.is_node_local:
             return storage
 
         def block_map(block_bytes: int) -> BlockMap:

@@ -67,6 +67,7 @@ class OpeningDataset:
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
+        listed: of single files, what their format gets to know; None of other formats.
         stopped: set when nobody waits for it any more; threads that work for it end then.
         damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
             there with the reason while the others go on; None where the first ends the work.
@@ -80,6 +81,7 @@ class OpeningDataset:
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
+    listed: Arrays | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     damaged: dict[int, CorruptSample] | None = None
 

@@ -47,6 +47,7 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
             shape=spec.shape,
             ragged=spec.ragged,
             token_ids=spec.token_ids,
+            categories=spec.categories,
         )
         for spec in fields
     ]

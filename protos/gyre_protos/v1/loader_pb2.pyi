@@ -484,6 +484,7 @@ class Field(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     RAGGED_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CATEGORIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """numpy's name: "uint16", "int64", ..."""
@@ -495,6 +496,10 @@ class Field(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one sample; empty for a scalar"""
 
+    @_builtins.property
+    def categories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what the values 0, 1, ... stand for, such as names of classes"""
+
     def __init__(
         self,
         *,
@@ -503,10 +508,11 @@ class Field(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         ragged: _builtins.bool = ...,
         token_ids: _builtins.bool = ...,
+        categories: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
