@@ -249,7 +249,7 @@ def test_findings_about_a_dataset_come_to_an_end(
     with (
         stub,
         Connection(address) as connection,
-        pytest.raises(DaemonFault, match=r"checks|num_sh"),
+        pytest.raises(DaemonFault, match=r"checks|shards"),
     ):
         deque(connection.lint(pb.DatasetRef(name="d")), maxlen=0)
 
