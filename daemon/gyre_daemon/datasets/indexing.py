@@ -17,10 +17,14 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.changes import PreviousIndex
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.dataset import Dataset, block_ranges, fingerprint, fingerprint_ranges
+from gyre_daemon.datasets.decoded import DecodedStorage, DecodingRoom
+from gyre_daemon.datasets.decoders import Decoders
 from gyre_daemon.datasets.detection import detect_format
 from gyre_daemon.datasets.formats import SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import Arrays, Probe
+from gyre_daemon.datasets.formats.chunks import ChunkIndex
 from gyre_daemon.datasets.probing import ProbeRunner
+from gyre_daemon.datasets.scan_processes import ScanProcesses
 from gyre_daemon.datasets.shard_indexing import (
     NUM_THREADS,
     IndexedShard,
@@ -63,12 +67,15 @@ class Indexer:
         self._checksums = ChecksumTaker(sidecars)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gyre-scan")
         self._probes = ProbeRunner(opener, sidecars, self._threads)
-        self._shards = ShardIndexer(sidecars, self._checksums, self._threads)
+        self._processes = ScanProcesses()
+        self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
+        self._decoding = DecodingRoom(Decoders(self._processes), opener.workers)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._shards.close()
+        self._decoding.close()
+        self._processes.close()
         self._checksums.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
@@ -187,8 +194,19 @@ class Indexer:
     def _behind_cache(
         self, opening: OpeningDataset, storage: Storage, index: SampleIndex
     ) -> Storage:
-        """The storage, behind the node's cache unless its shards are on this machine."""
-        if self._cache is None or not opening.config.cache or storage.local_file(0):
+        """The storage, behind the node's cache unless its shards are on this machine.
+
+        Where samples lie in chunks, that of decoded shards, whose blocks are the chunks.
+        """
+        cache = self._cache if opening.config.cache else None
+        if isinstance(index, ChunkIndex):
+            decoded = DecodedStorage(storage, index, self._decoding)
+            if cache is None:
+                return decoded
+            size = int(index.chunk_bytes.max())
+            identity = f"{opening.identity} decoded"
+            return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
+        if cache is None or storage.local_file(0):
             return storage
 
         def block_map(block_bytes: int) -> BlockMap:
@@ -196,7 +214,7 @@ class Indexer:
             ranges = block_ranges(index, table, np.arange(table.num_blocks))
             return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
 
-        return CachedStorage(storage, opening.identity, self._cache, block_map)
+        return CachedStorage(storage, opening.identity, cache, block_map)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

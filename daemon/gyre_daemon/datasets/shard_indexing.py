@@ -19,7 +19,7 @@ from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.shardfiles import open_file, open_shard, until
+from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges, until
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.storage.base import Storage
@@ -98,7 +98,11 @@ class ShardIndexer:
     """Indexes shards of all datasets of a daemon, fairly between these."""
 
     def __init__(
-        self, sidecars: SidecarStore, checksums: ChecksumTaker, threads: ThreadPoolExecutor
+        self,
+        sidecars: SidecarStore,
+        checksums: ChecksumTaker,
+        threads: ThreadPoolExecutor,
+        processes: ScanProcesses,
     ) -> None:
         """Start no process yet.
 
@@ -106,17 +110,14 @@ class ShardIndexer:
             sidecars: for the indexes.
             checksums: tell whether a shard has changed.
             threads: `NUM_THREADS` of them, for what waits.
+            processes: start those that scan.
         """
         self._sidecars = sidecars
         self._checksums = checksums
         self._threads = threads
-        self._processes = ScanProcesses()
+        self._processes = processes
         self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
         self._shared_turns = asyncio.Semaphore(_NUM_SHARED_TURNS)
-
-    def close(self) -> None:
-        """End all processes."""
-        self._processes.close()
 
     async def run(
         self, opening: OpeningDataset, previous: PreviousIndex | None
@@ -252,6 +253,12 @@ class ShardIndexer:
         """
         listed, stored = opening.source.shards[shard], opening.source.local_file(shard)
         process, local = await scanner.process(), opening.paths.get(shard, stored)
+        if local is None and scan.seeks:
+
+            async def read(start: int, stop: int) -> bytes:
+                return (await read_ranges(opening.source, [shard], [start], [stop]))[0]
+
+            return await process.scan_ranges(scan.run, listed.name, listed.size_bytes, read)
         if local is None:
             return await process.scan_stream(scan.run, listed.name, opening.source.stream(shard))
         with contextlib.ExitStack() as opened:

@@ -68,7 +68,7 @@ class StorageOpener:
         metrics: Metrics,
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._options = options
         self._metrics = metrics
         self._copy_workers = copy_workers
@@ -105,7 +105,7 @@ class StorageOpener:
         if scheme == "file":
             loop = asyncio.get_running_loop()
             list_all = functools.partial(_list_local, location, pattern, follow_links=follow_links)
-            files, shards = await loop.run_in_executor(self._workers.executor, list_all)
+            files, shards = await loop.run_in_executor(self.workers.executor, list_all)
             self._count_listing("file", len(location.paths), "ok")
             return self.local(files, shards, None)
         filesystem = await self._make_filesystem(location, settings, policy)
@@ -137,7 +137,7 @@ class StorageOpener:
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
         return LocalStorage(
-            files, shards, self._workers, self._metrics, self._copy_workers, self._open_files, owner
+            files, shards, self.workers, self._metrics, self._copy_workers, self._open_files, owner
         )
 
     async def open_beside(
@@ -161,7 +161,7 @@ class StorageOpener:
         try:
             if files:
                 beside = [file.sibling(file.path.stem + suffix) for file in files]
-                loop, threads = asyncio.get_running_loop(), self._workers.executor
+                loop, threads = asyncio.get_running_loop(), self.workers.executor
                 found = await loop.run_in_executor(threads, _stat_all, beside)
                 self._count_listing("file", len(beside), "ok")
                 return self.local(beside, found, None)
