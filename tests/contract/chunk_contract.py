@@ -12,7 +12,8 @@ from gyre_daemon.datasets.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.decoders import Decoders
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
-from gyre_daemon.datasets.formats.chunks import ChunkIndex, Expected, StoredChunk
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunks import Expected, StoredChunk
 from gyre_daemon.datasets.scan_processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics

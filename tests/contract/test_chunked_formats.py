@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX
-from gyre_daemon.datasets.formats.chunks import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,6 +1,7 @@
 """Links and odd files in a shared data folder: nothing outside of a dataset's folder is served."""
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -171,6 +172,40 @@ def test_a_listing_names_the_link_and_the_key(folder: Path, uri: str, link: str)
     )
     assert "set follow_links = true" in str(refused.value)
     assert refused.value.facts["root"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("uri", "odd"),
+    [
+        ("data", ["gone.bin", "loop.bin", "odd.bin", "socket.bin"]),
+        ("data/?*.bin", ["gone.bin", "loop.bin", "odd.bin", "socket.bin"]),
+        ("data/*/gone.bin", ["sub/gone.bin"]),
+    ],
+)
+def test_odd_files_are_passed_over_and_named_in_the_log(
+    folder: Path, uri: str, odd: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(folder / "odd.bin")
+    make_socket(folder / "socket.bin")
+    (folder / "loop.bin").symlink_to("loop.bin")
+    (folder / "folder.bin").mkdir()
+    (folder / "sub" / "also.bin").symlink_to("../folder.bin")
+    for name in ("gone.bin", "sub/gone.bin"):
+        (folder / name).symlink_to("absent")
+    (folder / "folder.bin" / "gone.bin").write_bytes(b"it is there")
+    with caplog.at_level(logging.WARNING, "gyre_daemon"):
+        assert len(list_files(folder.parent / uri, "*.bin")) == 1
+    (record,) = caplog.records
+    assert record.getMessage() == "odd files among the shards are passed over"
+    facts = record.facts  # type: ignore[attr-defined]
+    assert facts["names"] == ", ".join(odd)
+
+
+def test_where_nothing_but_odd_files_match_they_are_named(folder: Path) -> None:
+    for number in range(7):
+        os.mkfifo(folder / "sub" / f"odd-{number}.bin")
+    with pytest.raises(ShardMissing, match=r"no regular file.*: odd-0\.bin, .*odd-4\.bin, \.\.\.$"):
+        list_files(folder / "sub", "odd*.bin")
 
 
 def test_a_glob_lists_nothing_behind_a_link_that_leaves_the_root(folder: Path) -> None:

@@ -1,10 +1,16 @@
 """What `gyre-train` refuses before any rank starts: status 2, one sentence, and nothing written."""
 
 import json
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gyre_trainer.cli import main
+from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.config import load
+from gyre_trainer.training.records.recorder import RunFacts, RunRecorder
 
 CONFIG = """
 [run]
@@ -177,3 +183,39 @@ def test_a_damaged_pointer_to_the_latest_checkpoint(
     text = refused(capsys, str(config_path), "--resume")
     assert f"{folder}/latest holds " in text
     assert "--resume CHECKPOINT" in text
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+ODD = {
+    "a pipe": os.mkfifo,
+    "a socket": make_socket,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("name", ["history.jsonl", "report.json", "loss.png"])
+def test_what_is_no_file_among_the_records_is_refused_at_once(
+    config_path: Path, make: Callable[[Path], None], name: str
+) -> None:
+    (config_path.parent / "run").mkdir()
+    make(config_path.parent / "run" / name)
+    with pytest.raises(ConfigError, match=f"run/{name} is no regular file but a folder, a pipe"):
+        RunRecorder(load(config_path), RunFacts(1, 1, 1, 1), 0)
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+def test_what_is_no_file_and_names_the_latest_checkpoint_is_refused_at_once(
+    config_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None]
+) -> None:
+    folder = config_path.parent / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    make(folder / "latest")
+    for flag in ("--resume", "--resume-if-any"):
+        text = refused(capsys, str(config_path), flag)
+        assert "checkpoints/latest is no regular file" in text

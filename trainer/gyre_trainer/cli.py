@@ -57,7 +57,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     except TrainError as error:
         print(f"gyre-train: error: {_one_line(error)}", file=sys.stderr)
         return 2
-    importlib.import_module(options.imports)  # before the fork, so once for all ranks
+    # Before the fork, so once for all ranks. Torch imports dynamo when it makes an optimizer.
+    for module in (options.imports, "torch._dynamo"):
+        importlib.import_module(module)
     launcher = Launcher(options.nproc)
     try:
         pipe = launcher.fork()
@@ -110,7 +112,7 @@ def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
         status = 2 if is_expected and not isinstance(error, RingError) else 1
         text = _one_line(error) if is_expected else internal_error(error)
         if pipe:
-            pipe.send(status, text)
+            pipe.send(status, text, names_rank=isinstance(error, RingError))
         else:
             print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)
         sys.stdout.flush()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.decoders import Decoders
 from gyre_daemon.datasets.exchange import Exchange, Exchanges, pages
-from gyre_daemon.datasets.formats.chunks import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
 from gyre_daemon.runtime.fair import FairExecutor, FairQueue, Flow
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage

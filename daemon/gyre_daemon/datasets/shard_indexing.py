@@ -66,6 +66,7 @@ class OpeningDataset:
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
+        listed: of single files, what their format gets to know; None of other formats.
         stopped: set when nobody waits for it any more; threads that work for it end then.
     """
 
@@ -77,6 +78,7 @@ class OpeningDataset:
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
+    listed: Arrays | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -110,7 +112,7 @@ class ShardIndexer:
             sidecars: for the indexes.
             checksums: tell whether a shard has changed.
             threads: `NUM_THREADS` of them, for what waits.
-            processes: start those that scan.
+            processes: scan the shards.
         """
         self._sidecars = sidecars
         self._checksums = checksums

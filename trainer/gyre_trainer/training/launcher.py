@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -145,6 +146,8 @@ class Launcher:
                     os.close(rank.port_fd)
 
     def _become_rank(self, index: int, port_fd: int) -> None:
+        # What `ps` and `top` show; all ranks have the launcher's command line.
+        Path("/proc/self/comm").write_text(f"gyre-rank-{index}")
         null_fd = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null_fd, 0)
         os.close(null_fd)
@@ -203,7 +206,9 @@ class Launcher:
             ((failure, index) for failure, index in failures if failure),
             key=lambda each: each[0].time_s,
         )
-        text = f"rank {index} failed:\n\n{first.text.rstrip()}"
+        text = first.text.rstrip()
+        if not first.names_rank:
+            text = f"rank {index} failed:\n\n{text}"
         told = f"error: {first.text}" if first.status == 2 else text
         print(f"gyre-train: {told}", file=sys.stderr)
         return first.status

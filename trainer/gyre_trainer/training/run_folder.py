@@ -1,6 +1,7 @@
-"""Checks that a run's files can be written, before any rank starts."""
+"""Checks that a run's files can be written and read, before anything is opened."""
 
 import os
+import stat
 from pathlib import Path
 
 from gyre_trainer.errors import ConfigError
@@ -28,6 +29,24 @@ def require_writable(folder: Path, key: str) -> None:
         raise ConfigError(
             f"`{key}` is {folder}, but {existing} cannot be written to; "
             "choose another folder, or change its permissions"
+        )
+
+
+def require_regular(path: Path) -> None:
+    """Check that a regular file is at ``path``, or nothing: to open a pipe could take for ever.
+
+    Raises:
+        ConfigError: something else is there.
+        OSError: it cannot be looked at.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise ConfigError(
+            f"{path} is no regular file but a folder, a pipe, a socket or a device; remove it, "
+            "or choose another `run.out`"
         )
 
 

@@ -1,9 +1,10 @@
 """Which local files a location stands for, and what the system says about each."""
 
 import errno
+import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,9 @@ from gyre_daemon.errors import (
     ShardMissing,
     StorageUnavailable,
 )
+from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root
+from gyre_daemon.storage.location import relative_names
 from gyre_daemon.storage.patterns import checked_glob, patterns_of
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
@@ -24,6 +27,7 @@ from gyre_daemon.storage.stamps import Stamp
 _MAGIC = frozenset("*?[")
 
 _Kind = Literal["file", "folder", "link", "other"]
+_MAX_NAMED = 5  # of the entries that a listing passed over
 
 
 def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[LocalFile]:
@@ -31,7 +35,8 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
 
     Their root is the folder that the path names: the folder itself, that of a file, or the part of
     a glob before its first wildcard. A link out of it counts as a file here, and is refused when it
-    is opened.
+    is opened. Pipes, sockets, devices and links that lead to nothing are passed over; one line of
+    the log names them.
 
     Args:
         path: as written by the operator.
@@ -44,9 +49,10 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
         InvalidRequest: it is no valid glob, or a folder's files are several datasets.
         StorageUnavailable: the file system fails.
     """
+    odd: set[str] = set()
     try:
         is_folder = path.is_dir()
-        files = _matches(path, pattern, follow_links=follow_links)
+        files = _matches(path, pattern, odd, follow_links=follow_links)
         exists = bool(files) or path.exists()
         if is_folder:
             _check_folder(path, files, pattern)
@@ -57,12 +63,39 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
     except ValueError as error:
         raise InvalidRequest(f"{path} is no valid glob: {error}") from error
     if files:
+        if odd:
+            facts = {"path": path, "num_entries": len(odd), "names": _first(odd)}
+            log_event("odd files among the shards are passed over", facts, logging.WARNING)
         return files
     if exists and not is_folder:
         raise NotAllowed(f"{path} is neither a regular file nor a folder", {"path": path})
+    if odd:
+        raise ShardMissing(
+            f"no shard at {path}: what matches is no regular file but a pipe, a socket, a device "
+            f"or a link that leads to nothing: {_first(odd)}",
+            {"path": path},
+        )
     raise ShardMissing(
         f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path}
     )
+
+
+def list_shards(
+    paths: Sequence[str], pattern: str, *, follow_links: bool
+) -> tuple[list[LocalFile], list[Shard]]:
+    """The files of all paths, and the same as shards; see `list_files` for arguments and errors."""
+    files = [
+        file
+        for path in paths
+        for file in list_files(Path(path), pattern, follow_links=follow_links)
+    ]
+    return files, stat_shards(files)
+
+
+def stat_shards(files: Sequence[LocalFile]) -> list[Shard]:
+    """The files as shards, whose names are relative to the deepest folder with all of them."""
+    names = relative_names([str(file) for file in files])
+    return [stat_shard(file, name) for file, name in zip(files, names, strict=True)]
 
 
 def stat_shard(file: LocalFile, name: str) -> Shard:
@@ -130,8 +163,17 @@ def _check_folder(path: Path, files: Sequence[LocalFile], pattern: str) -> None:
         check_subfolders(str(path), folders, pattern)
 
 
-def _matches(path: Path, pattern: str, *, follow_links: bool) -> list[LocalFile]:
-    """The matching files, sorted as object storages list them: by the whole path as text."""
+def _first(names: Collection[str]) -> str:
+    """Some of the names, for a message."""
+    more = ", ..." if len(names) > _MAX_NAMED else ""
+    return ", ".join(sorted(names)[:_MAX_NAMED]) + more
+
+
+def _matches(path: Path, pattern: str, odd: set[str], *, follow_links: bool) -> list[LocalFile]:
+    """The matching files, sorted as object storages list them: by the whole path as text.
+
+    What matches and can be no shard goes to ``odd``.
+    """
     if path.is_dir():
         root, globs = Root(path, follow_links), patterns_of(pattern)
     elif os.path.lexists(path) or not _MAGIC & set(str(path)):
@@ -142,27 +184,29 @@ def _matches(path: Path, pattern: str, *, follow_links: bool) -> list[LocalFile]
         first = next(number for number, part in enumerate(parts) if _MAGIC & set(part))
         root = Root(Path(*parts[:first]), follow_links)
         globs = [checked_glob("/".join(parts[first:]))]
-    found = {name for glob in globs for name in _glob(root, "", glob.split("/"))}
+    found = {name for glob in globs for name in _glob(root, "", glob.split("/"), odd)}
     return sorted((LocalFile(root, name) for name in found), key=str)
 
 
-def _glob(root: Root, folder: str, parts: Sequence[str]) -> Iterator[str]:
+def _glob(root: Root, folder: str, parts: Sequence[str], odd: set[str]) -> Iterator[str]:
     """The files below a folder of the root that match; `**` goes through no link."""
     part, rest = parts[0], parts[1:]
     if part == "**":
-        yield from _glob(root, folder, rest)
+        yield from _glob(root, folder, rest, odd)
         for name, kind in _entries(root, folder, "*"):
             if kind == "folder":
-                yield from _glob(root, f"{name}/", parts)
+                yield from _glob(root, f"{name}/", parts, odd)
         return
     # what has no wildcard may be anything
     literal: list[tuple[str, _Kind]] = [(folder + part, "link")]
     found = _entries(root, folder, part) if _MAGIC & set(part) else literal
     for name, kind in found:
         if rest and kind != "file":
-            yield from _glob(root, f"{name}/", rest)
+            yield from _glob(root, f"{name}/", rest, odd)
         elif not rest and (kind == "file" or (kind == "link" and _is_file(root, name))):
             yield name
+        elif not rest and (kind == "other" or (kind == "link" and _is_odd(root, name))):
+            odd.add(name)
 
 
 def _entries(root: Root, folder: str, pattern: str) -> list[tuple[str, _Kind]]:
@@ -202,3 +246,11 @@ def _is_file(root: Root, name: str) -> bool:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return False
         raise
+
+
+def _is_odd(root: Root, name: str) -> bool:
+    """Whether what is no regular file is no folder either; a name without an entry is not odd."""
+    try:
+        return not stat.S_ISDIR(root.stat(name).st_mode)
+    except OSError:
+        return (root.folder / name).is_symlink()

@@ -30,6 +30,7 @@ from gyre_trainer.training.checkpoints import manifest
 from gyre_trainer.training.checkpoints.manifest import Files, Manifest
 from gyre_trainer.training.checkpoints.reading import SafePlanner, SafeReader
 from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.run_folder import require_regular
 
 _LATEST = "latest"
 _NAME = re.compile(r"step-[0-9]{8,}")
@@ -143,8 +144,10 @@ def latest(folder: Path) -> Path:
 
     Raises:
         CheckpointRejected: there is none.
+        ConfigError: `latest` is no regular file.
     """
     try:
+        require_regular(folder / _LATEST)
         name = (folder / _LATEST).read_bytes()[:100].decode(errors="replace").strip()
     except FileNotFoundError:
         raise CheckpointRejected(
@@ -219,6 +222,7 @@ def _remove(folder: Path) -> None:
 def _write_pointer(pointer: Path, name: str) -> None:
     """Let the file ``pointer`` hold ``name``, atomically, and sync it and its folder to disk."""
     written = pointer.with_suffix(".writing")
+    written.unlink(missing_ok=True)  # left by a run that was killed
     written.write_text(name + "\n", encoding="utf-8")
     _fsync(written)
     written.rename(pointer)

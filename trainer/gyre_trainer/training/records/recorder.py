@@ -14,6 +14,7 @@ from gyre_trainer.training.records.history import History, StepRecord, committed
 from gyre_trainer.training.records.progress import Progress
 from gyre_trainer.training.records.report import Report, draw_loss, final_loss, write_report
 from gyre_trainer.training.records.step_stats import GlobalStep
+from gyre_trainer.training.run_folder import require_regular
 from gyre_trainer.training.schedule import learning_rate
 
 
@@ -47,13 +48,15 @@ class RunRecorder:
 
         Raises:
             ConfigError: the run begins at step 0 in a directory that holds a run, and may not
-                restart.
+                restart; or something that is no file has the name of one of its files.
         """
         self._config = config
         self._facts = facts
         self._out = Path(config.run.out)
         with self._writing():
             self._out.mkdir(parents=True, exist_ok=True)
+            for path in (self._history_path, self._report_path, self._figure_path):
+                require_regular(path)
             is_begun = self._history_path.exists() and self._history_path.stat().st_size > 0
             if first_step == 0 and is_begun and not may_restart:
                 raise ConfigError(
@@ -76,6 +79,14 @@ class RunRecorder:
     @property
     def _history_path(self) -> Path:
         return self._out / "history.jsonl"
+
+    @property
+    def _report_path(self) -> Path:
+        return self._out / "report.json"
+
+    @property
+    def _figure_path(self) -> Path:
+        return self._out / "loss.png"
 
     def add(self, first_step: int, steps: Sequence[GlobalStep]) -> None:
         """Record the steps from ``first_step`` on, and show one line about them."""
@@ -119,16 +130,16 @@ class RunRecorder:
                 )
             resumed_at = resumes(self._history_path)
             report = self._report(records, resumed_at, peak_memory_bytes)
-            write_report(report, self._out / "report.json")
+            write_report(report, self._report_path)
             title = (
                 f"{self._config.data.dataset}: {report.num_parameters / 1e6:.1f} M parameters on "
                 f"{report.world_size} ranks, "
                 f"{report.num_tokens / 1e6:.1f} M tokens"
             )
-            draw_loss(records, resumed_at, title, self._out / "loss.png")
+            draw_loss(records, resumed_at, title, self._figure_path)
             self._progress.say(
                 f"final loss {report.final_loss:.4f}; "
-                f"see {self._out}/report.json and {self._out}/loss.png"
+                f"see {self._report_path} and {self._figure_path}"
             )
 
     @contextmanager

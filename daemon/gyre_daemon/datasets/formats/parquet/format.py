@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.formats.chunks import ChunkIndex, check_chunks, num_rows
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunks import check_chunks, num_rows
 from gyre_daemon.datasets.formats.names import renamed
 from gyre_daemon.datasets.formats.parquet.reading import RowGroupDecoder, RowGroupScan
 from gyre_daemon.errors import ConfigError
