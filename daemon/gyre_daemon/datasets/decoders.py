@@ -5,7 +5,7 @@ import os
 
 from gyre_daemon.datasets.exchange import Exchange
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
-from gyre_daemon.datasets.scan_processes import ProcessDied, ScanProcess, ScanProcesses
+from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
 from gyre_daemon.errors import CorruptSample, GyreError
 from gyre_daemon.runtime.fair import FairQueue, Flow
 
@@ -49,9 +49,8 @@ class Decoders:
         async with self._line.turn(flow, cost, urgency):
             for _ in range(2):
                 try:
-                    await self._decode(request, shard, exchange)
-                    return
-                except ProcessDied:
+                    if await self._decode(request, shard, exchange):
+                        return
                     reason = "the process that decoded it died; see the log of the kernel"
                 except TimeoutError:
                     reason = f"it was not decoded within {self._max_decode_s:g} s"
@@ -62,23 +61,24 @@ class Decoders:
             {"shard": shard, "chunk": request.number, "offset": offset, "reason": reason},
         )
 
-    async def _decode(self, request: DecodeRequest, shard: str, exchange: Exchange) -> None:
+    async def _decode(self, request: DecodeRequest, shard: str, exchange: Exchange) -> bool:
+        """Whether a process decoded it; False if it died of that."""
         process = self._idle.pop() if self._idle else await self._processes.start()
         is_sound = False
         try:
             async with asyncio.timeout(self._max_decode_s):
                 await process.scan_file(request, shard, exchange.file)
             is_sound = True
-        except ProcessDied:
-            raise
         except GyreError:
-            is_sound = True  # it said so itself
-            raise
+            is_sound = not process.has_died  # it said so itself
+            if is_sound:
+                raise
         finally:
             if is_sound and not self._is_closed:
                 self._idle.append(process)
             else:
                 process.kill()
+        return is_sound
 
     def close(self) -> None:
         """End all processes that do nothing; the others end with their requests."""

@@ -137,10 +137,15 @@ class ScanProcesses:
 
 
 class ScanProcess:
-    """One process, used by one task at a time."""
+    """One process, used by one task at a time.
+
+    Attributes:
+        has_died: whether it ended while it worked for a request.
+    """
 
     def __init__(self, connection: socket.socket, process: int) -> None:
         """Take over a connection, which does not block, and a process descriptor."""
+        self.has_died = False
         self._connection = connection
         self._process = process
 
@@ -222,7 +227,14 @@ class ScanProcess:
             try:
                 socket.send_fds(self._connection, [b"\0"], [descriptor, body.fileno()])
             except ConnectionError as error:
-                raise _died(name) from error
+                raise self._died(name) from error
+
+    def _died(self, name: str) -> CorruptSample:
+        self.has_died = True
+        reason = "the process that indexed it died; see the log of the kernel"
+        return CorruptSample(
+            f"shard {name} has no index: {reason}", {"shard": name, "reason": reason}
+        )
 
     async def _reply(self, name: str) -> Arrays:
         loop = asyncio.get_running_loop()
@@ -233,19 +245,10 @@ class ScanProcess:
             data = await _receive(loop, self._connection, num_bytes)
             failure, arrays = await asyncio.to_thread(decode, bytes(data))
         except (ConnectionError, ValueError) as error:
-            raise _died(name) from error
+            raise self._died(name) from error
         if failure:
             raise _to_error(failure)
         return arrays
-
-
-class ProcessDied(CorruptSample):
-    """The process ended while it worked for a request."""
-
-
-def _died(name: str) -> ProcessDied:
-    reason = "the process that indexed it died; see the log of the kernel"
-    return ProcessDied(f"shard {name} has no index: {reason}", {"shard": name, "reason": reason})
 
 
 def _to_error(text: str) -> GyreError:
