@@ -125,7 +125,7 @@ class Indexer:
             [None] * len(source.shards),
             None,
             {},
-            files.arrays if files else None,
+            files,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
@@ -147,7 +147,6 @@ class Indexer:
         served = self._served(opening)
         shards = served.shards
         inspected = cast("list[Arrays]", opening.scans) if opening.scan else []
-        inspected = inspected if opening.listed is None else [opening.listed]
         if isinstance(probe := opening.format.inspection, Probe):
             settings = opening.config.storage
             inspected = [
@@ -155,7 +154,9 @@ class Indexer:
             ]
         damaged: Sequence[DamagedSample] = ()
         replaces = opening.config.on_corrupt == "replace"
-        if replaces and isinstance(opening.format, TolerantFormat):
+        if opening.files:
+            index = await self._in_thread(opening.files.assemble)
+        elif replaces and isinstance(opening.format, TolerantFormat):
             assemble = opening.format.assemble_tolerantly
             index, damaged = await self._in_thread(assemble, shards, inspected)
         else:
@@ -168,7 +169,7 @@ class Indexer:
         corrupt = NO_SAMPLES
         if replaces:
             corrupt = await self._find_corrupt(opening, served, index, damaged)
-        ranges = fingerprint_ranges(shards) if opening.listed is None else sample_ranges(index)
+        ranges = fingerprint_ranges(shards) if opening.files is None else sample_ranges(index)
         contents = await read_ranges(served, *ranges)
         identity = await self._in_thread(fingerprint, shards, index, contents, corrupt)
         storage = self._behind_cache(opening, served, index)
