@@ -26,6 +26,8 @@ from gyre_daemon.datasets.dataset import (
     fingerprint_ranges,
     sample_ranges,
 )
+from gyre_daemon.datasets.decoded import DecodedStorage, DecodingRoom
+from gyre_daemon.datasets.decoders import Decoders
 from gyre_daemon.datasets.detection import detect_format
 from gyre_daemon.datasets.formats import SINGLE_FILES, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import (
@@ -35,6 +37,7 @@ from gyre_daemon.datasets.formats.base import (
     Probe,
     TolerantFormat,
 )
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.listing import FileListing, list_files
 from gyre_daemon.datasets.probing import ProbeRunner
 from gyre_daemon.datasets.replacement import CorruptRecord, CorruptReports, check_limit
@@ -88,10 +91,12 @@ class Indexer:
         self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
         self._checker = SampleChecker(sidecars, self._processes)
         self._reports = reports
+        self._decoding = DecodingRoom(Decoders(self._processes), opener.workers)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._decoding.close()
         self._processes.close()
         self._checksums.close()
 
@@ -212,6 +217,11 @@ class Indexer:
                 f"dataset `{opening.name}` replaces corrupt samples, and this daemon has no folder "
                 "for their report"
             )
+        if isinstance(index, ChunkIndex):
+            raise ConfigError(
+                f"dataset `{opening.name}` cannot replace corrupt samples: they are rows of a "
+                f"{index.noun}, which is damaged as a whole; leave `on_corrupt` out"
+            )
         corrupt = [
             CorruptRecord(served.shards[each.shard].name, each.offset, each.sample, each.reason)
             for each in damaged
@@ -302,8 +312,19 @@ class Indexer:
     def _behind_cache(
         self, opening: OpeningDataset, storage: Storage, index: SampleIndex
     ) -> Storage:
-        """The storage, behind the node's cache unless its shards are on this machine."""
-        if self._cache is None or not opening.config.cache or storage.is_node_local:
+        """The storage, behind the node's cache unless its shards are on this machine.
+
+        Where samples lie in chunks, that of decoded shards, whose blocks are the chunks.
+        """
+        cache = self._cache if opening.config.cache else None
+        if isinstance(index, ChunkIndex):
+            decoded = DecodedStorage(storage, index, self._decoding)
+            if cache is None:
+                return decoded
+            size = int(index.chunk_bytes.max())
+            identity = f"{opening.identity} decoded"
+            return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
+        if cache is None or storage.is_node_local:
             return storage
 
         def block_map(block_bytes: int) -> BlockMap:
@@ -311,7 +332,7 @@ class Indexer:
             ranges = block_ranges(index, table, np.arange(table.num_blocks))
             return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
 
-        return CachedStorage(storage, opening.identity, self._cache, block_map)
+        return CachedStorage(storage, opening.identity, cache, block_map)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -20,7 +20,7 @@ from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.listing import FileListing
 from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.shardfiles import open_file, open_shard, until
+from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges, until
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.storage.base import Storage
@@ -256,6 +256,12 @@ class ShardIndexer:
         """
         listed, stored = opening.source.shards[shard], opening.source.local_file(shard)
         process, local = await scanner.process(), opening.paths.get(shard, stored)
+        if local is None and scan.seeks:
+
+            async def read(start: int, stop: int) -> bytes:
+                return (await read_ranges(opening.source, [shard], [start], [stop]))[0]
+
+            return await process.scan_ranges(scan.run, listed.name, listed.size_bytes, read)
         if local is None:
             return await process.scan_stream(scan.run, listed.name, opening.source.stream(shard))
         with contextlib.ExitStack() as opened:

@@ -76,7 +76,7 @@ class StorageOpener:
         metrics: Metrics,
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._options = options
         self._metrics = metrics
         self._copy_workers = copy_workers
@@ -180,7 +180,7 @@ class StorageOpener:
             self._count_listing("file", 1, "ok")
             if not len(table):
                 raise ShardMissing(f"no file below {path} is one of those that are wanted")
-            return SingleFiles(root, table, self._workers, self._metrics), table
+            return SingleFiles(root, table, self.workers, self._metrics), table
         folder = path.rstrip("/") + "/"
 
         async def list_files(filesystem: AsyncFileSystem) -> tuple[FilePaths, FileShards]:
@@ -204,7 +204,7 @@ class StorageOpener:
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
         return LocalStorage(
-            files, shards, self._workers, self._metrics, self._copy_workers, self._open_files, owner
+            files, shards, self.workers, self._metrics, self._copy_workers, self._open_files, owner
         )
 
     async def open_beside(
@@ -389,7 +389,7 @@ class StorageOpener:
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers.executor, work, *arguments)
+        return await loop.run_in_executor(self.workers.executor, work, *arguments)
 
     def _count_listing(self, scheme: str, num_requests: int, outcome: Outcome) -> None:
         self._metrics.count_requests(RequestLabels(scheme, "list", outcome), num_requests, 0)

@@ -8,7 +8,8 @@ To open a dataset, the daemon uses a `Format` in this order:
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
    which the daemon keeps in sidecar files and hands back the next time. A `Listing` says which
    single files are samples.
-3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges.
+3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
+   shards, or of decoded shards where samples are rows of chunks (see `chunks`).
 
 A new format consists of a module or package here, an entry in `FORMATS`, and a subclass of
 `FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's name, its
@@ -207,7 +208,7 @@ class SampleIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """An inspection that reads each shard once, from its beginning to its end.
+    """An inspection that reads each shard once, from its beginning to its end or where it seeks.
 
     Attributes:
         version: name and version of the arrays; a sidecar of another version is made again.
@@ -217,12 +218,14 @@ class Scan:
         num_samples: takes a shard's arrays and returns how many samples it has.
         check: takes stored arrays, which may be forged, and the size of the shard. It raises
             ValueError if `run` could not have returned them for a shard of that size.
+        seeks: whether `run` must seek. It then gets a file that asks the storage for each range.
     """
 
     version: str
     run: Callable[[str, BinaryIO], Arrays]
     num_samples: Callable[[Arrays], int]
     check: Callable[[Arrays, int], None]
+    seeks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
