@@ -47,6 +47,7 @@ from gyre_daemon.storage.remote_listing import (
     stat_names,
     version_of,
 )
+from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
@@ -309,7 +310,7 @@ class StorageOpener:
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"the storage settings of a {scheme}:// dataset cannot be used: "
-                f"{hide(str(error), settings)}"
+                f"{words(hide(str(error), settings))}"
             ) from error
         except Exception as error:
             raise listing_error(location.text, error) from error
@@ -360,9 +361,15 @@ class StorageOpener:
             error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
             if isinstance(error, GyreError):
                 raise error from raised
-            if isinstance(error, ValueError | NotImplementedError):
+            if isinstance(error, NotImplementedError):
                 raise InvalidRequest(
-                    f"the storage cannot list {location.text}: {error}"
+                    f"the storage cannot list {location.text}: the driver of "
+                    f"{location.scheme}:// lists nothing; name every shard, for example with a "
+                    "brace list"
+                ) from raised
+            if isinstance(error, ValueError):
+                raise InvalidRequest(
+                    f"the storage cannot list {location.text}: {words(str(error))}"
                 ) from raised
             failure = listing_error(location.text, error)
             if may_be_absent and isinstance(failure, ShardMissing | NotAllowed):
