@@ -86,10 +86,10 @@ class Indexer:
         self._cache = cache
         self._checksums = ChecksumTaker(sidecars)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gyre-scan")
-        self._probes = ProbeRunner(opener, sidecars, self._threads)
+        self.probes = ProbeRunner(opener, sidecars, self._threads)
         self._processes = ScanProcesses()
         self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
-        self._checker = SampleChecker(sidecars, self._processes)
+        self.checker = SampleChecker(sidecars, self._processes)
         self._reports = reports
         self._decoding = DecodingRoom(Decoders(self._processes), opener.workers)
 
@@ -149,15 +149,11 @@ class Indexer:
             opening: from `begin`.
             refresh: probe the shards even if the result of an earlier probe was kept.
         """
-        served = self._served(opening)
+        served = self.served(opening)
         shards = served.shards
-        inspected = cast("list[Arrays]", opening.scans) if opening.scan else []
-        inspected = inspected if opening.listed is None else [opening.listed]
-        if isinstance(probe := opening.format.inspection, Probe):
-            settings = opening.config.storage
-            inspected = [
-                await self._probes.run(probe, served, opening.location, settings, refresh=refresh)
-            ]
+        inspected = cast("list[Arrays]", opening.scans)
+        if opening.scan is None:
+            inspected = await self.probed(opening, served, refresh=refresh)
         damaged: Sequence[DamagedSample] = ()
         replaces = opening.config.on_corrupt == "replace"
         if replaces and isinstance(opening.format, TolerantFormat):
@@ -193,6 +189,22 @@ class Indexer:
         log_event("dataset open", facts)
         return dataset
 
+    async def probed(
+        self, opening: OpeningDataset, served: Storage, *, refresh: bool
+    ) -> list[Arrays]:
+        """What a probe or a listing found, for `Format.assemble`; empty without inspection.
+
+        Raises:
+            CorruptSample: the shards are nothing that the format stores.
+        """
+        probe = opening.format.inspection
+        if opening.listed is not None:
+            return [opening.listed]
+        if not isinstance(probe, Probe):
+            return []
+        settings, location = opening.config.storage, opening.location
+        return [await self.probes.run(probe, served, location, settings, refresh=refresh)]
+
     async def _find_corrupt(
         self,
         opening: OpeningDataset,
@@ -226,7 +238,7 @@ class Indexer:
             for each in damaged
         ]
         known = np.array([each.sample for each in damaged], np.int64)
-        checking = self._checker.run(opening.location, served, index, known, refresh=False)
+        checking = self.checker.run(opening.location, served, index, known, refresh=False)
         async with contextlib.aclosing(checking) as checked:
             async for shard in checked:
                 if shard.failure:
@@ -296,7 +308,7 @@ class Indexer:
         _check_distinct(shards, location)
         return self._unpacked.open(opening.identity, shards)
 
-    def _served(self, opening: OpeningDataset) -> Storage:
+    def served(self, opening: OpeningDataset) -> Storage:
         """What batches are read from: the shards as they are stored, or unpacked."""
         if not opening.unpacked:
             return opening.source

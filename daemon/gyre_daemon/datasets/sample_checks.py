@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,9 @@ from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.shardfiles import open_file
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed
+from gyre_daemon.storage.shard import Shard
 
 DAMAGE_SUFFIX = ".gyre-damage"
 # Shards that are checked at once; each takes a core while it is read.
@@ -52,6 +54,20 @@ class CheckedShard:
     failure: CorruptSample | None = None
 
 
+class ShardFiles(Protocol):
+    """What a check needs of a `Storage`."""
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """As listed."""
+
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`."""
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`."""
+
+
 class SampleChecker:
     """Checks the samples of a daemon's datasets."""
 
@@ -68,7 +84,7 @@ class SampleChecker:
     async def run(
         self,
         location: str,
-        storage: Storage,
+        storage: "ShardFiles",
         index: SampleIndex,
         known: npt.NDArray[np.int64],
         *,
@@ -148,7 +164,7 @@ class _Work:
     """One run over a dataset; `bounds` has the first sample id of each shard, and N."""
 
     location: str
-    storage: Storage
+    storage: "ShardFiles"
     index: SampleIndex
     known: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
@@ -219,7 +235,7 @@ def shard_bounds(index: SampleIndex, num_shards: int) -> npt.NDArray[np.int64]:
 
 
 async def _check_shard(
-    process: ScanProcess, storage: Storage, number: int, fields: ShardFields
+    process: ScanProcess, storage: ShardFiles, number: int, fields: ShardFields
 ) -> Arrays:
     """Have a shard checked by another process.
 
