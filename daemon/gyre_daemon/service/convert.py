@@ -13,6 +13,7 @@ from gyre_daemon.datasets.changes import Change
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.timing import BatchTiming
@@ -29,6 +30,10 @@ _CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
     "restored": pb.SHARD_CHANGE_RESTORED,
     "changed": pb.SHARD_CHANGE_CHANGED,
 }
+_FINDINGS: dict[FindingKind, "pb.LintFinding.Kind.ValueType"] = {
+    "corrupt": pb.LintFinding.KIND_CORRUPT,
+    "odd": pb.LintFinding.KIND_ODD,
+}
 # Sessions of one shared stream are sent the same batch groups, and each message is built once.
 _MESSAGES: WeakKeyDictionary[BatchGroup, pb.BatchGroup] = WeakKeyDictionary()
 
@@ -42,6 +47,7 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
             shape=spec.shape,
             ragged=spec.ragged,
             token_ids=spec.token_ids,
+            categories=spec.categories,
         )
         for spec in fields
     ]
@@ -73,6 +79,28 @@ def from_progress(progress: IndexProgress) -> pb.IndexProgress:
         fingerprint=progress.fingerprint,
         fingerprint_before=progress.fingerprint_before,
         removed=progress.removed,
+    )
+
+
+def from_lint_progress(progress: LintProgress) -> pb.LintProgress:
+    """The progress after one more shard was read or checked."""
+    return pb.LintProgress(
+        num_scanned=progress.num_scanned,
+        num_checked=progress.num_checked,
+        num_shards=progress.num_shards,
+        num_samples=progress.num_samples,
+        num_bytes=progress.num_bytes,
+        findings=[
+            pb.LintFinding(
+                kind=_FINDINGS[each.kind],
+                shard=each.shard,
+                offset=each.offset,
+                sample_id=each.sample_id,
+                reason=each.reason,
+            )
+            for each in progress.findings
+        ],
+        num_left_out=progress.num_left_out,
     )
 
 
@@ -142,8 +170,10 @@ def _message(group: BatchGroup, session: Session) -> pb.BatchGroup:
 def _from_cursors(session: Session, steps: range) -> pb.Cursors:
     """The cursor after each of these steps."""
     size, encoder = session.request.order.global_batch_size, session.cursors
+    count = session.planner.num_substitutes
     positions = range((steps.start + 1) * size, (steps.stop + 1) * size, size)
-    return pb.Cursors(common=encoder.common, num_before=NUM_BEFORE, own=encoder.own(positions))
+    own = encoder.own((position, count(position)) for position in positions)
+    return pb.Cursors(common=encoder.common, num_before=NUM_BEFORE, own=own)
 
 
 def _from_layout(layout: BatchLayout) -> pb.Layout:
@@ -174,6 +204,7 @@ def from_session(session: Session) -> pb.SessionState:
     return pb.SessionState(
         handle=session.handle,
         user=session.request.owner.name,
+        num_substitutes=totals.num_substitutes,
         dataset=session.request.dataset.name,
         reader=pb.Reader(**asdict(reader)),
         next_step=consumer.next_step,
@@ -231,6 +262,7 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         ],
         num_batches_sent=census.num_batches_sent,
         num_bytes_sent=census.num_bytes_sent,
+        num_substitutes_sent=census.num_substitutes_sent,
         cache=pb.CacheCount(**asdict(census.cache)) if has_cache else None,
     )
 
@@ -241,6 +273,7 @@ def hide_others(status: pb.DaemonStatus) -> None:
         status.ClearField(field)
     status.num_batches_sent = sum(each.num_batches_sent for each in status.sessions)
     status.num_bytes_sent = sum(each.num_bytes_sent for each in status.sessions)
+    status.num_substitutes_sent = sum(each.num_substitutes for each in status.sessions)
 
 
 def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:

@@ -108,6 +108,17 @@ class LoaderService(pb_grpc.LoaderServicer):
                 yield convert.from_progress(progress)
 
     @answers_errors
+    async def LintDataset(
+        self, request: pb.LintDatasetRequest, context: Context
+    ) -> AsyncIterator[pb.LintProgress]:
+        """Check every shard and every sample."""
+        caller = self._callers.identify(context)
+        name, config = self._opener.resolve(request.dataset, caller)
+        async with contextlib.aclosing(self._catalog.lint(name, config)) as linting:
+            async for progress in linting:
+                yield convert.from_lint_progress(progress)
+
+    @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
         caller = self._callers.identify(context)
@@ -124,7 +135,9 @@ class LoaderService(pb_grpc.LoaderServicer):
                 f"step {request.step} lies beyond any training; positions end at 2**62"
             )
         batch = await asyncio.to_thread(
-            lambda: planner_for(order, dataset.index).batch(request.step, request.rank, world_size)
+            lambda: planner_for(order, dataset.index, dataset.corrupt).batch(
+                request.step, request.rank, world_size
+            )
         )
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),

@@ -22,8 +22,10 @@ from gyre_daemon.datasets.formats.base import (
     stored_fields,
 )
 from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
+from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
 from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
+from gyre_daemon.datasets.formats.parquet import ParquetFormat, ParquetOptions
 from gyre_daemon.datasets.formats.rows import RowsFormat, RowsOptions
 from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
@@ -35,6 +37,7 @@ __all__ = [
     "MASK",
     "OFFSETS_SUFFIX",
     "SAMPLE_ID",
+    "SINGLE_FILES",
     "Extents",
     "FieldSpec",
     "Format",
@@ -66,6 +69,7 @@ def _entry(format_class: type[Any], options: type[Any]) -> FormatEntry:
     )
 
 
+SINGLE_FILES = "files"  # the format of a folder whose files lie in folders
 FORMATS: Mapping[str, FormatEntry] = {
     "tokens": _entry(TokensFormat, TokensOptions),
     "webdataset": _entry(WebdatasetFormat, WebdatasetOptions),
@@ -75,7 +79,9 @@ FORMATS: Mapping[str, FormatEntry] = {
     "tsv": _entry(TsvFormat, DelimitedOptions),
     "mds": _entry(MdsFormat, MdsOptions),
     "npy": _entry(RowsFormat, RowsOptions),
+    "parquet": _entry(ParquetFormat, ParquetOptions),
     "tfrecord": _entry(TfrecordFormat, TfrecordOptions),
+    SINGLE_FILES: _entry(FilesFormat, FilesOptions),
 }
 
 

@@ -6,8 +6,10 @@ To open a dataset, the daemon uses a `Format` in this order:
 1. `pattern` selects the files of a folder that are shards.
 2. `inspection` finds out what the format must know about the shards. A `Scan` reads every shard
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
-   which the daemon keeps in sidecar files and hands back the next time.
-3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges.
+   which the daemon keeps in sidecar files and hands back the next time. A `Listing` says which
+   single files are samples.
+3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
+   shards, or of decoded shards where samples are rows of chunks (see `chunks`).
 
 A new format consists of a module or package here, an entry in `FORMATS`, and a subclass of
 `FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's name, its
@@ -57,12 +59,13 @@ options or its arrays. This is a complete format, in which every line of a text 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.shard import Shard
 
 # A batch has these tensors beside its fields, and names derived from a field's name with these
@@ -91,6 +94,8 @@ class FieldSpec:
             memory. The values of an `indexed` field are in the index, and nothing is read.
         token_ids: whether the elements are token ids; clients may widen unsigned ones.
         vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
+        categories: what the values of an integer field stand for, such as the names of classes;
+            empty if they are just numbers.
     """
 
     name: str
@@ -100,6 +105,7 @@ class FieldSpec:
     codec: CodecName
     token_ids: bool = False
     vocabulary: int = 0
+    categories: tuple[str, ...] = ()
 
     @property
     def element_bytes(self) -> int:
@@ -202,7 +208,7 @@ class SampleIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """An inspection that reads each shard once, from its beginning to its end.
+    """An inspection that reads each shard once, from its beginning to its end or where it seeks.
 
     Attributes:
         version: name and version of the arrays; a sidecar of another version is made again.
@@ -212,12 +218,14 @@ class Scan:
         num_samples: takes a shard's arrays and returns how many samples it has.
         check: takes stored arrays, which may be forged, and the size of the shard. It raises
             ValueError if `run` could not have returned them for a shard of that size.
+        seeks: whether `run` must seek. It then gets a file that asks the storage for each range.
     """
 
     version: str
     run: Callable[[str, BinaryIO], Arrays]
     num_samples: Callable[[Arrays], int]
     check: Callable[[Arrays, int], None]
+    seeks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +282,89 @@ class Probe:
     check: Callable[[Arrays, Sequence[Shard]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class ManifestColumn:
+    """What a manifest says of each of n files.
+
+    Attributes:
+        name: of the column.
+        kind: `text`, `json`, `number` or `class`.
+        values: of text and JSON the bytes; else int64, float64 or int32 [n].
+        categories: what the values of a class stand for.
+    """
+
+    name: str
+    kind: Literal["text", "json", "number", "class"]
+    values: Texts | npt.NDArray[Any]
+    categories: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A list of files, in the dataset's order.
+
+    Attributes:
+        names: their paths, relative to the manifest.
+        columns: what else is known of them.
+    """
+
+    names: Texts
+    columns: tuple[ManifestColumn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """An inspection of the list of files, where each file is a sample.
+
+    The daemon lists the files below a folder, at any depth, or reads a manifest. To all other code
+    they are one shard, in which each file comes after its *head*: its path, and the texts that the
+    manifest has of it.
+
+    Attributes:
+        is_wanted: whether a file of this name, without its folder, is one of the dataset.
+        is_manifest: whether a location of this path is a manifest.
+        read_manifest: takes the name and the bytes of a manifest. It raises CorruptSample if that
+            is damaged, and ConfigError if it lacks columns.
+        assemble: makes the index from the files, and from the columns that a manifest has of them.
+            `Format.assemble` is not called.
+    """
+
+    is_wanted: Callable[[str], bool]
+    is_manifest: Callable[[str], bool]
+    read_manifest: Callable[[str, bytes], Manifest]
+    assemble: Callable[[FileTable, Sequence[ManifestColumn]], SampleIndex]
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedSample:
+    """A sample that a format found damaged although its shard can be read.
+
+    Attributes:
+        shard: number of the shard.
+        sample: its id in the dataset.
+        offset: the byte of the shard at which it begins.
+        reason: what is wrong.
+    """
+
+    shard: int
+    sample: int
+    offset: int
+    reason: str
+
+
+@runtime_checkable
+class TolerantFormat(Protocol):
+    """A format that can find some samples damaged, and serve the others."""
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """As `Format.assemble`, with the samples that it would refuse, in the order of their ids.
+
+        The index has them too, so that ids do not depend on damage; nobody reads them.
+        """
+
+
 class Format(Protocol):
     """One way to store samples in shards, with the options of one dataset."""
 
@@ -286,7 +377,7 @@ class Format(Protocol):
         """Whether shards named `*.gz` or `*.tgz` are unpacked before the format sees them."""
 
     @property
-    def inspection(self) -> Scan | Probe | None:
+    def inspection(self) -> Scan | Probe | Listing | None:
         """What must be read before `assemble`; None if offsets are plain arithmetic."""
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
@@ -294,8 +385,8 @@ class Format(Protocol):
 
         Args:
             shards: of the dataset, in its order.
-            inspected: after a scan, the arrays of each shard; after a probe, its one result; empty
-                if there is no inspection.
+            inspected: after a scan, the arrays of each shard; after a probe or a listing, its one
+                result; empty if there is no inspection.
 
         Raises:
             CorruptSample: the shards do not make one dataset; names the first that does not fit.
