@@ -154,6 +154,8 @@ async def _assemble(
         CorruptSample: they do not make one dataset.
     """
     if opening.scan is None:
+        if opening.files:
+            return await asyncio.to_thread(opening.files.assemble), ()
         inspected = await indexer.probed(opening, opening.source, refresh=True)
     else:
         inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]
