@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -93,11 +94,7 @@ def store_rows(folder: Path) -> None:
     path = folder / "a.parquet"
     data = bytearray(path.read_bytes())
     for group in (1, 4):
-        data[
-            data.index(
-                b"".join(each.to_bytes(4, "little") for each in (group * 10, group * 10 + 1))
-            )
-        ] ^= 64
+        data[data.index(np.arange(group * 10, group * 10 + 10, dtype="<i4").tobytes())] ^= 64
     path.write_bytes(data)
 
 

@@ -25,8 +25,9 @@ from gyre_daemon.datasets.sample_checks import CheckedShard
 from gyre_daemon.datasets.shard_indexing import OpeningDataset
 from gyre_daemon.datasets.unpacked import unpacked_name
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.storage.base import ReadPlan
+from gyre_daemon.storage.base import BlockCache, ReadPlan
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.shard import Shard
 
@@ -164,7 +165,7 @@ async def _assemble(
     return await asyncio.to_thread(opening.format.assemble, shards.shards, inspected), ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SoundShards:
     """The shards that can be read, uncompressed: a `Storage` of them without checksums."""
 
@@ -178,15 +179,15 @@ class _SoundShards:
         for number in self.numbers:
             listed, unpacked = opening.source.shards[number], opening.paths.get(number)
             shards.append(stat_shard(unpacked, unpacked_name(listed.name)) if unpacked else listed)
-        object.__setattr__(self, "shards", shards)
+        self.shards = shards
 
     @property
     def are_all(self) -> bool:
         """Whether every shard can be read, so that ids are those of the dataset."""
         return not self.opening.damaged
 
-    checksums: None = field(default=None, init=False)
-    block_cache: None = field(default=None, init=False)
+    checksums: ShardChecksums | None = field(default=None, init=False)
+    block_cache: BlockCache | None = field(default=None, init=False)
 
     @property
     def is_node_local(self) -> bool:
