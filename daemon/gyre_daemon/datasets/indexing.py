@@ -91,12 +91,12 @@ class Indexer:
         self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
         self.checker = SampleChecker(sidecars, self._processes)
         self._reports = reports
-        self._decoding = DecodingRoom(Decoders(self._processes), opener.workers)
+        self.decoding = DecodingRoom(Decoders(self._processes), opener.workers)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._decoding.close()
+        self.decoding.close()
         self._processes.close()
         self._checksums.close()
 
@@ -130,7 +130,7 @@ class Indexer:
             [None] * len(source.shards),
             None,
             {},
-            files.arrays if files else None,
+            files,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
@@ -156,7 +156,9 @@ class Indexer:
             inspected = await self.probed(opening, served, refresh=refresh)
         damaged: Sequence[DamagedSample] = ()
         replaces = opening.config.on_corrupt == "replace"
-        if replaces and isinstance(opening.format, TolerantFormat):
+        if opening.files:
+            index = await self._in_thread(opening.files.assemble)
+        elif replaces and isinstance(opening.format, TolerantFormat):
             assemble = opening.format.assemble_tolerantly
             index, damaged = await self._in_thread(assemble, shards, inspected)
         else:
@@ -169,7 +171,7 @@ class Indexer:
         corrupt = NO_SAMPLES
         if replaces:
             corrupt = await self._find_corrupt(opening, served, index, damaged)
-        ranges = fingerprint_ranges(shards) if opening.listed is None else sample_ranges(index)
+        ranges = fingerprint_ranges(shards) if opening.files is None else sample_ranges(index)
         contents = await read_ranges(served, *ranges)
         identity = await self._in_thread(fingerprint, shards, index, contents, corrupt)
         storage = self._behind_cache(opening, served, index)
@@ -192,14 +194,12 @@ class Indexer:
     async def probed(
         self, opening: OpeningDataset, served: Storage, *, refresh: bool
     ) -> list[Arrays]:
-        """What a probe or a listing found, for `Format.assemble`; empty without inspection.
+        """What a probe found, for `Format.assemble`; empty without inspection.
 
         Raises:
             CorruptSample: the shards are nothing that the format stores.
         """
         probe = opening.format.inspection
-        if opening.listed is not None:
-            return [opening.listed]
         if not isinstance(probe, Probe):
             return []
         settings, location = opening.config.storage, opening.location
@@ -329,7 +329,7 @@ class Indexer:
         """
         cache = self._cache if opening.config.cache else None
         if isinstance(index, ChunkIndex):
-            decoded = DecodedStorage(storage, index, self._decoding)
+            decoded = DecodedStorage(storage, index, self.decoding)
             if cache is None:
                 return decoded
             size = int(index.chunk_bytes.max())

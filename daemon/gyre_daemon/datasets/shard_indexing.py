@@ -18,6 +18,7 @@ from gyre_daemon.datasets.changes import Change, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
+from gyre_daemon.datasets.listing import FileListing
 from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges, until
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
@@ -67,7 +68,7 @@ class OpeningDataset:
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
-        listed: of single files, what their format gets to know; None of other formats.
+        files: the list of single files; None of other formats.
         stopped: set when nobody waits for it any more; threads that work for it end then.
         damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
             there with the reason while the others go on; None where the first ends the work.
@@ -81,7 +82,7 @@ class OpeningDataset:
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
-    listed: Arrays | None = None
+    files: FileListing | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     damaged: dict[int, CorruptSample] | None = None
 
