@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
@@ -81,6 +84,20 @@ def store_broken(folder: Path, whole: Path) -> None:
     shutil.copy(whole, folder / "whole.tar")
 
 
+def store_rows(folder: Path) -> None:
+    """Two row groups of five whose last page is damaged, and a good file."""
+    folder.mkdir()
+    table = pa.table({"number": pa.array(range(50), pa.int32())})
+    options = {"row_group_size": 10, "write_page_checksum": True, "use_dictionary": False}
+    for name in "ab":
+        pq.write_table(table, folder / f"{name}.parquet", compression="none", **options)
+    path = folder / "a.parquet"
+    data = bytearray(path.read_bytes())
+    for group in (1, 4):
+        data[data.index(np.arange(group * 10, group * 10 + 10, dtype="<i4").tobytes())] ^= 64
+    path.write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("corrupt")
@@ -99,6 +116,8 @@ def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> 
     (folder / "clean/a.jsonl").write_text('{"a": 1}\n\n[2]\n')
     datasets["clean"] = {"uri": str(folder / "clean")}
     datasets["broken"] = {"uri": str(folder / "broken"), "format": "webdataset"}
+    datasets["rows"] = {"uri": str(folder / "rows")}
+    store_rows(folder / "rows")
     store_broken(folder / "broken", folder / "members/a.tar")
     address = f"unix:{folder}/run/gyre.sock"
     config = {
@@ -250,3 +269,14 @@ def test_lint_goes_on_where_shards_cannot_be_read(
     text = capsys.readouterr().out
     assert re.search(r"found +6\n", text)
     assert re.search(r"odd +empty.tar +0 +-\n  it has no sample", text)
+
+
+def test_lint_names_every_row_group_that_cannot_be_decoded(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found, named = lint(node, "rows", capsys)
+    assert code == 1
+    assert [name for _, name, _ in named] == ["a.parquet"] * 2
+    assert found["num_samples"] == 100
+    assert all("CRC" in each["reason"] for each in found["findings"])
+    assert found["findings"][0]["offset"] < found["findings"][1]["offset"]

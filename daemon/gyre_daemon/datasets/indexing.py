@@ -91,12 +91,12 @@ class Indexer:
         self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
         self.checker = SampleChecker(sidecars, self._processes)
         self._reports = reports
-        self._decoding = DecodingRoom(Decoders(self._processes), opener.workers)
+        self.decoding = DecodingRoom(Decoders(self._processes), opener.workers)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._decoding.close()
+        self.decoding.close()
         self._processes.close()
         self._checksums.close()
 
@@ -329,7 +329,7 @@ class Indexer:
         """
         cache = self._cache if opening.config.cache else None
         if isinstance(index, ChunkIndex):
-            decoded = DecodedStorage(storage, index, self._decoding)
+            decoded = DecodedStorage(storage, index, self.decoding)
             if cache is None:
                 return decoded
             size = int(index.chunk_bytes.max())

@@ -14,14 +14,20 @@ from typing import Literal, cast
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.damage import Damage
+from gyre_daemon.datasets.decoded import DecodedStorage
+from gyre_daemon.datasets.decoded_checks import DecodedShards
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.indexing import Indexer
 from gyre_daemon.datasets.sample_checks import CheckedShard
 from gyre_daemon.datasets.shard_indexing import OpeningDataset
 from gyre_daemon.datasets.unpacked import unpacked_name
 from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.base import BlockCache, ReadPlan
 from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.listing import stat_shard
 from gyre_daemon.storage.shard import Shard
 
@@ -114,11 +120,30 @@ async def lint_dataset(
         for number in range(len(shards.shards)):
             yield tally.checked(shards, CheckedShard(number, 0, 0, 0, ()), (), None)
         return
-    checking = indexer.checker.run(opening.location, shards, index, known, refresh=True)
+    decoded: DecodedShards | None = None
+    if isinstance(index, ChunkIndex):
+        decoded = DecodedShards(DecodedStorage(shards, index, indexer.decoding), index)
+    checking = indexer.checker.run(opening.location, decoded or shards, index, known, refresh=True)
     async with contextlib.aclosing(checking) as checked:
         async for shard in checked:
+            if decoded:
+                yield tally.checked(shards, await _with_chunks(decoded, shard), (), None)
+                continue
             empty = await asyncio.to_thread(_first_empty, index, shard)
             yield tally.checked(shards, shard, by_shard.get(shard.number, ()), empty)
+
+
+async def _with_chunks(decoded: DecodedShards, shard: CheckedShard) -> CheckedShard:
+    """What was found in a shard of chunks, with the chunks that cannot be decoded."""
+    number = shard.number
+    if not shard.num_bytes:  # it has no field with checks, so it was not read
+        await decoded.drain(number)
+    damages = [
+        Damage(each.sample, decoded.stored_offset(number, each.offset), each.reason)
+        for each in shard.damages
+        if not decoded.has_failed_at(number, each.offset)
+    ]
+    return replace(shard, damages=damages, chunk_failures=decoded.failures_of(number))
 
 
 async def _assemble(
@@ -140,9 +165,9 @@ async def _assemble(
     return await asyncio.to_thread(opening.format.assemble, shards.shards, inspected), ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SoundShards:
-    """The shards that can be read, uncompressed; see `ShardFiles`."""
+    """The shards that can be read, uncompressed: a `Storage` of them without checksums."""
 
     opening: OpeningDataset
     numbers: Sequence[int]
@@ -154,12 +179,27 @@ class _SoundShards:
         for number in self.numbers:
             listed, unpacked = opening.source.shards[number], opening.paths.get(number)
             shards.append(stat_shard(unpacked, unpacked_name(listed.name)) if unpacked else listed)
-        object.__setattr__(self, "shards", shards)
+        self.shards = shards
 
     @property
     def are_all(self) -> bool:
         """Whether every shard can be read, so that ids are those of the dataset."""
         return not self.opening.damaged
+
+    checksums: ShardChecksums | None = field(default=None, init=False)
+    block_cache: BlockCache | None = field(default=None, init=False)
+
+    @property
+    def is_node_local(self) -> bool:
+        return self.opening.source.is_node_local
+
+    async def read(self, plan: ReadPlan) -> None:
+        reads = plan.part(slice(None))
+        numbers = np.array(self.numbers, np.int64)
+        await self.opening.source.read(replace(reads, shard=numbers[reads.shard]))
+
+    def path(self, shard: int) -> str:
+        return self.opening.source.path(self.numbers[shard])
 
     def stream(self, shard: int) -> AsyncIterator[bytes]:
         return self.opening.source.stream(self.numbers[shard])
@@ -217,8 +257,8 @@ class _Tally:
             for each in shard.damages
         ]
         findings.sort(key=lambda each: each.offset)
-        if shard.failure:
-            findings.append(_of_shard(name, shard.failure))
+        for failure in (*shard.chunk_failures, *([shard.failure] if shard.failure else ())):
+            findings.append(_of_shard(name, failure))
         if not shard.num_samples:
             findings.append(Finding("odd", name, 0, None, "it has no sample"))
         if empty:

@@ -44,6 +44,7 @@ class CheckedShard:
         num_bytes: that were checked.
         damages: its damaged samples by their number in the shard, in rising order.
         failure: why it could not be checked; empty if it could.
+        chunk_failures: why chunks of it cannot be decoded, where samples are rows of chunks.
     """
 
     number: int
@@ -52,6 +53,7 @@ class CheckedShard:
     num_bytes: int
     damages: Sequence[Damage]
     failure: CorruptSample | None = None
+    chunk_failures: Sequence[CorruptSample] = ()
 
 
 class ShardFiles(Protocol):
