@@ -97,7 +97,9 @@ def test_the_order_block_decodes_each_chunk_once_while_the_cache_holds_a_window(
 ) -> None:
     rows = store(tmp_path / "set")
     data = sum(16 + len(row["text"].encode()) + len(row["image"]["bytes"]) for row in rows)
-    daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "set")}}, "cache_memory": data // 2})
+    daemon = gyred(
+        {"datasets": {"set": {"uri": str(tmp_path / "set")}}, "cache_memory": data * 3 // 4}
+    )
     common: dict[str, Any] = {"batch_size": 16, "tail": "pad", "order": "block"}
     common |= {"window_blocks": 3, "prefetch_batches": 1, "address": daemon.address}
     with Loader("set", **common) as loader:

@@ -86,17 +86,17 @@ class Indexer:
         self._cache = cache
         self._checksums = ChecksumTaker(sidecars)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gyre-scan")
-        self._probes = ProbeRunner(opener, sidecars, self._threads)
+        self.probes = ProbeRunner(opener, sidecars, self._threads)
         self._processes = ScanProcesses()
         self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
-        self._checker = SampleChecker(sidecars, self._processes)
+        self.checker = SampleChecker(sidecars, self._processes)
         self._reports = reports
-        self._decoding = DecodingRoom(Decoders(self._processes), opener.workers)
+        self.decoding = DecodingRoom(Decoders(self._processes), opener.workers)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._decoding.close()
+        self.decoding.close()
         self._processes.close()
         self._checksums.close()
 
@@ -130,7 +130,7 @@ class Indexer:
             [None] * len(source.shards),
             None,
             {},
-            files.arrays if files else None,
+            files,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
@@ -149,18 +149,16 @@ class Indexer:
             opening: from `begin`.
             refresh: probe the shards even if the result of an earlier probe was kept.
         """
-        served = self._served(opening)
+        served = self.served(opening)
         shards = served.shards
-        inspected = cast("list[Arrays]", opening.scans) if opening.scan else []
-        inspected = inspected if opening.listed is None else [opening.listed]
-        if isinstance(probe := opening.format.inspection, Probe):
-            settings = opening.config.storage
-            inspected = [
-                await self._probes.run(probe, served, opening.location, settings, refresh=refresh)
-            ]
+        inspected = cast("list[Arrays]", opening.scans)
+        if opening.scan is None:
+            inspected = await self.probed(opening, served, refresh=refresh)
         damaged: Sequence[DamagedSample] = ()
         replaces = opening.config.on_corrupt == "replace"
-        if replaces and isinstance(opening.format, TolerantFormat):
+        if opening.files:
+            index = await self._in_thread(opening.files.assemble)
+        elif replaces and isinstance(opening.format, TolerantFormat):
             assemble = opening.format.assemble_tolerantly
             index, damaged = await self._in_thread(assemble, shards, inspected)
         else:
@@ -173,7 +171,7 @@ class Indexer:
         corrupt = NO_SAMPLES
         if replaces:
             corrupt = await self._find_corrupt(opening, served, index, damaged)
-        ranges = fingerprint_ranges(shards) if opening.listed is None else sample_ranges(index)
+        ranges = fingerprint_ranges(shards) if opening.files is None else sample_ranges(index)
         contents = await read_ranges(served, *ranges)
         identity = await self._in_thread(fingerprint, shards, index, contents, corrupt)
         storage = self._behind_cache(opening, served, index)
@@ -192,6 +190,20 @@ class Indexer:
             facts["replaced"] = len(corrupt)
         log_event("dataset open", facts)
         return dataset
+
+    async def probed(
+        self, opening: OpeningDataset, served: Storage, *, refresh: bool
+    ) -> list[Arrays]:
+        """What a probe found, for `Format.assemble`; empty without inspection.
+
+        Raises:
+            CorruptSample: the shards are nothing that the format stores.
+        """
+        probe = opening.format.inspection
+        if not isinstance(probe, Probe):
+            return []
+        settings, location = opening.config.storage, opening.location
+        return [await self.probes.run(probe, served, location, settings, refresh=refresh)]
 
     async def _find_corrupt(
         self,
@@ -226,7 +238,7 @@ class Indexer:
             for each in damaged
         ]
         known = np.array([each.sample for each in damaged], np.int64)
-        checking = self._checker.run(opening.location, served, index, known, refresh=False)
+        checking = self.checker.run(opening.location, served, index, known, refresh=False)
         async with contextlib.aclosing(checking) as checked:
             async for shard in checked:
                 if shard.failure:
@@ -296,7 +308,7 @@ class Indexer:
         _check_distinct(shards, location)
         return self._unpacked.open(opening.identity, shards)
 
-    def _served(self, opening: OpeningDataset) -> Storage:
+    def served(self, opening: OpeningDataset) -> Storage:
         """What batches are read from: the shards as they are stored, or unpacked."""
         if not opening.unpacked:
             return opening.source
@@ -317,7 +329,7 @@ class Indexer:
         """
         cache = self._cache if opening.config.cache else None
         if isinstance(index, ChunkIndex):
-            decoded = DecodedStorage(storage, index, self._decoding)
+            decoded = DecodedStorage(storage, index, self.decoding)
             if cache is None:
                 return decoded
             size = int(index.chunk_bytes.max())

@@ -108,6 +108,17 @@ class LoaderService(pb_grpc.LoaderServicer):
                 yield convert.from_progress(progress)
 
     @answers_errors
+    async def LintDataset(
+        self, request: pb.LintDatasetRequest, context: Context
+    ) -> AsyncIterator[pb.LintProgress]:
+        """Check every shard and every sample."""
+        caller = self._callers.identify(context)
+        name, config = self._opener.resolve(request.dataset, caller)
+        async with contextlib.aclosing(self._catalog.lint(name, config)) as linting:
+            async for progress in linting:
+                yield convert.from_lint_progress(progress)
+
+    @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
         caller = self._callers.identify(context)
