@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gyre_daemon.config import DatasetConfig, parse_options
+from gyre_daemon.datasets.formats.arrow import ArrowFormat, ArrowOptions
 from gyre_daemon.datasets.formats.base import (
     MASK,
     OFFSETS_SUFFIX,
@@ -81,6 +82,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "npy": _entry(RowsFormat, RowsOptions),
     "parquet": _entry(ParquetFormat, ParquetOptions),
     "tfrecord": _entry(TfrecordFormat, TfrecordOptions),
+    "arrow": _entry(ArrowFormat, ArrowOptions),
     SINGLE_FILES: _entry(FilesFormat, FilesOptions),
 }
 
