@@ -125,6 +125,8 @@ def from_cost_report(
                 io_block_bytes=block_bytes[each.order],
                 window_blocks=question.order.window_blocks if each.order == "block" else 0,
                 money=each.money,
+                num_chunks_decoded=each.num_chunks_decoded,
+                num_bytes_decoded=each.num_bytes_decoded,
             )
             for each in report.estimates
         ],
