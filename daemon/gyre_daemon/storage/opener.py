@@ -40,7 +40,7 @@ from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.driver_source import DriverSource
-from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
+from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
@@ -101,14 +101,16 @@ class StorageOpener:
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
         scheme = location.scheme
-        settings, policy = take_redirect_hosts(settings)
+        loop = asyncio.get_running_loop()
+        settings, options = await loop.run_in_executor(
+            self._workers.executor, take_http_options, settings
+        )
         if scheme == "file":
-            loop = asyncio.get_running_loop()
             list_all = functools.partial(_list_local, location, pattern, follow_links=follow_links)
             files, shards = await loop.run_in_executor(self._workers.executor, list_all)
             self._count_listing("file", len(location.paths), "ok")
             return self.local(files, shards, None)
-        filesystem = await self._make_filesystem(location, settings, policy)
+        filesystem = await self._make_filesystem(location, settings, options)
         try:
             names, shards = await self._list_remote(
                 filesystem, location, pattern, may_be_absent=may_be_absent
@@ -121,7 +123,7 @@ class StorageOpener:
         endpoint = self._endpoint(scheme, settings, names[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
         source = await self._make_source(
-            filesystem, scheme, settings, names[0], num_connections, policy
+            filesystem, scheme, settings, names[0], num_connections, options
         )
         self._sources.add(source)
         return RemoteStorage(source, endpoint, names, shards)
@@ -187,7 +189,7 @@ class StorageOpener:
         settings: Mapping[str, Any],
         path: str,
         num_connections: int,
-        policy: RedirectPolicy,
+        options: HttpOptions,
     ) -> Source:
         """What carries the reads of a listed dataset; opens this many connections at once."""
         if isinstance(filesystem, WebFileSystem):
@@ -201,9 +203,9 @@ class StorageOpener:
             plain_source,
         )
 
-        general = ObjectSource(scheme, settings, path)
+        general = ObjectSource(scheme, settings, path, options.roots)
         return await plain_source(
-            general, scheme, settings, path, self._budget, num_connections, policy
+            general, scheme, settings, path, self._budget, num_connections, options
         )
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
@@ -217,18 +219,18 @@ class StorageOpener:
         return self.endpoints[name]
 
     async def _make_filesystem(
-        self, location: Location, settings: Mapping[str, Any], policy: RedirectPolicy
+        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
     ) -> AsyncFileSystem:
         """A file system for one dataset; a shared one would share credentials."""
         scheme = location.scheme
         try:
-            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], policy):
-                return WebFileSystem(settings, policy, self._budget)
+            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
+                return WebFileSystem(settings, options, self._budget)
             if scheme in _OBJECT_SCHEMES:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
 
-                return open_objects(scheme, settings, location.paths[0])
+                return open_objects(scheme, settings, location.paths[0], options.roots)
             driver = fsspec.get_filesystem_class(scheme)
             if driver.async_impl:
                 return driver(**settings, asynchronous=True, skip_instance_cache=True)
@@ -379,6 +381,8 @@ async def _check_folder(
 def listing_error(location: str, error: Exception) -> GyreError:
     """The error for a driver's exception about a location."""
     response, facts = response_from_error(error), {"location": location}
+    if response.refused:
+        return NotAllowed(f"{location} is refused: {response.refused}", facts)
     if (known := access_error(location, response.status, facts)) is not None:
         return known
     if isinstance(error, TimeoutError):

@@ -10,6 +10,7 @@ from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnava
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.shard import Shard, changed, truncated
 
+_BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
 _STATUS = re.compile(r"status code: (\d{3})")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")  # S3 reports these with status 400
 # A short body without an object size may be a bad connection or a truncated object. With fewer
@@ -31,7 +32,8 @@ class Response:
         detail: the text of a failure.
         unreachable: no connection could be made, or the server stayed silent.
         location: where a redirect leads; empty if it does not say.
-        refused: why this redirect is not followed; empty if the response is none.
+        refused: why the daemon does not go on: where this redirect leads, or whose certificate the
+            server has; empty if it does.
     """
 
     status: int
@@ -177,7 +179,17 @@ def response_from_error(error: BaseException) -> Response:
         found = _STATUS.search(str(error))
         status = getattr(error, "status", int(found[1]) if found else 0)
     detail = f"{type(error).__name__}: {error}"
+    if bad := _BAD_CERTIFICATE.search(detail):
+        return Response(0, refused=untrusted("the server", bad[1]))
     return Response(status if isinstance(status, int) else 0, detail=detail)
+
+
+def untrusted(server: str, reason: str) -> str:
+    """Why nothing is read from a server whose certificate is not valid."""
+    return (
+        f"the certificate of {server} is not trusted ({reason}); if it is the right server, name a "
+        "file with its root as `ca_file` in the `storage` table of the dataset"
+    )
 
 
 def _last_failure(last: Response | None) -> str:
