@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gyre_daemon import __version__
 from gyre_daemon.access.credentials import Credentials
+from gyre_daemon.access.patterns import check_patterns, unmatched
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.checks import check_folders, missing_datasets, open_datasets
 from gyre_daemon.config import (
@@ -139,6 +140,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
         metrics = parse_metrics_address(config.metrics_listen, is_public=config.metrics_public)
     check_distinct(addresses, metrics)
     Policy(config)
+    check_patterns(config)
     for name, dataset in config.datasets.items():
         if dataset.format:
             make_format(name, dataset)
@@ -146,7 +148,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
             parse_location(dataset.uri)
         except ValueError as error:
             raise ConfigError(f"datasets.{name}.uri: {error}") from error
-    return effective
+    return replace(effective, warnings=[*effective.warnings, *unmatched(config)])
 
 
 def _serve(parsed: argparse.Namespace) -> int:

@@ -5,6 +5,9 @@ The sessions of a user who may no longer read their dataset end.
 A file that is being written may be valid and yet lack datasets. So a file without any dataset is
 refused where some are served, and a dataset is removed only when two readings a second apart are
 equal.
+
+A configuration of thousands of datasets takes seconds to read, check and compare, and the names of
+users may come from a server that does not answer. So all that happens in a thread.
 """
 
 import asyncio
@@ -13,7 +16,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import SCALAR_KEYS, DaemonConfig
@@ -22,12 +26,48 @@ from gyre_daemon.errors import ConfigError, InvalidInput, NotAllowed
 from gyre_daemon.runtime.audit import reopen_audit_file
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.notify import notify
+from gyre_daemon.runtime.threads import in_thread
 from gyre_daemon.sessions.table import SessionTable
 
 # The pause between two readings is longer than an editor or a copy takes to write a file; a longer
 # pause delays the removal of datasets. A file that differs at every reading is refused in the end.
 _CONFIRM_S = 1.0
 _MAX_READINGS = 30
+# Sessions that are checked at once after a reload: some microseconds each.
+_CHECKED_AT_ONCE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A configuration that was read, what it changes, and its rules."""
+
+    config: DaemonConfig
+    policy: Policy
+    added: list[str]
+    removed: list[str]
+    changed: list[str]
+    reweighed: list[str]
+    need_restart: list[str]
+
+    @classmethod
+    def of(cls, reread: Callable[[], DaemonConfig], running: DaemonConfig) -> "_Reading":
+        """Read the configuration and compare it with the one in force.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        wanted = reread()
+        return cls(
+            wanted,
+            Policy(wanted),
+            *_differences(running.datasets, wanted.datasets),
+            sorted(itertools.chain(*_differences(running.job_weights, wanted.job_weights))),
+            [
+                key
+                for key in (*SCALAR_KEYS, "tokens")
+                if key != "admin" and getattr(running, key) != getattr(wanted, key)
+            ],
+        )
 
 
 class Reloader:
@@ -65,20 +105,24 @@ class Reloader:
         self._asked.set()
 
     async def run(self) -> None:
-        """Reload after each `ask`, without end; log the result and tell the service manager."""
+        """Reload after each `ask`, without end."""
         while True:
             await self._asked.wait()
             self._asked.clear()
-            reopen_audit_file()
-            notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
-            try:
-                self._apply(await self._confirmed())
-            except InvalidInput as error:
-                facts = {"reason": error, "kept": sorted(self._running.datasets)}
-                log_event("reload refused", facts, logging.WARNING)
-            notify("READY=1")
+            await self.reload()
 
-    async def _confirmed(self) -> DaemonConfig:
+    async def reload(self) -> None:
+        """Read the file and apply it; log the result and tell the service manager."""
+        reopen_audit_file()
+        notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            await self._apply(await self._confirmed())
+        except InvalidInput as error:
+            facts = {"reason": error, "kept": sorted(self._running.datasets)}
+            log_event("reload refused", facts, logging.WARNING)
+        notify("READY=1")
+
+    async def _confirmed(self) -> _Reading:
         """A configuration that removes no dataset, or that two readings agree on.
 
         Raises:
@@ -86,53 +130,45 @@ class Reloader:
         """
         before: DaemonConfig | None = None
         for _ in range(_MAX_READINGS):
-            wanted = self._reread()
-            if self._running.datasets and not wanted.datasets:
+            work = partial(_Reading.of, self._reread, self._running)
+            reading = await in_thread(work, "gyre-reload")
+            if self._running.datasets and not reading.config.datasets:
                 raise ConfigError(
                     "the file has no dataset at all, as if it was empty or half-written; "
                     "to serve none, restart the daemon instead of reloading it"
                 )
-            missing = sorted(self._running.datasets.keys() - wanted.datasets.keys())
-            if not missing or wanted == before:
-                return wanted
-            facts = {"missing": missing, "read_again_after_s": _CONFIRM_S}
+            if not reading.removed or reading.config == before:
+                return reading
+            facts = {"missing": reading.removed, "read_again_after_s": _CONFIRM_S}
             log_event("datasets missing", facts, logging.WARNING)
-            before = wanted
+            before = reading.config
             await self._sleep(_CONFIRM_S)
         raise ConfigError(
             f"the file lacks datasets and changed at each of {_MAX_READINGS} readings; "
             "reload again when it is complete"
         )
 
-    def _apply(self, wanted: DaemonConfig) -> None:
+    async def _apply(self, reading: _Reading) -> None:
         """Replace datasets, rules and weights; open sessions keep the dataset that they read."""
-        running = self._running
-        added, removed, changed = _differences(running.datasets, wanted.datasets)
-        reweighed = itertools.chain(*_differences(running.job_weights, wanted.job_weights))
+        running, wanted = self._running, reading.config
+        others = {*reading.removed, *reading.changed}
         replaced = Counter(
-            name
-            for session in self._sessions
-            if (name := session.request.dataset.name) in (*removed, *changed)
+            name for session in self._sessions if (name := session.request.dataset.name) in others
         )
         facts = {
-            "added": added,
-            "removed": removed,
-            "changed": changed,
-            "reweighed": sorted(reweighed),
+            "added": reading.added,
+            "removed": reading.removed,
+            "changed": reading.changed,
+            "reweighed": reading.reweighed,
             "limits_changed": running.limits != wanted.limits,
-            "need_restart": [
-                key
-                for key in (*SCALAR_KEYS, "tokens")
-                if key != "admin" and getattr(running, key) != getattr(wanted, key)
-            ],
+            "need_restart": reading.need_restart,
             "sessions_on_replaced": dict(replaced),
         }
         log_event("reloaded", facts)
         self._catalog.replace(wanted.datasets)
         self._sessions.reweigh(wanted.job_weights)
-        self._policy.replace(wanted)
+        self._policy.take_over(reading.policy)
         self._sessions.resources.limits.replace(wanted.limits)
-        self._end_sessions_without_access()
         self._running = replace(
             running,
             datasets=wanted.datasets,
@@ -140,14 +176,17 @@ class Reloader:
             admin=wanted.admin,
             limits=wanted.limits,
         )
+        await self._end_sessions_without_access()
 
-    def _end_sessions_without_access(self) -> None:
-        for session in self._sessions:
+    async def _end_sessions_without_access(self) -> None:
+        for number, session in enumerate(list(self._sessions), 1):
             request = session.request
             try:
                 self._policy.check_session(request.owner, request.dataset.name, request.reader.job)
             except NotAllowed as reason:
                 self._sessions.close(session.session_id, reason)
+            if number % _CHECKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
 
 def _differences(

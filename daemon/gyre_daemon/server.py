@@ -21,6 +21,7 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
+from gyre_daemon.datasets.replacement import CorruptReports
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedShards
 from gyre_daemon.errors import ConfigError
@@ -161,6 +162,7 @@ class _Daemon:
             self._cache,
             allow_ad_hoc=is_private,
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
+            reports=CorruptReports(Path(config.report_dir or beside / "reports")),
         )
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         resources = DaemonResources(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.codecs import CODECS
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import Format, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import (
@@ -22,7 +23,6 @@ from gyre_daemon.datasets.formats.base import (
 )
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.fetching.codecs import CODECS
 from gyre_daemon.fetching.layout import max_batch_bytes
 from gyre_daemon.storage.shard import Shard
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.codecs import CODECS
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.formats.lines import scan as lines_scan
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.fetching.codecs import CODECS
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.summary.writer.record_writer import RecordWriter

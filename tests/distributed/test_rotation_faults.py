@@ -88,6 +88,7 @@ def _told(mlp: torch.nn.Module, x: torch.Tensor) -> str | None:
         ("dies in a hop", 3, "memory", "no sign of life within 5 s"),
         ("is stopped", 3, "memory", "no sign of life within 5 s"),
         ("stands still", 2, "group", "alive, but it stands still"),
+        ("stands still", 4, "memory", "alive, but it stands still"),
     ],
 )
 def test_every_rank_names_the_one_at_fault(

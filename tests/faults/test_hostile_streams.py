@@ -1,6 +1,7 @@
 """The client against daemons whose streams break the protocol, or never send anything."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,33 @@ def test_status_with_numbers_that_are_none(
         pytest.raises(DaemonFault, match=complaint),
     ):
         connection.status()
+
+
+def progress(number: int, num_shards: int, **more: Any) -> pb.IndexProgress:
+    return pb.IndexProgress(
+        shards_done=number, num_shards=num_shards, shard=f"{number}.tar", **more
+    )
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        lambda: (progress(number, 3) for number in itertools.count(1)),
+        lambda: (progress(1, 3) for _ in itertools.count()),
+        lambda: (progress(number, number) for number in itertools.count(1)),
+        lambda: (progress(number, 2**63) for number in itertools.count(1)),
+        lambda: (progress(number, 0) for number in itertools.count(1)),
+        lambda: iter([progress(1, 2, removed=["x.tar"])]),
+    ],
+    ids=["more than shards", "one again and again", "ever more", "too many", "none", "removed"],
+)
+def test_progress_of_an_index_comes_to_an_end(
+    stub: StubDaemon, messages: Callable[[], Iterator[pb.IndexProgress]]
+) -> None:
+    stub.answers["IndexDataset"] = lambda request: messages()
+    with stub, Connection(parse_address(stub.address)) as connection:
+        with pytest.raises(DaemonFault, match=r"an index of 3 shards|num_shards|an index of [12]"):
+            for _ in connection.index(pb.DatasetRef(name="d")):
+                pass
+        stub.answers["IndexDataset"] = lambda request: (progress(1 + each, 2) for each in range(2))
+        assert len(list(connection.index(pb.DatasetRef(name="d")))) == 2

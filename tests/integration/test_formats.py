@@ -144,6 +144,23 @@ def store_tfrecord(folder: Path) -> Stored:
     return Stored({"format": "tfrecord"}, samples)
 
 
+def store_files(folder: Path) -> Stored:
+    for number, text, _ in rows():
+        path = folder / f"part-{number % 3}" / f"{number * 7919 % 101}.JPG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.JPG"))
+    samples: list[Sample] = [
+        {
+            "image": (folder / name).read_text(),
+            "path": name,
+            "class": int(name.removeprefix("part-").partition("/")[0]),
+        }
+        for name in found
+    ]
+    return Stored({"format": "files", "fields": ["image=file", "class", "path"]}, samples)
+
+
 FORMATS: list[Callable[[Path], Stored]] = [
     store_text,
     store_jsonl,
@@ -151,6 +168,7 @@ FORMATS: list[Callable[[Path], Stored]] = [
     store_mds,
     store_npy,
     store_tfrecord,
+    store_files,
 ]
 
 
@@ -182,8 +200,10 @@ def test_every_sample_is_that_of_the_formats_own_reader(
 ) -> None:
     stored, bucket = store(tmp_path / "set"), store.__name__.replace("_", "-")
     s3_server.make_bucket(bucket)
-    for path in (tmp_path / "set").iterdir():
-        s3_server.put(bucket, f"set/{path.name}", path.read_bytes())
+    for path in (tmp_path / "set").rglob("*"):
+        if path.is_file():
+            key = path.relative_to(tmp_path).as_posix()
+            s3_server.put(bucket, key, path.read_bytes())
     settings = s3_server.storage_settings
     remote = {"uri": f"s3://{bucket}/set/", "storage": settings, **stored.keys}
     datasets = {"local": {"uri": str(tmp_path / "set"), **stored.keys}, "remote": remote}
@@ -210,6 +230,16 @@ def test_a_path_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert loader.num_samples == len(stored.samples)
     assert main(["describe", str(tmp_path / "set")]) == 0
     assert re.search(r"format +csv\n", capsys.readouterr().out)
+
+
+def test_a_folder_of_folders_of_files_is_found(tmp_path: Path) -> None:
+    stored = store_files(tmp_path / "set")
+    (tmp_path / "set/README.md").write_text("what this is")
+    with Loader(tmp_path / "set", batch_size=7) as loader:
+        batch = next(loader)
+        assert loader.categories == {"class": ("part-0", "part-1", "part-2")}
+        for sample_id, value in zip(batch["sample_id"], batch["class"], strict=True):
+            assert stored.samples[int(sample_id)]["class"] == int(value)
 
 
 def test_what_is_several_formats_or_none_is_refused(tmp_path: Path) -> None:

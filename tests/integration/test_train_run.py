@@ -296,7 +296,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path: Path, trainer: Train
     stopped.suspend()
     _, errors = job.communicate(timeout=DEADLINE_S)
     assert job.returncode == 1
-    assert "rank 1 is at fault: no sign of life" in errors
+    assert "gyre-train: rank 1 is at fault: no sign of life" in errors  # and not "rank 0 failed: "
     assert "Traceback" not in errors
     _, alive = psutil.wait_procs(ranks, timeout=120)
     assert not alive

@@ -41,11 +41,12 @@ def test_a_cursor_survives_its_journey(cursor: Cursor) -> None:
     check_cursor(cursor, "wiki", cursor.fingerprint, cursor.order)
 
 
-@given(cursors(), st.integers(0, 2**62))
-def test_an_encoder_writes_what_encode_writes(cursor: Cursor, position: int) -> None:
-    encoder, encoded = cursor.encoder(), replace(cursor, position=position).encode()
-    assert encoder.encode(position) == encoded
-    own = encoder.own([0, position])
+@given(cursors(), st.integers(0, 2**62), st.integers(0, 2**62))
+def test_an_encoder_writes_what_encode_writes(cursor: Cursor, position: int, number: int) -> None:
+    encoder = cursor.encoder()
+    encoded = replace(cursor, position=position, num_substitutes=number).encode()
+    assert encoder.encode(position, number) == encoded
+    own = encoder.own([(0, 0), (position, number)])
     assert own[1][:NUM_BEFORE] + encoder.common + own[1][NUM_BEFORE:] == encoded
 
 

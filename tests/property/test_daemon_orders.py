@@ -1,5 +1,7 @@
 """Every order in a plan: elastic, resumable, joinable, and with next uses that tell the truth."""
 
+import json
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -210,12 +212,15 @@ def test_a_cursor_of_another_order_says_what_differs(change: dict[str, Any], sen
     assert str(caught.value).count(".") == 0, "one sentence"
 
 
-def test_the_cursor_of_a_global_shuffle_is_what_it_was_before_there_were_blocks() -> None:
-    data = Cursor("abc", Order("full", "wrap", 1, 8), 16).encode()
-    assert data[8:] == (
+def test_a_cursor_from_before_there_were_blocks_and_substitutes_is_read() -> None:
+    data = (
         b'[1,{"algorithm":2,"fingerprint":"abc","num_substitutes":0,"order":{"global_batch_size":8,"mode":"full","seed":1,'
         b'"tail":"wrap"},"position":16}]'
     )
+    sealed = b"GYRE" + zlib.crc32(data).to_bytes(4, "little") + data
+    cursor = Cursor("abc", Order("full", "wrap", 1, 8), 16)
+    assert decode_cursor(sealed) == cursor
+    assert json.loads(cursor.encode()[8:]) == json.loads(data), "nor does it say more"
 
 
 @pytest.mark.parametrize("start", [-1, (1 << 62) + 1, 1.5, True, "7"])

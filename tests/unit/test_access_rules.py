@@ -95,6 +95,10 @@ def test_operators_may_read_everything() -> None:
         ("user:roto", "no user of that name; did you mean 'root'?"),
         ("group:roott", "no group of that name; did you mean 'root'?"),
         ("user:a\0b", "no user of that name"),
+        ("job:prod-[12", "its `[` has no `]`: write `[[]`"),
+        ("job:prod-[9-0]", "a set in it has nothing in it"),
+        ("certificate:[", "its `[` has no `]`"),
+        ("certificate:train\n", "it has control characters"),
     ],
 )
 def test_an_entry_that_means_nothing_is_refused(entry: str, advice: str) -> None:
@@ -116,11 +120,16 @@ def test_an_empty_list_is_refused() -> None:
         parse_dataset("x", {"uri": "/x", "format": "tokens", "allow": []})
 
 
-def test_a_reload_with_a_mistake_keeps_the_rules() -> None:
-    config = DaemonConfig(datasets={"x": DatasetConfig("/x", "tokens", allow=("uid:1004",))})
-    policy = Policy(config)
+def test_a_policy_takes_over_the_rules_of_another() -> None:
+    policy = Policy(
+        DaemonConfig(datasets={"x": DatasetConfig("/x", "tokens", allow=("uid:1004",))})
+    )
     mistaken = {"x": DatasetConfig("/x", "tokens", allow=("uuid:1005",))}
     with pytest.raises(ConfigError):
-        policy.replace(DaemonConfig(datasets=mistaken, admin=("uid:1005",)))
+        policy.take_over(Policy(DaemonConfig(datasets=mistaken, admin=("uid:1005",))))
     assert policy.may_read(ALICE, "x")
     assert not policy.is_admin(BOB)
+    policy.take_over(Policy(DaemonConfig(admin=("uid:1005",))))
+    assert policy.is_admin(BOB)
+    assert not policy.may_read(ALICE, "x")
+    assert not policy.has_rules

@@ -61,6 +61,10 @@ def test_a_fraction_of_a_unit_is_a_size() -> None:
         (["unix:{0}/a/x.sock", "unix:{0}/link/x.sock"], ""),
         (["unix:{0}/a/x.sock", "unix:{0}/a/x.sock.side"], ""),
         (["unix:{0}/a/x.sock.lock", "unix:{0}/a/x.sock"], ""),
+        (["tcp:127.0.0.1:9", "tls:127.0.0.1:9"], ""),
+        (["tcp:[::1]:9", "tcp:[0:0:0:0:0:0:0:1]:9"], ""),
+        (["tls:0.0.0.0:9", "tcp:127.0.0.1:9"], ""),
+        (["tls:[::]:9"], "tcp:127.0.0.1:9"),
     ],
 )
 def test_the_same_address_twice(tmp_path: Path, listen: list[str], metrics: str) -> None:

@@ -35,10 +35,11 @@ CENSUS = Census(
         RequestLabels("file", "read", "ok"): RequestCount(7, 4096),
     },
     totals={
-        TRAIN: SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0, 0.75), 0.25),
+        TRAIN: SessionTotals(10, 3000, WindowTimes(6.0, 8.0, 0.5, 2.0, 0.75), 0.25, 4),
         JobKey("uid:9", HOSTILE): SessionTotals(2, 400),
     },
     jobs={TRAIN: SessionGauges(2, 3, 1, 8, 300, 600)},
+    num_substitutes_sent=5,
     loop_lag=late(-0.1, 0.0, 0.003, 0.0025, 100.0),
 )
 
@@ -78,6 +79,7 @@ def test_metrics_are_the_numbers_of_the_census() -> None:
     assert found["gyre_sessions", ""] == 2
     assert found["gyre_batches_sent_total", ""] == 12
     assert found["gyre_sent_bytes_total", ""] == 3400
+    assert found["gyre_substitutes_sent_total", ""] == 5
     assert found["gyre_draining", ""] == 0
     of_job = {
         name.removeprefix("gyre_job_"): value
@@ -93,6 +95,7 @@ def test_metrics_are_the_numbers_of_the_census() -> None:
         "wait_for_processor_seconds_total": 0.75,
         "wait_for_trainer_seconds_total": 2.0,
         "trainer_starved_seconds_total": 0.25,
+        "substitutes_sent_total": 4,
         "sessions": 2,
         "window_ready_batches": 3,
         "window_size_batches": 8,

@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from gyre_daemon.access.limits import Limits
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig, DatasetConfig
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.reload import Reloader
+from gyre_daemon.runtime.threads import in_thread
 
 BOTH = DaemonConfig(datasets={name: DatasetConfig(f"/{name}", "tokens") for name in ("a", "b")})
 ONE = DaemonConfig(datasets={"a": BOTH.datasets["a"]})
@@ -25,13 +29,18 @@ class Daemon:
     def __init__(self, running: DaemonConfig, readings: Sequence[Reading]) -> None:
         self.datasets = dict(running.datasets)
         self.pauses_s: list[float] = []
+        self.resources = SimpleNamespace(limits=Limits())
         self._readings = iter(readings)
+        self._running = running
+        self.make_reloader()
+
+    def make_reloader(self) -> None:
         self.reloader = Reloader(
-            running,
+            self._running,
             self.reread,
             cast("Any", self),
             cast("Any", self),
-            Policy(running),
+            Policy(self._running),
             self.sleep,
         )
 
@@ -59,11 +68,7 @@ def after_reload(running: DaemonConfig, *readings: Reading) -> tuple[list[str], 
 
     async def run() -> Daemon:
         daemon = Daemon(running, readings)
-        task = asyncio.create_task(daemon.reloader.run())
-        daemon.reloader.ask()
-        for _ in range(10 + 3 * len(readings)):
-            await asyncio.sleep(0)
-        task.cancel()
+        await daemon.reloader.reload()
         assert next(daemon._readings, None) is None
         return daemon
 
@@ -97,3 +102,42 @@ def test_an_empty_or_invalid_file_is_refused(
 
 def test_a_file_that_changes_at_every_reading_is_refused() -> None:
     assert after_reload(BOTH, *[ONE, OTHER] * 15) == (["a", "b"], [1.0] * 30)
+
+
+def test_the_event_loop_goes_on_while_a_configuration_is_read() -> None:
+    """A file system, or a server that knows the names of users, may take any time to answer."""
+    answered = threading.Event()
+
+    def reread() -> DaemonConfig:
+        assert answered.wait(120)
+        return BOTH
+
+    async def run() -> list[str]:
+        daemon = Daemon(ONE, [])
+        daemon.reread = reread  # type: ignore[method-assign]
+        daemon.make_reloader()
+        reloading = asyncio.create_task(daemon.reloader.reload())
+        await asyncio.sleep(0)
+        answered.set()
+        await reloading
+        return sorted(daemon.datasets)
+
+    assert asyncio.run(run()) == ["a", "b"]
+
+
+def test_nobody_waits_for_a_configuration_that_is_never_read() -> None:
+    """The daemon ends as ever."""
+    hung = threading.Event()
+
+    async def run() -> None:
+        reading = asyncio.create_task(in_thread(hung.wait, "test-hung"))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(run())
+    (thread,) = [each for each in threading.enumerate() if each.name == "test-hung"]
+    assert thread.daemon
+    hung.set()
+    thread.join()

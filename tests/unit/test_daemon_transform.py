@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gyre_daemon.datasets.codecs import CODECS
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.fetching.codecs import CODECS
 from hypothesis import given
 from hypothesis import strategies as st
 

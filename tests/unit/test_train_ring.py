@@ -36,6 +36,8 @@ class RecordingTransport:
         self.carried += [(leg.offset, leg.arrives) for leg in legs]
         return [(Arrived(), leg.description) for leg in legs]
 
+    def give_up(self) -> None: ...
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.allocated.append(torch.empty(numel, dtype=dtype, device=device))
         return self.allocated[-1]

@@ -112,7 +112,7 @@ def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
         status = 2 if is_expected and not isinstance(error, RingError) else 1
         text = _one_line(error) if is_expected else internal_error(error)
         if pipe:
-            pipe.send(status, text)
+            pipe.send(status, text, names_rank=isinstance(error, RingError))
         else:
             print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)
         sys.stdout.flush()

@@ -80,6 +80,7 @@ _MORE_COLUMNS = (
     _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
     _Column("HELD", 0, lambda row: str(row.session.num_held)),
     _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
+    _Column("SUBSTITUTES", 0, lambda row: str(row.session.num_substitutes)),
     _Column("STORAGE WAIT", 0, lambda row: duration(row.session.wait_storage_s)),
     _Column("PROCESSOR WAIT", 0, lambda row: duration(row.session.wait_processor_s)),
     _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
@@ -122,6 +123,9 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
         pairs.append(("sessions", _sessions(status)))
     sent = f"{status.num_batches_sent:,} batches, {size(status.num_bytes_sent)}"
     pairs.append(("sent", sent))
+    if status.num_substitutes_sent:
+        replaced = f"{status.num_substitutes_sent:,} samples sent in place of corrupt ones"
+        pairs.append(("substitutes", replaced))
     if status.HasField("cache"):
         cache = status.cache
         num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)

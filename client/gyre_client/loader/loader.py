@@ -277,6 +277,18 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         return self._description.fingerprint
 
     @property
+    def categories(self) -> dict[str, tuple[str, ...]]:
+        """What the values of integer fields stand for: the names of classes, by field.
+
+            names = loader.categories["class"]
+            print(names[batch["class"][0]])  # the folder that the first file lies in
+
+        Fields whose values are just numbers are left out.
+        """
+        fields = self._description.fields
+        return {field.name: tuple(field.categories) for field in fields if field.categories}
+
+    @property
     def steps_per_epoch(self) -> int:
         """The most steps that an epoch has; with `wrap`, some epochs have one less."""
         return self._epochs.max_steps(1)

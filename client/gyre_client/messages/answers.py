@@ -6,6 +6,7 @@ process maps, allocates and waits for.
 
 import math
 import mmap
+from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
@@ -19,6 +20,9 @@ MAX_QUEUED = 1 << 20
 MAX_COUNT = 1 << 62
 MAX_LEASE_S = 24 * 3600.0
 _MAX_ID_CHARS = 128
+# Of an index: a daemon lists a million shards, and each has a path of at most 4 KiB.
+_MAX_SHARDS = 1 << 24
+_MAX_NAMES_CHARS = 1 << 30
 
 
 def check_numbers(message: Message) -> None:
@@ -60,6 +64,31 @@ def check_plan(response: pb.PlanStepResponse, request: pb.PlanStepRequest) -> No
     for name, num in (("sample ids", len(response.sample_ids)), ("marks", len(response.mask))):
         if num != wanted and (num or name == "sample ids"):
             raise DaemonFault(f"the daemon planned {num} {name} for a step of {wanted} samples")
+
+
+def checked_progress(messages: Iterable[pb.IndexProgress]) -> Iterator[pb.IndexProgress]:
+    """Yields the messages about an index; each is about another shard, so they come to an end.
+
+    Raises:
+        DaemonFault: There are more than shards, or the number of shards changes or can be none; or
+            what was removed comes before the end.
+    """
+    num_shards = num_chars = 0
+    for number, progress in enumerate(messages, 1):
+        num_shards = num_shards or progress.num_shards
+        _check_count("the dataset's num_shards", progress.num_shards, 1, _MAX_SHARDS)
+        num_chars += len(progress.shard)
+        if (
+            number > num_shards
+            or progress.num_shards != num_shards
+            or num_chars > _MAX_NAMES_CHARS
+            or (progress.removed and number != num_shards)
+        ):
+            raise DaemonFault(
+                f"the daemon sent message {number} about an index of {num_shards} shards, which "
+                "does not fit those before"
+            )
+        yield progress
 
 
 def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> None:

@@ -39,6 +39,7 @@ from gyre_client.messages.answers import (
     check_numbers,
     check_opened,
     check_plan,
+    checked_progress,
 )
 from gyre_client.printable import printable
 from gyre_client.transport.address import Address
@@ -199,7 +200,10 @@ class Connection:
         self._check_trust()
         try:
             metadata = self._identity.metadata()
-            yield from self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
+            call = self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
+            with contextlib.ExitStack() as stack:
+                stack.callback(call.cancel)
+                yield from checked_progress(call)
         except grpc.RpcError as failure:
             raise self._error(failure, INDEX_TIMEOUT_S) from None
 

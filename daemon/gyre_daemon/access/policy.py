@@ -15,23 +15,18 @@ class Policy:
         Raises:
             ConfigError: a list has an entry that cannot be understood.
         """
-        self.replace(config)
-
-    def replace(self, config: DaemonConfig) -> None:
-        """Decide by another configuration from now on.
-
-        Raises:
-            ConfigError: as when it is made; then the old one stays in force.
-        """
-        admin = parse_admin(config.admin)
+        self._admin = parse_admin(config.admin)
         self._readers = {
             name: parse_allow(dataset.allow, f"datasets.{name}.allow")
             if dataset.allow
             else own_user_and_group()
             for name, dataset in config.datasets.items()
         }
-        self._admin = admin
         self.has_rules = any(dataset.allow for dataset in config.datasets.values())
+
+    def take_over(self, other: "Policy") -> None:
+        """Decide as another policy does from now on; it was made where that may take its time."""
+        self._readers, self._admin, self.has_rules = other._readers, other._admin, other.has_rules
 
     def is_admin(self, caller: Principal) -> bool:
         """Whether the caller is an operator."""

@@ -26,6 +26,7 @@ import pwd
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from gyre_daemon.access.patterns import check_name
 from gyre_daemon.access.principal import Principal
 from gyre_daemon.errors import ConfigError
 
@@ -88,7 +89,8 @@ def parse_allow(entries: Sequence[str], key: str) -> Rules:
         key: the list's name in the configuration, for errors.
 
     Raises:
-        ConfigError: an entry has an unknown word, user or group; names the nearest that there is.
+        ConfigError: an entry has an unknown word, user or group, and the nearest that there is is
+            named; or a pattern that nobody can match.
     """
     rules = _parse(entries, key)
     return rules if rules.admits_somebody else replace(own_user_and_group(), jobs=rules.jobs)
@@ -128,10 +130,12 @@ def _parse(entries: Iterable[str], key: str) -> Rules:
             case "group":
                 gids.add(_number(value, where) if value.isdecimal() else _group(value, where))
             case "job":
+                check_name(value, where)
                 jobs.append(value)
             case "token":
                 names.append(_literal(entry))
             case "certificate":
+                check_name(value, where)
                 names.append(entry)
     return Rules(anyone, frozenset(uids), frozenset(gids), tuple(names), tuple(jobs))
 

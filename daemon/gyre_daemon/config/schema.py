@@ -35,6 +35,10 @@ class DatasetConfig:
         cache: whether blocks read from object storage are kept in the node's cache.
         allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
         follow_links: whether links among local files may lead out of the dataset's folder.
+        on_corrupt: what happens to samples whose bytes fail the checks of their format: `fail` ends
+            the job that reads one; `replace` gives another sample its place, and writes a report.
+        max_corrupt: with `replace`, how many samples may be corrupt, as an integer, or as a
+            fraction of all.
     """
 
     uri: Text
@@ -44,6 +48,8 @@ class DatasetConfig:
     cache: bool = True
     allow: tuple[str, ...] = ()
     follow_links: bool = False
+    on_corrupt: Literal["fail", "replace"] = "fail"
+    max_corrupt: Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=0.5)] = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,8 @@ class DaemonConfig:
         cache_disk: bytes of blocks in that folder.
         unpack_dir: where compressed shards are unpacked; empty for a folder among the indexes.
         unpack_disk: bytes of unpacked shards in that folder.
+        report_dir: where the reports of corrupt samples are written; empty for a folder among the
+            indexes.
         log_level: debug, info, warning or error.
         log_format: text, json, or auto: text on a terminal and JSON elsewhere.
         metrics_listen: where Prometheus scrapes metrics, `tcp:HOST:PORT`; empty for nowhere.
@@ -164,6 +172,7 @@ class DaemonConfig:
     cache_disk: Size = Size(64 << 30)
     unpack_dir: str = ""
     unpack_disk: Size = Size(64 << 30)
+    report_dir: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "text", "json"] = "auto"
     metrics_listen: str = ""

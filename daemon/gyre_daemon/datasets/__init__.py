@@ -2,6 +2,7 @@
 
 In: the shards of a storage and the operator's configuration. Out: a `Dataset`, whose index maps
 sample ids to byte ranges. `catalog` keeps the open datasets, `indexing` opens them, and `formats`
-is pure. This package imports `order` and `storage`; `fetching`, `sessions`, `service` and `server`
-import it.
+is pure. `codecs` checks and decodes stored bytes; `sample_checks` finds corrupt samples, and
+`replacement` limits and reports those that others replace. This package imports `order` and
+`storage`; `fetching`, `sessions`, `service` and `server` import it.
 """

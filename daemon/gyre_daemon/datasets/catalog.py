@@ -17,6 +17,7 @@ from gyre_daemon.datasets.changes import (
 )
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.indexing import Indexer
+from gyre_daemon.datasets.replacement import CorruptReports
 from gyre_daemon.datasets.shard_indexing import IndexedShard
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedShards, is_compressed, unpacked_name
@@ -100,6 +101,7 @@ class Catalog:
         *,
         allow_ad_hoc: bool,
         unpacked: UnpackedShards | None = None,
+        reports: CorruptReports | None = None,
     ) -> None:
         """Open nothing yet.
 
@@ -110,11 +112,12 @@ class Catalog:
             cache: of remote data; None for none.
             allow_ad_hoc: whether clients may define datasets.
             unpacked: where compressed shards go; None to refuse datasets that have any.
+            reports: of samples that others replace; None to refuse datasets that replace any.
         """
         self.datasets = datasets
         self.has_cache = cache is not None
         self._opener = opener
-        self._indexer = Indexer(opener, sidecars, unpacked, cache)
+        self._indexer = Indexer(opener, sidecars, unpacked, cache, reports)
         self._records = sidecars.sibling(RECORD_SUFFIX)
         self._allow_ad_hoc = allow_ad_hoc
         self._open: dict[str, Dataset] = {}
@@ -130,8 +133,8 @@ class Catalog:
 
         A session keeps the dataset that it reads, even if its definition is gone or has changed.
         """
-        for name, config in self.datasets.items():
-            after = datasets.get(name)
+        for name in self._open.keys() & self.datasets.keys():
+            config, after = self.datasets[name], datasets.get(name)
             if after is None or replace(after, allow=config.allow) != config:
                 self._open.pop(name, None)
         self.datasets = datasets
@@ -175,7 +178,14 @@ class Catalog:
         # A URI may have a glob, which pathlib does not resolve.
         uri = config.uri if "://" in config.uri else os.path.abspath(config.uri)  # noqa: PTH100
         options = json.dumps(
-            [config.format, dict(config.options), dict(config.storage), config.follow_links],
+            [
+                config.format,
+                dict(config.options),
+                dict(config.storage),
+                config.follow_links,
+                config.on_corrupt,
+                config.max_corrupt,
+            ],
             sort_keys=True,
             default=str,
         )

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
 
@@ -25,6 +26,7 @@ class Dataset:
         storage: its shards.
         index: its samples.
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
+        corrupt: int64 [C], ids of the samples that others replace, in rising order.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Dataset:
     storage: Storage
     index: SampleIndex
     fingerprint: str
+    corrupt: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -79,23 +82,31 @@ def block_ranges(
     return BlockRanges(first.shard, first.start.min(axis=1), (last.start + last.size).max(axis=1))
 
 
-def fingerprint(shards: Sequence[Shard], index: SampleIndex, contents: Sequence[bytes]) -> str:
+def fingerprint(
+    shards: Sequence[Shard],
+    index: SampleIndex,
+    contents: Sequence[bytes],
+    corrupt: npt.NDArray[np.int64] = NO_SAMPLES,
+) -> str:
     """The identity of a dataset's data.
 
     It covers the shards' relative names and sizes, where each sample lies in them, and some of
     their contents. Times and etags are left out, so that a copy of the data elsewhere has the same
-    fingerprint.
+    fingerprint. It covers which samples are replaced, because that changes what jobs read.
 
     Args:
         shards: in the dataset's order.
         index: of all samples.
         contents: the bytes of `fingerprint_ranges`.
+        corrupt: int64 [C], ids of the samples that others replace.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([(shard.name, shard.size_bytes) for shard in shards]).encode())
     digest.update(index.digest())
     for content in contents:
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
+    if len(corrupt):
+        digest.update(b"replaced" + corrupt.astype("<i8").tobytes())
     return digest.hexdigest()
 
 
@@ -115,3 +126,17 @@ def fingerprint_ranges(
     starts = [max(0, (size - num_bytes) // 2) for size in sizes]
     stops = [min(start + num_bytes, size) for start, size in zip(starts, sizes, strict=True)]
     return chosen, starts, stops
+
+
+def sample_ranges(
+    index: SampleIndex, max_samples: int = 32, num_bytes: int = 4096
+) -> tuple[list[int], list[int], list[int]]:
+    """As `fingerprint_ranges`, for single files: the middle of evenly chosen samples."""
+    step = max(1, -(-index.num_samples // max_samples))
+    extents = index.locate(np.arange(0, index.num_samples, step))
+    start, stop = extents.start.min(axis=1), (extents.start + extents.size).max(axis=1)
+    begin = np.maximum(start, (start + stop - num_bytes) // 2)
+    end = np.minimum(begin + num_bytes, stop)
+    some = end > begin
+    shards, begins, ends = (each[some].tolist() for each in (extents.shard, begin, end))
+    return shards, begins, ends

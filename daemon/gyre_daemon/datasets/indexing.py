@@ -5,6 +5,8 @@ assembled to one index.
 """
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +14,32 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.changes import PreviousIndex
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
-from gyre_daemon.datasets.dataset import Dataset, block_ranges, fingerprint, fingerprint_ranges
+from gyre_daemon.datasets.dataset import (
+    Dataset,
+    block_ranges,
+    fingerprint,
+    fingerprint_ranges,
+    sample_ranges,
+)
 from gyre_daemon.datasets.detection import detect_format
-from gyre_daemon.datasets.formats import SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import Arrays, Probe
+from gyre_daemon.datasets.formats import SINGLE_FILES, SampleIndex, make_format
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    DamagedSample,
+    Listing,
+    Probe,
+    TolerantFormat,
+)
+from gyre_daemon.datasets.listing import FileListing, list_files
 from gyre_daemon.datasets.probing import ProbeRunner
+from gyre_daemon.datasets.replacement import CorruptRecord, CorruptReports, check_limit
+from gyre_daemon.datasets.sample_checks import SampleChecker
+from gyre_daemon.datasets.scan_processes import ScanProcesses
 from gyre_daemon.datasets.shard_indexing import (
     NUM_THREADS,
     IndexedShard,
@@ -31,7 +50,8 @@ from gyre_daemon.datasets.shard_indexing import (
 from gyre_daemon.datasets.shardfiles import read_ranges
 from gyre_daemon.datasets.sidecars import SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedDataset, UnpackedShards, unpacked_name
-from gyre_daemon.errors import ConfigError, InvalidRequest
+from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
+from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
@@ -55,6 +75,7 @@ class Indexer:
         sidecars: SidecarStore,
         unpacked: UnpackedShards | None,
         cache: NodeCache | None,
+        reports: CorruptReports | None,
     ) -> None:
         self._opener = opener
         self._sidecars = sidecars
@@ -63,12 +84,15 @@ class Indexer:
         self._checksums = ChecksumTaker(sidecars)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gyre-scan")
         self._probes = ProbeRunner(opener, sidecars, self._threads)
-        self._shards = ShardIndexer(sidecars, self._checksums, self._threads)
+        self._processes = ScanProcesses()
+        self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
+        self._checker = SampleChecker(sidecars, self._processes)
+        self._reports = reports
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._shards.close()
+        self._processes.close()
         self._checksums.close()
 
     async def begin(self, name: str | None, config: DatasetConfig) -> OpeningDataset:
@@ -77,21 +101,31 @@ class Indexer:
         Where the configuration names no format, the names of all files there decide.
         """
         location = await self._in_thread(parse_location, config.uri)  # it may name 100,000 shards
-        follow_links = config.follow_links
+        files: FileListing | None = None
         if not config.format:
-            listed = await self._opener.open(
-                location, config.storage, "*", follow_links=follow_links
-            )
-            names = [shard.name.rpartition("/")[2] for shard in listed.shards]
-            config = replace(config, format=detect_format(location.text, names))
+            detected, files = await self._detect(location, config)
+            config = replace(config, format=detected)
             log_event("format found", {"location": location.text, "format": config.format})
         dataset_format = make_format(name or config.uri, config)
-        source = await self._opener.open(
-            location, config.storage, dataset_format.pattern, follow_links=follow_links
+        if isinstance(listing := dataset_format.inspection, Listing):
+            files = files or await list_files(self._opener, location, config, listing)
+        source: Storage = (
+            files.storage
+            if files
+            else await self._opener.open(
+                location, config.storage, dataset_format.pattern, follow_links=config.follow_links
+            )
         )
-        scans: list[Arrays | None] = [None] * len(source.shards)
         opening = OpeningDataset(
-            name or location.text, config, dataset_format, location.text, source, scans, None, {}
+            name or location.text,
+            config,
+            dataset_format,
+            location.text,
+            source,
+            [None] * len(source.shards),
+            None,
+            {},
+            files.arrays if files else None,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
@@ -113,33 +147,92 @@ class Indexer:
         served = self._served(opening)
         shards = served.shards
         inspected = cast("list[Arrays]", opening.scans) if opening.scan else []
+        inspected = inspected if opening.listed is None else [opening.listed]
         if isinstance(probe := opening.format.inspection, Probe):
             settings = opening.config.storage
             inspected = [
                 await self._probes.run(probe, served, opening.location, settings, refresh=refresh)
             ]
-        index = await self._in_thread(opening.format.assemble, shards, inspected)
+        damaged: Sequence[DamagedSample] = ()
+        replaces = opening.config.on_corrupt == "replace"
+        if replaces and isinstance(opening.format, TolerantFormat):
+            assemble = opening.format.assemble_tolerantly
+            index, damaged = await self._in_thread(assemble, shards, inspected)
+        else:
+            index = await self._in_thread(opening.format.assemble, shards, inspected)
         if index.num_samples == 0:
             raise InvalidRequest(
                 f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or "
                 "too short"
             )
-        contents = await read_ranges(served, *fingerprint_ranges(shards))
-        identity = await self._in_thread(fingerprint, shards, index, contents)
+        corrupt = NO_SAMPLES
+        if replaces:
+            corrupt = await self._find_corrupt(opening, served, index, damaged)
+        ranges = fingerprint_ranges(shards) if opening.listed is None else sample_ranges(index)
+        contents = await read_ranges(served, *ranges)
+        identity = await self._in_thread(fingerprint, shards, index, contents, corrupt)
         storage = self._behind_cache(opening, served, index)
         if served.checksums:
             await self._in_thread(self._checksums.begin, opening.location, served.checksums)
         dataset = Dataset(
-            opening.name, opening.config.format, opening.location, storage, index, identity
+            opening.name, opening.config.format, opening.location, storage, index, identity, corrupt
         )
-        facts = {
+        facts: dict[str, object] = {
             "dataset": opening.name,
             "samples": dataset.num_samples,
             "shards": len(shards),
             "fingerprint": dataset.fingerprint,
         }
+        if len(corrupt):
+            facts["replaced"] = len(corrupt)
         log_event("dataset open", facts)
         return dataset
+
+    async def _find_corrupt(
+        self,
+        opening: OpeningDataset,
+        served: Storage,
+        index: SampleIndex,
+        damaged: Sequence[DamagedSample],
+    ) -> npt.NDArray[np.int64]:
+        """The ids of all corrupt samples, in rising order; they are reported.
+
+        Args:
+            opening: the dataset.
+            served: its shards, uncompressed.
+            index: its samples.
+            damaged: those that are known to be corrupt.
+
+        Raises:
+            CorruptSample: they are more than `max_corrupt`, or a shard cannot be checked.
+        """
+        if self._reports is None:
+            raise ConfigError(
+                f"dataset `{opening.name}` replaces corrupt samples, and this daemon has no folder "
+                "for their report"
+            )
+        corrupt = [
+            CorruptRecord(served.shards[each.shard].name, each.offset, each.sample, each.reason)
+            for each in damaged
+        ]
+        known = np.array([each.sample for each in damaged], np.int64)
+        checking = self._checker.run(opening.location, served, index, known, refresh=False)
+        async with contextlib.aclosing(checking) as checked:
+            async for shard in checked:
+                if shard.failure:
+                    raise shard.failure
+                name = served.shards[shard.number].name
+                corrupt += [
+                    CorruptRecord(name, each.offset, shard.first_sample + each.sample, each.reason)
+                    for each in shard.damages
+                ]
+        corrupt.sort(key=lambda each: each.sample_id)
+        path = await self._in_thread(self._reports.write, opening.name, opening.identity, corrupt)
+        if corrupt:
+            facts = {"dataset": opening.name, "samples": len(corrupt), "report": path}
+            log_event("corrupt samples found", facts, logging.WARNING)
+        check_limit(opening.name, corrupt, index.num_samples, opening.config.max_corrupt)
+        return np.array([each.sample_id for each in corrupt], np.int64)
 
     async def take_checksums(self, dataset: Dataset) -> None:
         """Have a checksum of every block of a local dataset, also for later daemons.
@@ -156,6 +249,27 @@ class Indexer:
                 await self._in_thread(self._checksums.keep, dataset.uri, checksums, shard, stopped)
         finally:
             stopped.set()
+
+    async def _detect(
+        self, location: Location, config: DatasetConfig
+    ) -> tuple[str, FileListing | None]:
+        """The format that the names of files say; single files may lie in folders of folders.
+
+        Those are listed then, and returned.
+        """
+        try:
+            listed = await self._opener.open(
+                location, config.storage, "*", follow_links=config.follow_links
+            )
+            names = [shard.name.rpartition("/")[2] for shard in listed.shards]
+            return detect_format(location.text, names), None
+        except ShardMissing as missing:
+            files = replace(config, format=SINGLE_FILES)
+            try:
+                listing = cast("Listing", make_format(location.text, files).inspection)
+                return SINGLE_FILES, await list_files(self._opener, location, files, listing)
+            except (ShardMissing, InvalidRequest, ConfigError):
+                raise missing from None
 
     def _open_unpacked(self, opening: OpeningDataset, location: Location) -> UnpackedDataset:
         shards = opening.source.shards
@@ -188,7 +302,7 @@ class Indexer:
         self, opening: OpeningDataset, storage: Storage, index: SampleIndex
     ) -> Storage:
         """The storage, behind the node's cache unless its shards are on this machine."""
-        if self._cache is None or not opening.config.cache or storage.local_file(0):
+        if self._cache is None or not opening.config.cache or storage.is_node_local:
             return storage
 
         def block_map(block_bytes: int) -> BlockMap:

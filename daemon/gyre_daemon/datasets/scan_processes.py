@@ -185,14 +185,13 @@ class ScanProcess:
                 await asyncio.gather(sending, replying, return_exceptions=True)
 
     def _ask(self, run: Run, name: str, descriptor: int, *, is_stream: bool) -> None:
-        body = pickle.dumps((run, name, is_stream))
-        request = LENGTH.pack(len(body)) + body
-        try:
-            num_sent = socket.send_fds(self._connection, [request], [descriptor])
-        except ConnectionError as error:
-            raise _died(name) from error
-        if num_sent != len(request):
-            raise Overloaded(f"shard {name} cannot be indexed: its process takes no request")
+        with os.fdopen(os.memfd_create("gyre-scan-request"), "wb") as body:
+            pickle.dump((run, name, is_stream), body)
+            body.flush()
+            try:
+                socket.send_fds(self._connection, [b"\0"], [descriptor, body.fileno()])
+            except ConnectionError as error:
+                raise _died(name) from error
 
     async def _reply(self, name: str) -> Arrays:
         loop = asyncio.get_running_loop()

@@ -8,7 +8,8 @@ The server imports what a scan needs once, so that a process more takes some mil
 connection it receives the connections of new processes, one descriptor each. A process first sends
 a descriptor of itself, by which the daemon kills it. Then it answers requests, one after the other:
 
-    request  length | pickle of (function, name of the shard, is_stream), with the file's descriptor
+    request  one byte, with two descriptors: the file's, and a memory file that holds a pickle of
+             (function, name of the shard, is_stream)
     reply    length | an encoded file of `sidecar_file`: the key is "", or JSON of an error
 
 Requests come from the daemon, so they may be pickles. Replies may come from a process that read
@@ -90,11 +91,12 @@ def _answer(connection: socket.socket) -> None:
     socket.send_fds(connection, [b"\0"], [myself])
     os.close(myself)
     while True:
-        header, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1, socket.MSG_WAITALL)
-        if len(header) < LENGTH.size:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+        if len(descriptors) < 2:
             return
-        body = connection.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL)
-        run, name, is_stream = pickle.loads(body)
+        with os.fdopen(descriptors[1], "rb") as body:
+            body.seek(0)
+            run, name, is_stream = pickle.load(body)
         reply = _scan(run, name, descriptors[0], is_stream=is_stream)
         connection.sendall(LENGTH.pack(len(reply)))
         connection.sendall(reply)

@@ -66,6 +66,7 @@ class OpeningDataset:
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
+        listed: of single files, what their format gets to know; None of other formats.
         stopped: set when nobody waits for it any more; threads that work for it end then.
     """
 
@@ -77,6 +78,7 @@ class OpeningDataset:
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
+    listed: Arrays | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -98,7 +100,11 @@ class ShardIndexer:
     """Indexes shards of all datasets of a daemon, fairly between these."""
 
     def __init__(
-        self, sidecars: SidecarStore, checksums: ChecksumTaker, threads: ThreadPoolExecutor
+        self,
+        sidecars: SidecarStore,
+        checksums: ChecksumTaker,
+        threads: ThreadPoolExecutor,
+        processes: ScanProcesses,
     ) -> None:
         """Start no process yet.
 
@@ -106,17 +112,14 @@ class ShardIndexer:
             sidecars: for the indexes.
             checksums: tell whether a shard has changed.
             threads: `NUM_THREADS` of them, for what waits.
+            processes: scan the shards.
         """
         self._sidecars = sidecars
         self._checksums = checksums
         self._threads = threads
-        self._processes = ScanProcesses()
+        self._processes = processes
         self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
         self._shared_turns = asyncio.Semaphore(_NUM_SHARED_TURNS)
-
-    def close(self) -> None:
-        """End all processes."""
-        self._processes.close()
 
     async def run(
         self, opening: OpeningDataset, previous: PreviousIndex | None

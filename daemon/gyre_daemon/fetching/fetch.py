@@ -17,10 +17,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.datasets.codecs import CODECS, Finish, first_unknown_id, unknown_id
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.fetching.codecs import CODECS, Finish, first_unknown_id
 from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
 from gyre_daemon.memory.arena import Slot
 from gyre_daemon.order.steps import GroupPlan
@@ -270,14 +270,9 @@ class Fetcher:
             unknown = first_unknown_id(spec, memory[begin:end])
             if unknown is not None:
                 row, position = divmod(unknown, size // spec.dtype.itemsize)
-                value = np.frombuffer(memory[begin:end], spec.dtype)[unknown]
-                raise self.corrupt(
-                    samples,
-                    first + row,
-                    column,
-                    f"id {value} at position {position} is outside the vocabulary of "
-                    f"{spec.vocabulary} ids",
-                )
+                sample = memory[begin + row * size : begin + (row + 1) * size]
+                reason = unknown_id(spec, sample, position)
+                raise self.corrupt(samples, first + row, column, reason)
 
     def corrupt(self, samples: _Samples, sample: int, column: int, reason: str) -> CorruptSample:
         """The error for one field of one sample."""

@@ -52,6 +52,7 @@ class Census:
         qualities: of the shuffle, by job and by what is measured.
         loop_lag: of the event loop.
         memory_abandoned_bytes: arenas that are closed and that some process still has.
+        num_substitutes_sent: samples in place of corrupt ones, in those batches.
     """
 
     version: str
@@ -67,6 +68,7 @@ class Census:
     qualities: Mapping[JobKey, Mapping[str, float]] = field(default_factory=dict)
     loop_lag: LoopLag = field(default_factory=LoopLag)
     memory_abandoned_bytes: int = 0
+    num_substitutes_sent: int = 0
 
     @property
     def num_sessions(self) -> int:
@@ -90,6 +92,11 @@ _DAEMON_GAUGES: _Table = (
 _DAEMON_COUNTERS: _Table = (
     ("gyre_batches_sent", "num_batches_sent", "Batches sent to all trainers."),
     ("gyre_sent_bytes", "num_bytes_sent", "Payload of the batches sent to all trainers."),
+    (
+        "gyre_substitutes_sent",
+        "num_substitutes_sent",
+        "Samples sent in place of corrupt ones (on_corrupt).",
+    ),
     ("gyre_cache_reads_past", "cache.num_past", "Reads that bypassed the node cache."),
     ("gyre_cache_blocks_fetched", "cache.num_blocks_fetched", "Blocks taken into the cache."),
     ("gyre_cache_fetched_bytes", "cache.num_bytes_fetched", "Bytes of the blocks taken."),
@@ -99,6 +106,11 @@ _DAEMON_COUNTERS: _Table = (
 _JOB_COUNTERS: _Table = (  # of `SessionTotals`
     ("gyre_job_batches_sent", "num_batches", "Batches sent to the trainers of a job."),
     ("gyre_job_sent_bytes", "num_bytes", "Payload of the batches sent to the trainers of a job."),
+    (
+        "gyre_job_substitutes_sent",
+        "num_substitutes",
+        "Samples sent to the trainers of a job in place of corrupt ones.",
+    ),
     (
         "gyre_job_window_ready_batch_seconds",
         "times.ready_batch_s",

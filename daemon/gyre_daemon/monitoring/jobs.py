@@ -41,12 +41,14 @@ class SessionTotals:
         num_bytes: payload of those batches.
         times: of the prefetch window.
         trainer_waited_s: how long the trainer had no batch to go on with, as the client reports.
+        num_substitutes: samples that were sent in place of corrupt ones.
     """
 
     num_batches: int = 0
     num_bytes: int = 0
     times: WindowTimes = field(default_factory=WindowTimes)
     trainer_waited_s: float = 0.0
+    num_substitutes: int = 0
 
     def __add__(self, other: "SessionTotals") -> "SessionTotals":
         return SessionTotals(
@@ -54,6 +56,7 @@ class SessionTotals:
             self.num_bytes + other.num_bytes,
             self.times + other.times,
             self.trainer_waited_s + other.trainer_waited_s,
+            self.num_substitutes + other.num_substitutes,
         )
 
 

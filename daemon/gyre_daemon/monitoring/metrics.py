@@ -73,6 +73,7 @@ class Metrics:
     storage: dict[RequestLabels, RequestCount] = field(default_factory=dict)
     num_batches_sent: int = 0
     num_bytes_sent: int = 0
+    num_substitutes_sent: int = 0
     jobs: Jobs = field(default_factory=Jobs)
     cache: CacheCounts = field(default_factory=CacheCounts)
 

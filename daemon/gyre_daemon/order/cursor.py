@@ -41,19 +41,20 @@ class Cursor:
 
     def encode(self) -> bytes:
         """Magic number, CRC-32 of the rest, and format version and all fields as JSON."""
-        return self.encoder().encode(self.position)
+        return self.encoder().encode(self.position, self.num_substitutes)
 
     def encoder(self) -> "CursorEncoder":
         """Encodes this cursor at any position; everything else is encoded once."""
-        values = {**asdict(self), "order": _without_defaults(self.order), "position": 0}
+        values = {**asdict(self), "order": _without_defaults(self.order)}
+        del values["position"], values["num_substitutes"]
         text = json.dumps([_FORMAT_VERSION, values], separators=(",", ":"), sort_keys=True)
-        before, after = (part.encode() for part in text.rsplit("0", 1))  # `position` sorts last
-        return CursorEncoder(before, zlib.crc32(before), after)
+        before = text.removesuffix("}]").encode()
+        return CursorEncoder(before, zlib.crc32(before))
 
 
 @dataclass(frozen=True, slots=True)
 class CursorEncoder:
-    """Encodes the cursors of one job, which differ in position and checksum alone.
+    """Encodes the cursors of one job, which differ in what follows from the position alone.
 
     Attributes:
         common: the bytes behind the first `NUM_BEFORE` that all of them have.
@@ -61,16 +62,19 @@ class CursorEncoder:
 
     common: bytes
     _checksum: int  # of `common`
-    _after: bytes
 
-    def encode(self, position: int) -> bytes:
-        """The cursor at a position; see `Cursor.encode`."""
-        (own,) = self.own([position])
+    def encode(self, position: int, num_substitutes: int = 0) -> bytes:
+        """The cursor at a position, before which so many samples were replaced."""
+        (own,) = self.own([(position, num_substitutes)])
         return own[:NUM_BEFORE] + self.common + own[NUM_BEFORE:]
 
-    def own(self, positions: Iterable[int]) -> list[bytes]:
-        """The cursors at positions, without the common bytes."""
-        rests = [b"%d%b" % (position, self._after) for position in positions]
+    def own(self, positions: Iterable[tuple[int, int]]) -> list[bytes]:
+        """The cursors at positions, without the common bytes.
+
+        Args:
+            positions: each with the number of substitutes before it.
+        """
+        rests = [b',"position":%d,"num_substitutes":%d}]' % each for each in positions]
         return [_HEAD.pack(_MAGIC, zlib.crc32(rest, self._checksum)) + rest for rest in rests]
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.block_order import BlockOrder
@@ -25,6 +26,7 @@ from gyre_daemon.order.blocks import BlockTable
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
 from gyre_daemon.order.permutation import MAX_SAMPLES, Int64Array, Permutation, epoch_key
 from gyre_daemon.order.steps import BatchPlan, GroupPlan
+from gyre_daemon.order.substitutes import NO_SAMPLES, Substitutes
 
 OrderMode = Literal["full", "block", "sequential"]
 Tail = Literal["wrap", "drop", "pad"]
@@ -73,13 +75,20 @@ _Span = tuple[Int64Array, Int64Array]  # places [first, end)
 class BatchPlanner:
     """Plans the batches of one order over one dataset."""
 
-    def __init__(self, order: Order, num_samples: int, blocks: BlockTable | None = None) -> None:
+    def __init__(
+        self,
+        order: Order,
+        num_samples: int,
+        blocks: BlockTable | None = None,
+        corrupt: Int64Array = NO_SAMPLES,
+    ) -> None:
         """Check that the order fits the dataset.
 
         Args:
             order: how the job goes through the dataset.
             num_samples: N.
             blocks: the dataset's blocks; only for the order `block`, which needs them.
+            corrupt: int64 [C], ids of the samples that others replace, in rising order.
 
         Raises:
             InvalidRequest: the dataset is empty, G is not positive or thousands of times the
@@ -109,6 +118,9 @@ class BatchPlanner:
                 "exceed the dataset"
             )
         self._blocks = blocks
+        self._substitutes = (
+            Substitutes(corrupt, num_samples, order.seed, self._places_of) if len(corrupt) else None
+        )
         self._start_epoch, self._start_place = divmod(order.start_position, self.epoch_length)
         self._epochs = EpochOrders(lambda epoch: self._make_epoch_order(self._start_epoch + epoch))
 
@@ -128,13 +140,46 @@ class BatchPlanner:
         if mask is not None:
             places %= self.num_samples
         sample_ids = np.empty(len(places), np.int64)
+        is_substitute = np.zeros(len(places), np.bool_) if self._substitutes else None
         for epoch, (begin, end) in enumerate(itertools.pairwise(bounds), first_epoch):
             if begin < end:
                 sample_ids[begin:end] = self._epochs.of(epoch)(places[begin:end])
-        mask = None if mask is None else mask.reshape(num_steps, size)
+                if is_substitute is not None:
+                    self._replace(epoch, sample_ids[begin:end], is_substitute[begin:end])
         return GroupPlan(
-            first_step, sample_ids.reshape(num_steps, size), mask, global_size, self.epoch_length
+            first_step,
+            sample_ids.reshape(num_steps, size),
+            None if mask is None else mask.reshape(num_steps, size),
+            global_size,
+            self.epoch_length,
+            None if is_substitute is None else is_substitute.reshape(num_steps, size),
         )
+
+    def _replace(
+        self, epoch: int, sample_ids: Int64Array, is_substitute: npt.NDArray[np.bool_]
+    ) -> None:
+        """Put substitutes in the places of corrupt samples of one epoch."""
+        assert self._substitutes
+        which = self._substitutes.where(sample_ids)
+        if len(which):
+            is_substitute[which] = True
+            running = self._start_epoch + epoch
+            sample_ids[which] = self._substitutes.of(sample_ids[which], running)
+
+    def num_substitutes(self, position: int) -> int:
+        """How many corrupt samples the job replaced at positions before this one.
+
+        It follows from the position alone, so that all ranks say the same: see
+        `Substitutes.num_before`. Padding does not count.
+        """
+        if self._substitutes is None:
+            return 0
+        return self._substitutes.num_before(*divmod(position, self.epoch_length), self.epoch_length)
+
+    def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
+        """Where in an epoch of this job samples are read, without those that the tail drops."""
+        places = self._epochs.of(epoch).inverse(sample_ids)
+        return (places[places < self.epoch_length] - self._start_place) % self.epoch_length
 
     def cost_of(self, num_steps: int, world_size: int) -> int:
         """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""
@@ -288,8 +333,8 @@ class BlockIndex(Protocol):
         """The samples cut into blocks of about `io_block_bytes`, each within one shard."""
 
 
-def planner_for(order: Order, index: BlockIndex) -> BatchPlanner:
-    """The planner of an order over a dataset.
+def planner_for(order: Order, index: BlockIndex, corrupt: Int64Array = NO_SAMPLES) -> BatchPlanner:
+    """The planner of an order over a dataset, whose corrupt samples are replaced by others.
 
     With the order `block`, it may look at every sample to make the table of blocks.
 
@@ -298,7 +343,7 @@ def planner_for(order: Order, index: BlockIndex) -> BatchPlanner:
     """
     has_blocks = order.mode == "block" and index.num_samples > 0
     blocks = index.blocks(order.io_block_bytes) if has_blocks else None
-    return BatchPlanner(order, index.num_samples, blocks)
+    return BatchPlanner(order, index.num_samples, blocks, corrupt)
 
 
 def check_ranks(order: Order, rank: int, world_size: int) -> None:

@@ -39,6 +39,7 @@ class GroupPlan(Sequence[BatchPlan]):
         mask: bool [K, B]; see `BatchPlan`.
         global_batch_size: G.
         epoch_length: in positions.
+        is_substitute: bool [K, B], which samples stand in for corrupt ones; None if none is.
     """
 
     first_step: int
@@ -46,6 +47,7 @@ class GroupPlan(Sequence[BatchPlan]):
     mask: npt.NDArray[np.bool_] | None
     global_batch_size: int
     epoch_length: int
+    is_substitute: npt.NDArray[np.bool_] | None = None
 
     @property
     def stop_step(self) -> int:
@@ -66,13 +68,31 @@ class GroupPlan(Sequence[BatchPlan]):
         size, length = self.global_batch_size, self.epoch_length
         if isinstance(index, slice):
             first_step = self.first_step + index.indices(len(self))[0]
-            return GroupPlan(first_step, sample_ids, mask, size, length)
+            replaced = None if self.is_substitute is None else self.is_substitute[index]
+            return GroupPlan(first_step, sample_ids, mask, size, length, replaced)
         step = self.first_step + range(len(self))[index]
         return BatchPlan(step, step * size // length, sample_ids, mask)
 
     def __add__(self, later: "GroupPlan") -> "GroupPlan":
-        mask = None
-        if self.mask is not None and later.mask is not None:
-            mask = np.concatenate((self.mask, later.mask))
-        ids = np.concatenate((self.sample_ids, later.sample_ids))
-        return GroupPlan(self.first_step, ids, mask, self.global_batch_size, self.epoch_length)
+        return GroupPlan(
+            self.first_step,
+            np.concatenate((self.sample_ids, later.sample_ids)),
+            _joined(self.mask, later.mask),
+            self.global_batch_size,
+            self.epoch_length,
+            _joined(self.is_substitute, later.is_substitute),
+        )
+
+    @property
+    def num_substitutes(self) -> int:
+        """How many samples stand in for corrupt ones; padding does not count."""
+        if self.is_substitute is None:
+            return 0
+        counted = self.is_substitute if self.mask is None else self.is_substitute & self.mask
+        return int(np.count_nonzero(counted))
+
+
+def _joined(
+    first: npt.NDArray[np.bool_] | None, later: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.bool_] | None:
+    return None if first is None or later is None else np.concatenate((first, later))

@@ -139,7 +139,7 @@ def parse_metrics_address(text: str, *, is_public: bool) -> TcpAddress:
 def check_distinct(
     addresses: Sequence[UnixAddress | TcpAddress], metrics: TcpAddress | None = None
 ) -> None:
-    """Refuse addresses of which two are the same.
+    """Refuse addresses of which two are the same, or one has the other's port on all interfaces.
 
     Args:
         addresses: where clients are served. Beside a Unix socket lies that of its side channel.
@@ -148,20 +148,22 @@ def check_distinct(
     Raises:
         ConfigError: names the first address that comes twice.
     """
-    taken: set[object] = set()
+    taken: set[str] = set()
+    ports: list[TcpAddress] = []
     for address in (*addresses, *([metrics] if metrics else ())):
         if isinstance(address, UnixAddress):
             folder = os.path.realpath(address.path.parent)
             places = {f"{folder}/{address.path.name}{end}" for end in ("", ".side", ".lock")}
+            is_taken = bool(taken & places)
+            taken |= places
         else:
-            places = {address} if address.port else set()
-        if taken & places:
-            text = address.grpc_target
+            is_taken = any(_overlap(address, other) for other in ports)
+            ports.append(address)
+        if is_taken:
             raise ConfigError(
-                f"the address {text} is given twice, among `listen` and `metrics_listen`; each "
-                "needs its own"
+                f"the address {address.grpc_target} is given twice, among `listen` and "
+                "`metrics_listen`; each needs its own"
             )
-        taken |= places
 
 
 class SocketClaim:
@@ -296,6 +298,16 @@ def _parse_tcp(text: str, rest: str, *, is_tls: bool = False) -> TcpAddress:
     if not host or not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"address {text!r} is none of {_FORMS}")
     return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port), is_tls)
+
+
+def _overlap(one: TcpAddress, other: TcpAddress) -> bool:
+    """Whether two sockets would compete for connections."""
+    if not one.port or one.port != other.port:
+        return False
+    if not (_is_ip_address(one.host) and _is_ip_address(other.host)):
+        return one.host == other.host
+    hosts = ipaddress.ip_address(one.host), ipaddress.ip_address(other.host)
+    return hosts[0] == hosts[1] or any(host.is_unspecified for host in hosts)
 
 
 def _is_ip_address(host: str) -> bool:

@@ -42,6 +42,7 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
             shape=spec.shape,
             ragged=spec.ragged,
             token_ids=spec.token_ids,
+            categories=spec.categories,
         )
         for spec in fields
     ]
@@ -142,8 +143,10 @@ def _message(group: BatchGroup, session: Session) -> pb.BatchGroup:
 def _from_cursors(session: Session, steps: range) -> pb.Cursors:
     """The cursor after each of these steps."""
     size, encoder = session.request.order.global_batch_size, session.cursors
+    count = session.planner.num_substitutes
     positions = range((steps.start + 1) * size, (steps.stop + 1) * size, size)
-    return pb.Cursors(common=encoder.common, num_before=NUM_BEFORE, own=encoder.own(positions))
+    own = encoder.own((position, count(position)) for position in positions)
+    return pb.Cursors(common=encoder.common, num_before=NUM_BEFORE, own=own)
 
 
 def _from_layout(layout: BatchLayout) -> pb.Layout:
@@ -174,6 +177,7 @@ def from_session(session: Session) -> pb.SessionState:
     return pb.SessionState(
         handle=session.handle,
         user=session.request.owner.name,
+        num_substitutes=totals.num_substitutes,
         dataset=session.request.dataset.name,
         reader=pb.Reader(**asdict(reader)),
         next_step=consumer.next_step,
@@ -231,6 +235,7 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         ],
         num_batches_sent=census.num_batches_sent,
         num_bytes_sent=census.num_bytes_sent,
+        num_substitutes_sent=census.num_substitutes_sent,
         cache=pb.CacheCount(**asdict(census.cache)) if has_cache else None,
     )
 
@@ -241,6 +246,7 @@ def hide_others(status: pb.DaemonStatus) -> None:
         status.ClearField(field)
     status.num_batches_sent = sum(each.num_batches_sent for each in status.sessions)
     status.num_bytes_sent = sum(each.num_bytes_sent for each in status.sessions)
+    status.num_substitutes_sent = sum(each.num_substitutes for each in status.sessions)
 
 
 def from_endpoint(endpoint: Endpoint, now: float) -> pb.EndpointState:

@@ -124,7 +124,9 @@ class LoaderService(pb_grpc.LoaderServicer):
                 f"step {request.step} lies beyond any training; positions end at 2**62"
             )
         batch = await asyncio.to_thread(
-            lambda: planner_for(order, dataset.index).batch(request.step, request.rank, world_size)
+            lambda: planner_for(order, dataset.index, dataset.corrupt).batch(
+                request.step, request.rank, world_size
+            )
         )
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),

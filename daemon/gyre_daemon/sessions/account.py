@@ -18,23 +18,28 @@ class SessionAccount:
         """The session is opened `now`, in seconds."""
         self.window = Occupancy(now)
         self._recorder = Recorder(now)
-        self._num_batches = self._num_bytes = 0
+        self._num_batches = self._num_bytes = self._num_substitutes = 0
         self._trainer_waited_s = 0.0
 
     def totals(self, now: float) -> SessionTotals:
         """All counts up to `now`."""
         return SessionTotals(
-            self._num_batches, self._num_bytes, self.window.at(now), self._trainer_waited_s
+            self._num_batches,
+            self._num_bytes,
+            self.window.at(now),
+            self._trainer_waited_s,
+            self._num_substitutes,
         )
 
     def lately(self, now: float) -> Lately:
         """The rates of the last ten seconds."""
         return self._recorder.at(now, self.totals(now))
 
-    def sent(self, num_batches: int, num_bytes: int) -> None:
-        """Batches with that much payload were sent."""
+    def sent(self, num_batches: int, num_bytes: int, num_substitutes: int = 0) -> None:
+        """Batches with that much payload and that many substitutes were sent."""
         self._num_batches += num_batches
         self._num_bytes += num_bytes
+        self._num_substitutes += num_substitutes
 
     def trainer_waited(self, waited_s: float) -> None:
         """The client reports that its trainer stood still; what is no time is ignored."""

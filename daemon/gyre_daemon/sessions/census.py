@@ -37,6 +37,7 @@ def take_census(
         memory_abandoned_bytes=budget.abandoned_bytes,
         num_batches_sent=metrics.num_batches_sent,
         num_bytes_sent=metrics.num_bytes_sent,
+        num_substitutes_sent=metrics.num_substitutes_sent,
         storage=metrics.storage,
         cache=metrics.cache,
         totals=_totals(sessions, with_names=with_names),

@@ -188,7 +188,8 @@ class Session:
 
     def cursor_at(self, step: int) -> bytes:
         """The cursor of a client that has consumed all steps before `step`."""
-        return self.cursors.encode(step * self.request.order.global_batch_size)
+        position = step * self.request.order.global_batch_size
+        return self.cursors.encode(position, self.planner.num_substitutes(position))
 
     def attach(self) -> None:
         """Connect the session to the control stream of a client.
@@ -366,7 +367,8 @@ class Session:
         metrics = self._resources.metrics
         metrics.num_batches_sent += len(group.plan)
         metrics.num_bytes_sent += num_bytes
-        self._account.sent(len(group.plan), num_bytes)
+        metrics.num_substitutes_sent += group.plan.num_substitutes
+        self._account.sent(len(group.plan), num_bytes, group.plan.num_substitutes)
 
     def _note_window(self) -> None:
         """Note how full the window is. Batches behind one that is missing do not count as ready."""

@@ -225,7 +225,7 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
         InvalidRequest: the order does not fit the dataset.
         Overloaded: not even the whole budget has room for a batch.
     """
-    planner = planner_for(request.order, request.dataset.index)
+    planner = planner_for(request.order, request.dataset.index, request.dataset.corrupt)
     limit_bytes = min(resources.arena_limit_bytes, resources.budget.limit_bytes)
     share = request.wanted_share(limit_bytes)
     resources.budget.check(share.reserved_bytes, f"a session on `{request.dataset.name}`")

@@ -21,6 +21,7 @@ from gyre_daemon.runtime.fair import NO_JOB, Flow
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.file_table import sizes_of
 from gyre_daemon.storage.shard import Shard, truncated
 
 # Fields of one sample that lie this close together are read with one request. A larger gap would
@@ -227,7 +228,7 @@ class ShardBounds:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
-        self._sizes = np.array([shard.size_bytes for shard in shards], np.int64)
+        self._sizes = sizes_of(shards)
 
     def check(self, reads: Reads) -> None:
         """Refuse reads that extend beyond their shards.

@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ _WALK_AFTER = frozenset(
 _MAX_LINKS = 40  # as the kernel's
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe would wait for its writer.
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
@@ -75,21 +75,35 @@ class Root:
             LeavesRoot: a link, or a `..`, leads out of the root.
             OSError: it cannot be opened.
         """
+        with self.held() as open_beneath:
+            return open_beneath(name, flags)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[[str | bytes, int], int]]:
+        """What opens relative paths as `open` does; the folder is looked up once, for all of them.
+
+        Raises:
+            OSError: the folder cannot be opened.
+        """
         if self.follow_links:
-            return os.open(self.folder / name, flags)
+            yield lambda name, flags: os.open(self.folder / os.fsdecode(name), flags)
+            return
         root = os.open(self.folder, _FOLDER)
         try:
-            if has_openat2():
-                descriptor = _openat2(root, name or ".", flags)
-                if descriptor >= 0:
-                    return descriptor
-                number = ctypes.get_errno()
-                if number not in _WALK_AFTER:
-                    raise OSError(number, os.strerror(number), str(self.folder / name))
-            with contextlib.closing(_Walk(root, self.folder)) as walk:
-                return walk.open(name, flags)
+            yield functools.partial(self._open_beneath, root)
         finally:
             os.close(root)
+
+    def _open_beneath(self, root: int, name: str | bytes, flags: int) -> int:
+        if has_openat2():
+            descriptor = _openat2(root, name or ".", flags)
+            if descriptor >= 0:
+                return descriptor
+            number = ctypes.get_errno()
+            if number not in _WALK_AFTER:
+                raise OSError(number, os.strerror(number), str(self.folder / os.fsdecode(name)))
+        with contextlib.closing(_Walk(root, self.folder)) as walk:
+            return walk.open(os.fsdecode(name), flags)
 
     def stat(self, name: str) -> os.stat_result:
         """What a relative path leads to, without opening it for reading.
@@ -152,7 +166,7 @@ class LocalFile:
             OSError: it cannot be opened.
         """
         try:
-            descriptor = self.root.open(self.name, _READ)
+            descriptor = self.root.open(self.name, READ_FLAGS)
         except OSError as error:
             if error.errno == errno.ENXIO:  # a socket, or a device without a driver
                 raise NotRegular from error
@@ -205,7 +219,7 @@ def _how(flags: int) -> bytes:
     return _HOW.pack(flags, 0, _BENEATH | _NO_MAGIC_LINKS)
 
 
-def _openat2(root: int, name: str, flags: int) -> int:
+def _openat2(root: int, name: str | bytes, flags: int) -> int:
     """The descriptor, or -1 where `ctypes.get_errno` says why not."""
     descriptor: int = _syscall(_OPENAT2, root, os.fsencode(name), _how(flags), _HOW.size)
     return descriptor

@@ -3,9 +3,9 @@
 import asyncio
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import fsspec
@@ -20,22 +20,30 @@ from gyre_daemon.errors import (
     InvalidRequest,
     NotAllowed,
     ShardMissing,
-    StorageUnavailable,
     first_error,
 )
 from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.base import Storage
-from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
-from gyre_daemon.storage.local.listing import list_files, stat_shard
+from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable
+from gyre_daemon.storage.local.folders import list_folder
+from gyre_daemon.storage.local.listing import list_shards, stat_shards
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
-from gyre_daemon.storage.location import Location, endpoints_in, redact, relative_names
-from gyre_daemon.storage.patterns import matches_any, patterns_of
-from gyre_daemon.storage.response import access_error, describe, response_from_error
+from gyre_daemon.storage.local.single_files import SingleFiles
+from gyre_daemon.storage.location import Location, endpoints_in, relative_names
+from gyre_daemon.storage.remote_listing import (
+    LISTING_DEADLINE_S,
+    Entries,
+    entries_of,
+    list_tree,
+    listing_error,
+    version_of,
+)
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
@@ -43,15 +51,14 @@ from gyre_daemon.storage.sources.driver_source import DriverSource
 from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
-from gyre_daemon.storage.splits import check_one_set, check_subfolders
 
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
-_LISTING_DEADLINE_S = 60.0
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.
 _SHARE_OF_LISTINGS = 4
 
-_Entries = list[tuple[str, dict[str, Any]]]
+Result = TypeVar("Result")
+_ListAll = Callable[[AsyncFileSystem], Awaitable[tuple[Sequence[str], Sequence[Shard]]]]
 
 
 class StorageOpener:
@@ -101,32 +108,79 @@ class StorageOpener:
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
         scheme = location.scheme
-        loop = asyncio.get_running_loop()
-        settings, options = await loop.run_in_executor(
-            self._workers.executor, take_http_options, settings
-        )
+        settings, options = await self._in_thread(take_http_options, settings)
         if scheme == "file":
-            list_all = functools.partial(_list_local, location, pattern, follow_links=follow_links)
-            files, shards = await loop.run_in_executor(self._workers.executor, list_all)
+            list_all = functools.partial(
+                list_shards, location.paths, pattern, follow_links=follow_links
+            )
+            files, shards = await self._in_thread(list_all)
             self._count_listing("file", len(location.paths), "ok")
             return self.local(files, shards, None)
-        filesystem = await self._make_filesystem(location, settings, options)
-        try:
-            names, shards = await self._list_remote(
-                filesystem, location, pattern, may_be_absent=may_be_absent
-            )
-        except BaseException:
-            if isinstance(filesystem, WebFileSystem):
-                filesystem.source.close()
-            raise
-        num_endpoints = len(self.endpoints)
-        endpoint = self._endpoint(scheme, settings, names[0])
-        num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
-        source = await self._make_source(
-            filesystem, scheme, settings, names[0], num_connections, options
+
+        async def list_all_shards(
+            filesystem: AsyncFileSystem,
+        ) -> tuple[Sequence[str], Sequence[Shard]]:
+            entries = await self._entries_of(filesystem, location, pattern)
+            if not entries:
+                raise ShardMissing(
+                    f"no shard at {location.text}: check the dataset's URI and that it matches "
+                    f"{pattern}"
+                )
+            paths = [path for path, _ in entries]
+            return paths, [
+                Shard(name, int(info["size"]), version_of(info))
+                for name, (_, info) in zip(relative_names(paths), entries, strict=True)
+            ]
+
+        return await self._open_remote(
+            location, settings, list_all_shards, options, may_be_absent=may_be_absent
         )
-        self._sources.add(source)
-        return RemoteStorage(source, endpoint, names, shards)
+
+    async def open_files(
+        self,
+        location: Location,
+        settings: Mapping[str, Any],
+        is_wanted: Callable[[str], bool],
+        *,
+        follow_links: bool = False,
+    ) -> tuple[Storage, FileTable]:
+        """List all files below a folder, at any depth, and make them readable.
+
+        Args:
+            location: the folder.
+            settings: see `open`.
+            is_wanted: whether a file of this name, without its folder, counts.
+            follow_links: see `open`.
+
+        Returns:
+            A storage of which each shard is a file, and all files.
+
+        Raises:
+            InvalidRequest: the location is several folders, or cannot be listed.
+            ShardMissing, NotAllowed, StorageUnavailable, ConfigError: see `open`.
+        """
+        if len(location.paths) > 1 or any(letter in location.paths[0] for letter in "*?["):
+            raise InvalidRequest(
+                f"{location.text} is a pattern; the single files of one folder are a dataset, with "
+                "those of all folders below it: name that folder, or a manifest"
+            )
+        settings, options = await self._in_thread(take_http_options, settings)
+        path = location.paths[0]
+        if location.scheme == "file":
+            root = Root(Path(path), follow_links)
+            table = await self._in_thread(list_folder, root, is_wanted)
+            self._count_listing("file", 1, "ok")
+            if not len(table):
+                raise ShardMissing(f"no file below {path} is one of those that are wanted")
+            return SingleFiles(root, table, self._workers, self._metrics), table
+        folder = path.rstrip("/") + "/"
+
+        async def list_files(filesystem: AsyncFileSystem) -> tuple[FilePaths, FileShards]:
+            table = await list_tree(filesystem, folder, is_wanted)
+            return FilePaths(folder, table), FileShards(table)
+
+        storage = await self._open_remote(location, settings, list_files, options)
+        return storage, cast("FileShards", storage.shards).table
 
     def local(
         self, files: Sequence[LocalFile], shards: Sequence[Shard], owner: object
@@ -163,8 +217,7 @@ class StorageOpener:
         try:
             if files:
                 beside = [file.sibling(file.path.stem + suffix) for file in files]
-                loop, threads = asyncio.get_running_loop(), self._workers.executor
-                found = await loop.run_in_executor(threads, _stat_all, beside)
+                found = await self._in_thread(stat_shards, beside)
                 self._count_listing("file", len(beside), "ok")
                 return self.local(beside, found, None)
             paths = [storage.path(shard).rpartition(".")[0] + suffix for shard in shards]
@@ -236,7 +289,7 @@ class StorageOpener:
                 return driver(**settings, asynchronous=True, skip_instance_cache=True)
             # Some drivers connect to their server here.
             connect = functools.partial(driver, **settings, skip_instance_cache=True)
-            async with asyncio.timeout(_LISTING_DEADLINE_S):
+            async with asyncio.timeout(LISTING_DEADLINE_S):
                 return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
         except ImportError as error:
             raise _no_driver(scheme, error) from error
@@ -250,60 +303,83 @@ class StorageOpener:
         except Exception as error:
             raise listing_error(location.text, error) from error
 
-    async def _list_remote(
-        self, filesystem: AsyncFileSystem, location: Location, pattern: str, *, may_be_absent: bool
-    ) -> tuple[list[str], list[Shard]]:
+    async def _open_remote(
+        self,
+        location: Location,
+        settings: Mapping[str, Any],
+        list_all: _ListAll,
+        options: HttpOptions,
+        *,
+        may_be_absent: bool = False,
+    ) -> RemoteStorage:
+        """List what a location stands for, and make it readable."""
+        filesystem = await self._make_filesystem(location, settings, options)
+        try:
+            paths, shards = await self._listed(
+                location, list_all(filesystem), may_be_absent=may_be_absent
+            )
+        except BaseException:
+            if isinstance(filesystem, WebFileSystem):
+                filesystem.source.close()
+            raise
+        num_endpoints = len(self.endpoints)
+        endpoint = self._endpoint(location.scheme, settings, paths[0])
+        num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
+        source = await self._make_source(
+            filesystem, location.scheme, settings, paths[0], num_connections, options
+        )
+        self._sources.add(source)
+        return RemoteStorage(source, endpoint, paths, shards)
+
+    async def _listed(
+        self, location: Location, listing: Awaitable[Result], *, may_be_absent: bool
+    ) -> Result:
+        """What a listing finds; its errors say what was listed."""
         outcome: Outcome = "error"
         try:
-            entries = await self._entries_of(filesystem, location, pattern)
+            found = await listing
             outcome = "ok"
-        except ExceptionGroup as errors:
-            error = first_error(errors)
-            if isinstance(error, GyreError):
-                raise error from errors
-            if isinstance(error, ValueError | NotImplementedError):
-                raise InvalidRequest(
-                    f"the storage cannot list {location.text}: {error}"
-                ) from errors
-            listing = listing_error(location.text, error)
-            if may_be_absent and isinstance(listing, ShardMissing | NotAllowed):
-                outcome = "ok"
-            raise listing from errors
-        except TimeoutError as error:
-            raise listing_error(location.text, error) from error
+            return found
         except asyncio.CancelledError:
             outcome = "abandoned"
             raise
+        except GyreError:
+            raise
+        except Exception as raised:
+            error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
+            if isinstance(error, GyreError):
+                raise error from raised
+            if isinstance(error, ValueError | NotImplementedError):
+                raise InvalidRequest(
+                    f"the storage cannot list {location.text}: {error}"
+                ) from raised
+            failure = listing_error(location.text, error)
+            if may_be_absent and isinstance(failure, ShardMissing | NotAllowed):
+                outcome = "ok"
+            raise failure from raised
         finally:
             self._count_listing(location.scheme, len(location.paths), outcome)
-        if not entries:
-            raise ShardMissing(
-                f"no shard at {location.text}: check the dataset's URI and that it matches "
-                f"{pattern}"
-            )
-        paths = [path for path, _ in entries]
-        shards = [
-            Shard(name, int(info["size"]), _version(info))
-            for name, (_, info) in zip(relative_names(paths), entries, strict=True)
-        ]
-        return paths, shards
 
     async def _entries_of(
         self, filesystem: AsyncFileSystem, location: Location, pattern: str
-    ) -> _Entries:
+    ) -> Entries:
         """The entries of all paths of a location, a few of which are listed at once."""
-        found: list[_Entries] = [[] for _ in location.paths]
+        found: list[Entries] = [[] for _ in location.paths]
         waiting = iter(enumerate(location.paths))
 
         async def list_next() -> None:
             for index, path in waiting:
-                found[index] = await _entries(filesystem, path, pattern)
+                found[index] = await entries_of(filesystem, path, pattern)
 
         max_at_once = max(1, self._max_requests // _SHARE_OF_LISTINGS)
-        async with asyncio.timeout(_LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
             for _ in range(min(self._options.max_requests, max_at_once, len(location.paths))):
                 group.create_task(list_next())
         return [entry for of_path in found for entry in of_path]
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers.executor, work, *arguments)
 
     def _count_listing(self, scheme: str, num_requests: int, outcome: Outcome) -> None:
         self._metrics.count_requests(RequestLabels(scheme, "list", outcome), num_requests, 0)
@@ -316,84 +392,3 @@ def _no_driver(scheme: str, error: ImportError) -> ConfigError:
             f"reading {scheme}:// needs {error.name}, which is not installed: {install}"
         )
     return ConfigError(f"no driver for {scheme}:// is installed: {error}")
-
-
-def _list_local(
-    location: Location, pattern: str, *, follow_links: bool
-) -> tuple[list[LocalFile], list[Shard]]:
-    files = [
-        file
-        for path in location.paths
-        for file in list_files(Path(path), pattern, follow_links=follow_links)
-    ]
-    return files, _stat_all(files)
-
-
-def _stat_all(files: Sequence[LocalFile]) -> list[Shard]:
-    """The files as shards, whose names are relative to the deepest folder with all of them."""
-    names = relative_names([str(file) for file in files])
-    return [stat_shard(file, name) for file, name in zip(files, names, strict=True)]
-
-
-async def _entries(filesystem: AsyncFileSystem, path: str, pattern: str) -> _Entries:
-    """Path and info of every file that a path, a folder or a glob stands for, sorted by path."""
-    scheme = path.partition("://")[0]
-    may_be_glob = path.partition("://")[2].partition("/")[2] if scheme in WEB_SCHEMES else path
-    if any(letter in may_be_glob for letter in "*?["):
-        found = await filesystem._glob(path, detail=True)
-    else:
-        info = await filesystem._info(path)
-        if info["type"] != "directory":
-            return [(path, info)]
-        found = await _in_folder(filesystem, path.rstrip("/"), pattern)
-        await _check_folder(filesystem, path, found, pattern)
-    return [
-        (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
-        for name, info in sorted(found.items())
-        if info["type"] == "file"
-    ]
-
-
-async def _in_folder(
-    filesystem: AsyncFileSystem, folder: str, pattern: str
-) -> dict[str, dict[str, Any]]:
-    """The files of a folder that match, by one listing."""
-    if len(patterns_of(pattern)) == 1:
-        return dict(await filesystem._glob(f"{folder}/{pattern}", detail=True))
-    found = await filesystem._glob(f"{folder}/*", detail=True)
-    return {
-        path: info for path, info in found.items() if matches_any(path.rpartition("/")[2], pattern)
-    }
-
-
-async def _check_folder(
-    filesystem: AsyncFileSystem, path: str, found: Mapping[str, Any], pattern: str
-) -> None:
-    """A folder means all of its files, so they must be one dataset; see `splits`."""
-    shown = redact(path)
-    check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
-    if not found:
-        entries = await filesystem._ls(path, detail=True)
-        folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
-        check_subfolders(shown, [name.rstrip("/").rpartition("/")[2] for name in folders], pattern)
-
-
-def listing_error(location: str, error: Exception) -> GyreError:
-    """The error for a driver's exception about a location."""
-    response, facts = response_from_error(error), {"location": location}
-    if response.refused:
-        return NotAllowed(f"{location} is refused: {response.refused}", facts)
-    if (known := access_error(location, response.status, facts)) is not None:
-        return known
-    if isinstance(error, TimeoutError):
-        return StorageUnavailable(
-            f"the storage did not answer for {location} within {_LISTING_DEADLINE_S:g} s", facts
-        )
-    return StorageUnavailable(f"the storage failed for {location}: {describe(response)}", facts)
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    """What changes with an object: its etag, or the time of its last change."""
-    etags = ("e_tag", "ETag", "etag", "version")
-    times = ("last_modified", "LastModified", "mtime", "created")
-    return next((str(info[key]) for key in (*etags, *times) if info.get(key)), "")

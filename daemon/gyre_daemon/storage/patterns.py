@@ -4,7 +4,7 @@ import fnmatch
 
 from gyre_daemon.storage.braces import expand
 
-_MAX_PATTERNS = 16
+_MAX_PATTERNS = 64
 
 
 def patterns_of(pattern: str) -> list[str]:

@@ -63,6 +63,25 @@ def check_subfolders(folder: str, names: Sequence[str], pattern: str) -> None:
         )
 
 
+def check_one_tree(folder: str, names: Sequence[str]) -> None:
+    """Refuse to serve all files below a folder if its subfolders are named like several datasets.
+
+    Args:
+        folder: as written; shown in the error.
+        names: of its subfolders.
+
+    Raises:
+        InvalidRequest: some are named like training sets, and some like held-out sets.
+    """
+    sets = [name for name in names if name.lower() in _SETS]
+    if len({_SETS[name.lower()] for name in sets}) > 1:
+        root = folder.rstrip("/")
+        raise InvalidRequest(
+            f"the folder {root} holds {' and '.join(sets)}, which are probably several datasets: "
+            f"name {' or '.join(f'{root}/{name}' for name in sets)}"
+        )
+
+
 def _narrowest(pattern: str, names: Sequence[str]) -> str:
     """The pattern of a brace list that all names match; the whole list if there is none."""
     return next(

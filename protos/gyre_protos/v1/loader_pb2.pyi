@@ -484,6 +484,7 @@ class Field(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     RAGGED_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CATEGORIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """numpy's name: "uint16", "int64", ..."""
@@ -495,6 +496,10 @@ class Field(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one sample; empty for a scalar"""
 
+    @_builtins.property
+    def categories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what the values 0, 1, ... stand for, such as names of classes"""
+
     def __init__(
         self,
         *,
@@ -503,10 +508,11 @@ class Field(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         ragged: _builtins.bool = ...,
         token_ids: _builtins.bool = ...,
+        categories: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1547,6 +1553,7 @@ class SessionState(_message.Message):
     QUALITY_FIELD_NUMBER: _builtins.int
     WAIT_PROCESSOR_S_FIELD_NUMBER: _builtins.int
     LATELY_FIELD_NUMBER: _builtins.int
+    NUM_SUBSTITUTES_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     """tells sessions apart; the session's id is a secret"""
@@ -1584,6 +1591,8 @@ class SessionState(_message.Message):
     """how long the trainer waited for a batch, as its client reported"""
     wait_processor_s: _builtins.float
     """with credit, waiting for a processor to copy or decode the next batch"""
+    num_substitutes: _builtins.int
+    """samples that were sent in place of corrupt ones"""
     user: _builtins.str
     """whose it is: "uid:1004", "token:NAME", "certificate:NAME" or "anonymous" """
     @_builtins.property
@@ -1621,11 +1630,12 @@ class SessionState(_message.Message):
         quality: Global___ShuffleQuality | None = ...,
         wait_processor_s: _builtins.float = ...,
         lately: Global___Lately | None = ...,
+        num_substitutes: _builtins.int = ...,
         user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lately", b"lately", "quality", b"quality", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "quality", b"quality", "reader", b"reader", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1731,8 +1741,8 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class DaemonStatus(_message.Message):
-    """Who may not read every dataset gets neither `storage`, `endpoints` nor `cache`, and in `num_batches_sent` and `num_bytes_sent`
-    what its own open sessions were sent.
+    """Who may not read every dataset gets neither `storage`, `endpoints` nor `cache`, and in `num_batches_sent`, `num_bytes_sent` and
+    `num_substitutes_sent` what its own open sessions were sent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1751,6 +1761,7 @@ class DaemonStatus(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     NUM_COPY_WORKERS_FIELD_NUMBER: _builtins.int
     NUM_HIDDEN_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_SUBSTITUTES_SENT_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
@@ -1765,6 +1776,8 @@ class DaemonStatus(_message.Message):
     """processes that copy local samples now; 0: the kernel copies"""
     num_hidden_sessions: _builtins.int
     """of other users; only operators see all sessions"""
+    num_substitutes_sent: _builtins.int
+    """samples in place of corrupt ones, in the batches sent"""
     memory_abandoned_bytes: _builtins.int
     """of arenas that the daemon has closed and some process still has open or mapped; part of the budget"""
     @_builtins.property
@@ -1794,11 +1807,12 @@ class DaemonStatus(_message.Message):
         cache: Global___CacheCount | None = ...,
         num_copy_workers: _builtins.int = ...,
         num_hidden_sessions: _builtins.int = ...,
+        num_substitutes_sent: _builtins.int = ...,
         memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_substitutes_sent", b"num_substitutes_sent", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,13 +9,17 @@ a second whether some rank asks for a diagnosis. If so, it writes its rank's pro
 A rank that writes nothing has ended or was stopped. If all ranks answer, the rank at fault is the
 one that waits for nobody and is behind the others. If all ranks wait, it is the one with the fewest
 completed waits: it came too late.
+
+The first rank that finds this out writes a verdict to the store, and all others take it. So does a
+rank whose neighbour calls another module: it needs no diagnosis.
 """
 
 import json
+import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
@@ -24,8 +28,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from gyre_trainer.errors import RingError
+from gyre_trainer.comm.verdict import Verdict, Verdicts
+from gyre_trainer.errors import RingError, RotationError
 
+_log = logging.getLogger(__name__)
 # A check of the store is one small request, so two per second cost nothing. A diagnosis waits for
 # ten intervals. A shorter wait would accuse a rank that a busy machine delays; a longer wait delays
 # every error message.
@@ -57,15 +63,16 @@ class HangDiagnosis:
         self._rank = dist.get_rank()
         self._progress = RankProgress()
         self._store: Store | None = None
-        self._fault = ""
+        self._verdict: Verdict | None = None
         if len(self._ranks) > 1 and dist.get_backend(group) != "fake":
             # A connection of its own: torch's may be blocked in a wait for another rank.
             store = _get_default_store().clone()  # type: ignore[attr-defined]
             self._store = PrefixStore(f"gyre hang diagnosis of {group.group_name}", store)
             # An earlier group with this store and this name may have left one.
             self._store.delete_key(str(self._rank))
+            self._verdicts = Verdicts(self._store, self._rank, self._ranks)
             stop = threading.Event()
-            arguments = self._store, self._rank, self._progress, stop
+            arguments = self._store, self._rank, self._progress, self._verdicts, stop
             answers = threading.Thread(target=_answer, args=arguments, daemon=True)
             answers.start()
             weakref.finalize(self, _end, answers, stop)
@@ -87,55 +94,100 @@ class HangDiagnosis:
 
         Raises:
             RingError: the collective failed; the message names the rank at fault.
+            RotationError: another rank has found that ranks call different modules.
         """
         try:
             with self.waiting(f"rank {self._rank}: {what}"):
                 yield
-        except RingError:
+        except (RingError, RotationError):
             raise
         except (RuntimeError, OSError) as error:
             raise self.error(f"rank {self._rank}: {what}", error) from error
 
-    def error(self, what: str, cause: Exception) -> RingError:
-        """The error for a wait for ``what`` that ended in ``cause``; takes up to ten seconds."""
-        return RingError(f"{self._find_fault()}; {what} failed: {' '.join(str(cause).split())}")
+    def error(self, what: str, cause: Exception) -> RingError | RotationError:
+        """The error for a wait for ``what`` that ended in ``cause``; takes up to 15 seconds.
 
-    def _find_fault(self) -> str:
-        """The rank at fault. The ranks are asked once: later failures follow from the first."""
-        if self._store is not None and not self._fault:
-            found: SimpleQueue[str] = SimpleQueue()
+        Another rank may have found out before why the ring failed: then the error says that. The
+        words of a library are not in it, but in the log.
+        """
+        told = " ".join(str(cause).split())
+        _log.info("%s failed: %s", what, told)
+        verdict = self._settled(self._diagnosed)
+        if verdict.is_mispaired:
+            return RotationError(f"{what}: {verdict.text}")
+        reason = f": {told}" if isinstance(cause, OSError) else ""
+        return RingError(f"{verdict.text}; {what} failed{reason}")
+
+    def mispaired(self, what: str, text: str) -> RotationError:
+        """The error for a wait for ``what`` whose neighbour makes another call.
+
+        ``text`` names both ranks and both modules. All ranks end with the first such text.
+        """
+        verdict = self._settled(lambda _: Verdict(text, is_mispaired=True))
+        return RotationError(f"{what}: {verdict.text if verdict.is_mispaired else text}")
+
+    def _settled(self, own: Callable[[Store], Verdict]) -> Verdict:
+        """The verdict in the store, or that of ``own``; found once: later failures follow from it.
+
+        A store may not answer, so a thread asks it.
+        """
+        if self._verdict is None:
+            if self._store is None:
+                return Verdict("there is no other rank to ask")
+            found: SimpleQueue[Verdict] = SimpleQueue()
             ask = threading.Thread(
-                target=lambda store: found.put(self._ask(store)), args=(self._store,), daemon=True
+                target=lambda store: found.put(self._ask(store, own)),
+                args=(self._store,),
+                daemon=True,
             )
             ask.start()
             try:
-                self._fault = found.get(timeout=2 * _ANSWER_TIMEOUT_S)
+                self._verdict = found.get(timeout=3 * _ANSWER_TIMEOUT_S)
             except Empty:
-                self._fault = f"the process group's store does not answer; {_WHO_SERVES}"
-        return self._fault or "there is no other rank to ask"
+                silent = f"the process group's store does not answer; {_WHO_SERVES}"
+                self._verdict = self._verdicts.seen or Verdict(silent)
+        return self._verdict
 
-    def _ask(self, store: Store) -> str:
-        """Ask all ranks for their progress, and say which one is at fault."""
+    def _ask(self, store: Store, own: Callable[[Store], Verdict]) -> Verdict:
         try:
-            _write(store, self._rank, self._progress)
             store.set(_ASKED, "yes")
-            missing, deadline_s = self._ranks, time.monotonic() + _ANSWER_TIMEOUT_S
-            while missing and time.monotonic() < deadline_s:
-                time.sleep(_LOOK_INTERVAL_S / 10)
-                missing = [rank for rank in missing if not store.check([str(rank)])]
-            answered = [rank for rank in self._ranks if rank not in missing]
-            progress = {rank: RankProgress(**json.loads(store.get(str(rank)))) for rank in answered}
+            verdict = self._verdicts.first() or self._verdicts.publish(own(store))
+            if self._rank == 0:  # where it serves the store, none can read it after its end
+                self._verdicts.wait_until_read(verdict, _ANSWER_TIMEOUT_S)
         except RuntimeError:
-            return f"the process group's store is gone; {_WHO_SERVES}"
-        return diagnose(progress, missing)
+            gone = f"the process group's store is gone; {_WHO_SERVES}"
+            return self._verdicts.seen or Verdict(gone)
+        return verdict
+
+    def _diagnosed(self, store: Store) -> Verdict:
+        """Ask all ranks for their progress, and say which one is at fault.
+
+        Another rank may say so first.
+        """
+        _write(store, self._rank, self._progress)
+        missing, deadline_s = self._ranks, time.monotonic() + _ANSWER_TIMEOUT_S
+        while missing and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_INTERVAL_S / 10)
+            if (found := self._verdicts.first()) is not None:
+                return found
+            missing = [rank for rank in missing if not store.check([str(rank)])]
+        answered = [rank for rank in self._ranks if rank not in missing]
+        progress = {rank: RankProgress(**json.loads(store.get(str(rank)))) for rank in answered}
+        return Verdict(diagnose(progress, missing), missing=missing)
 
 
-def _answer(store: Store, rank: int, progress: RankProgress, stop: threading.Event) -> None:
-    """Write the rank's progress at every look while some rank asks, until told to stop."""
+def _answer(
+    store: Store, rank: int, progress: RankProgress, verdicts: Verdicts, stop: threading.Event
+) -> None:
+    """Write the rank's progress at every look while some rank asks, until told to stop.
+
+    Read the verdict, too: the store may be gone when this rank asks for it.
+    """
     try:
         while not stop.wait(_LOOK_INTERVAL_S) and dist.is_initialized():
             if store.check([_ASKED]):
                 _write(store, rank, progress)
+                verdicts.first()
     except RuntimeError:
         return  # the store is gone, and so is every rank that might ask
 

@@ -7,9 +7,10 @@ current stream, not the process: NCCL moves the buffers on a stream of its own, 
 hops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,18 @@ class Direction(IntEnum):
 class Hop:
     """One buffer on its way to a neighbour, and another on its way to this rank."""
 
-    def __init__(self, works: Sequence[tuple[Work, str]], ring: "Ring", identity: int) -> None:
+    def __init__(
+        self,
+        works: Sequence[tuple[Work, str]],
+        ring: "Ring",
+        identity: int,
+        neighbours: Mapping[str, int],
+    ) -> None:
+        """``neighbours`` has the rank at the other end of each work, by its description."""
         self._works = works
+        self._neighbours = neighbours
+        self._rank = ring.global_rank
+        self._give_up = ring.give_up
         self._diagnosis = ring.hang_diagnosis
         self._modules = ring.modules
         self._identity = identity
@@ -58,17 +69,24 @@ class Hop:
                     with span(what):
                         work.wait()
                 except MispairedHop as error:
-                    self._failed = RotationError(
-                        f"{what}: this rank calls {self._modules.describe(self._identity)}, but "
-                        f"that one calls {self._modules.describe(error.theirs)}; "
-                        "all ranks must call the same modules in the same order"
-                    )
-                    raise self._failed from error
+                    self._fail(self._diagnosis.mispaired(what, self._difference(what, error)))
                 except (RuntimeError, OSError) as error:
-                    self._failed = self._diagnosis.error(what, error)
-                    raise self._failed from error
+                    self._fail(self._diagnosis.error(what, error), error)
         self._is_under_way = False
         self._works = ()
+
+    def _fail(self, failure: RingError | RotationError, cause: Exception | None = None) -> NoReturn:
+        """End the waits of all ranks, which find the same reason, and raise ``failure``."""
+        self._failed = failure
+        self._give_up()
+        raise failure from cause
+
+    def _difference(self, what: str, error: MispairedHop) -> str:
+        return (
+            f"rank {self._rank} calls {self._modules.describe(self._identity)}, "
+            f"but rank {self._neighbours[what]} calls {self._modules.describe(error.theirs)}; "
+            "all ranks must call the same modules in the same order"
+        )
 
 
 class Ring:
@@ -82,6 +100,7 @@ class Ring:
 
     Attributes:
         rank: this rank's number on the ring, in [0, size).
+        global_rank: its number in the default process group.
         size: the number of ranks on the ring.
         pool: the transient buffers of all modules that rotate on this ring.
         bytes_sent: bytes that this rank has sent in hops since the ring was made.
@@ -96,6 +115,7 @@ class Ring:
         hang_diagnosis: HangDiagnosis,
     ) -> None:
         self.rank = dist.get_rank(group)
+        self.global_rank = dist.get_rank()
         self.size = dist.get_world_size(group)
         self.bytes_sent = 0
         self.hang_diagnosis = hang_diagnosis
@@ -129,6 +149,7 @@ class Ring:
 
         Raises:
             RingError: the hop could not be started.
+            RotationError: another rank has found that ranks call different modules.
         """
         self.bytes_sent += outgoing.numel() * outgoing.element_size()
         legs = [
@@ -136,13 +157,23 @@ class Ring:
             Leg(outgoing, direction, False, self._what(direction, stream, arrives=False), identity),
         ]
         legs = [leg for leg in legs if leg.tensor.numel()]
+        neighbours = {leg.description: self._global(leg.offset) for leg in legs}
         works: list[tuple[Work, str]] = []
         for transport in self._transports:
             reached = transport.offsets(outgoing.device)
             if carried := [leg for leg in legs if leg.offset in reached]:
-                works += transport.start(carried, stream)
+                try:
+                    works += transport.start(carried, stream)
+                except (RingError, RotationError):
+                    self.give_up()
+                    raise
             legs = [leg for leg in legs if leg.offset not in reached]
-        return Hop(works, self, identity)
+        return Hop(works, self, identity, neighbours)
+
+    def give_up(self) -> None:
+        """Let every wait of the neighbours fail; the hang diagnosis knows why. For good."""
+        for transport in self._transports:
+            transport.give_up()
 
     def _what(self, offset: int, stream: Stream, *, arrives: bool) -> str:
         verb, preposition = ("receiving", "from") if arrives else ("sending", "to")

@@ -5,7 +5,9 @@ carries the hop's leg to that neighbour. `gyre_trainer.comm.shared_memory` has t
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ class Stream(IntEnum):
 
 # Tags beyond those of `Stream`, so that no identity is taken for a tensor.
 _IDENTITY_TAG = 16
+_NEVER_SENT_TAG = 32
 
 
 class MispairedHop(RuntimeError):
@@ -84,7 +87,12 @@ class Transport(Protocol):
 
         Raises:
             RingError: a leg could not be started.
+            RotationError: another rank has found that ranks call different modules.
         """
+        ...
+
+    def give_up(self) -> None:
+        """Let the waits of both ends of each connection fail, now and later."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -135,6 +143,21 @@ class ProcessGroupTransport:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer in torch's own memory."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_up(self) -> None:
+        """Close this rank's connections, with gloo; NCCL's watchdog ends waits at the timeout.
+
+        Gloo closes all of them where a wait passes its timeout (`UnboundBuffer::waitRecv`); it has
+        no call for that.
+        """
+        group = self._group
+        if not self._is_real or "gloo" not in dist.get_backend(group):
+            return
+        neighbour = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        with torch._C._DisableTorchDispatch(), suppress(RuntimeError):
+            work = dist.irecv(torch.zeros(1), None, group, _NEVER_SENT_TAG, neighbour)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))
 
     def _identity(self, leg: Leg, stream: Stream) -> "_Identity | None":
         """Start to send or receive the identity of a leg; None where the device is not a CPU."""

@@ -206,7 +206,9 @@ class Launcher:
             ((failure, index) for failure, index in failures if failure),
             key=lambda each: each[0].time_s,
         )
-        text = f"rank {index} failed:\n\n{first.text.rstrip()}"
+        text = first.text.rstrip()
+        if not first.names_rank:
+            text = f"rank {index} failed:\n\n{text}"
         told = f"error: {first.text}" if first.status == 2 else text
         print(f"gyre-train: {told}", file=sys.stderr)
         return first.status

@@ -27,11 +27,13 @@ class RankFailure:
             is the cause.
         status: the exit status that follows: 2 for an error that the user can correct, else 1.
         text: one sentence; with GYRE_TRACEBACK=1 a traceback may follow.
+        names_rank: whether the text begins with the rank at fault, which may be another one.
     """
 
     time_s: float
     status: int
     text: str
+    names_rank: bool = False
 
 
 class FailurePipe:
@@ -55,9 +57,9 @@ class FailurePipe:
         if os.getppid() != self._pid:
             sys.exit("gyre-train: the launcher is gone")
 
-    def send(self, status: int, text: str) -> None:
-        """Send the failure to the launcher, if it still exists."""
-        failure = RankFailure(time.monotonic(), status, text[-_MAX_TEXT:])
+    def send(self, status: int, text: str, *, names_rank: bool = False) -> None:
+        """Send the failure to the launcher, if it still exists; see `RankFailure`."""
+        failure = RankFailure(time.monotonic(), status, text[-_MAX_TEXT:], names_rank)
         try:
             os.write(
                 self._pipe_fd,

@@ -22,6 +22,7 @@ from gyre_daemon.datasets.formats.base import (
     stored_fields,
 )
 from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
+from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
 from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
 from gyre_daemon.datasets.formats.rows import RowsFormat, RowsOptions
@@ -35,6 +36,7 @@ __all__ = [
     "MASK",
     "OFFSETS_SUFFIX",
     "SAMPLE_ID",
+    "SINGLE_FILES",
     "Extents",
     "FieldSpec",
     "Format",
@@ -66,6 +68,7 @@ def _entry(format_class: type[Any], options: type[Any]) -> FormatEntry:
     )
 
 
+SINGLE_FILES = "files"  # the format of a folder whose files lie in folders
 FORMATS: Mapping[str, FormatEntry] = {
     "tokens": _entry(TokensFormat, TokensOptions),
     "webdataset": _entry(WebdatasetFormat, WebdatasetOptions),
@@ -76,6 +79,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "mds": _entry(MdsFormat, MdsOptions),
     "npy": _entry(RowsFormat, RowsOptions),
     "tfrecord": _entry(TfrecordFormat, TfrecordOptions),
+    SINGLE_FILES: _entry(FilesFormat, FilesOptions),
 }
 
 

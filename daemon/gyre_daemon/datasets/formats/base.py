@@ -6,7 +6,8 @@ To open a dataset, the daemon uses a `Format` in this order:
 1. `pattern` selects the files of a folder that are shards.
 2. `inspection` finds out what the format must know about the shards. A `Scan` reads every shard
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
-   which the daemon keeps in sidecar files and hands back the next time.
+   which the daemon keeps in sidecar files and hands back the next time. A `Listing` says which
+   single files are samples.
 3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges.
 
 A new format consists of a module or package here, an entry in `FORMATS`, and a subclass of
@@ -57,12 +58,13 @@ options or its arrays. This is a complete format, in which every line of a text 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.storage.file_table import FileTable
 from gyre_daemon.storage.shard import Shard
 
 # A batch has these tensors beside its fields, and names derived from a field's name with these
@@ -91,6 +93,8 @@ class FieldSpec:
             memory. The values of an `indexed` field are in the index, and nothing is read.
         token_ids: whether the elements are token ids; clients may widen unsigned ones.
         vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
+        categories: what the values of an integer field stand for, such as the names of classes;
+            empty if they are just numbers.
     """
 
     name: str
@@ -100,6 +104,7 @@ class FieldSpec:
     codec: CodecName
     token_ids: bool = False
     vocabulary: int = 0
+    categories: tuple[str, ...] = ()
 
     @property
     def element_bytes(self) -> int:
@@ -274,6 +279,63 @@ class Probe:
     check: Callable[[Arrays, Sequence[Shard]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """An inspection of the list of files, where each file is a sample.
+
+    The daemon lists the files below a folder, at any depth. To all other code they are one shard,
+    in which each file comes after its *head*: its path. What `assemble` gets is the arrays that
+    `file_arrays` makes.
+
+    Attributes:
+        is_wanted: whether a file of this name, without its folder, is one of the dataset.
+    """
+
+    is_wanted: Callable[[str], bool]
+
+
+def file_arrays(table: FileTable) -> Arrays:
+    """The files of a dataset, as `assemble` gets them after a listing.
+
+    Returns:
+        names: uint8, the paths of all n files back to back, in UTF-8.
+        name_ends: int64 [n + 1]; path i is `names[name_ends[i] : name_ends[i + 1]]`.
+        size: int64 [n], the size of each file.
+    """
+    names = np.frombuffer(table.names.data, np.uint8)
+    return {"names": names, "name_ends": table.names.ends, "size": table.sizes}
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedSample:
+    """A sample that a format found damaged although its shard can be read.
+
+    Attributes:
+        shard: number of the shard.
+        sample: its id in the dataset.
+        offset: the byte of the shard at which it begins.
+        reason: what is wrong.
+    """
+
+    shard: int
+    sample: int
+    offset: int
+    reason: str
+
+
+@runtime_checkable
+class TolerantFormat(Protocol):
+    """A format that can find some samples damaged, and serve the others."""
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """As `Format.assemble`, with the samples that it would refuse, in the order of their ids.
+
+        The index has them too, so that ids do not depend on damage; nobody reads them.
+        """
+
+
 class Format(Protocol):
     """One way to store samples in shards, with the options of one dataset."""
 
@@ -286,7 +348,7 @@ class Format(Protocol):
         """Whether shards named `*.gz` or `*.tgz` are unpacked before the format sees them."""
 
     @property
-    def inspection(self) -> Scan | Probe | None:
+    def inspection(self) -> Scan | Probe | Listing | None:
         """What must be read before `assemble`; None if offsets are plain arithmetic."""
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
@@ -294,8 +356,8 @@ class Format(Protocol):
 
         Args:
             shards: of the dataset, in its order.
-            inspected: after a scan, the arrays of each shard; after a probe, its one result; empty
-                if there is no inspection.
+            inspected: after a scan, the arrays of each shard; after a probe or a listing, its one
+                result; empty if there is no inspection.
 
         Raises:
             CorruptSample: the shards do not make one dataset; names the first that does not fit.

@@ -18,6 +18,7 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.storage.beneath import LeavesRoot, LocalFile, NotRegular, Root
+from gyre_daemon.storage.location import relative_names
 from gyre_daemon.storage.patterns import checked_glob, patterns_of
 from gyre_daemon.storage.shard import Shard, changed
 from gyre_daemon.storage.splits import check_one_set, check_subfolders
@@ -77,6 +78,24 @@ def list_files(path: Path, pattern: str, *, follow_links: bool = False) -> list[
     raise ShardMissing(
         f"no shard at {path}: check the dataset's URI and that it matches {pattern}", {"path": path}
     )
+
+
+def list_shards(
+    paths: Sequence[str], pattern: str, *, follow_links: bool
+) -> tuple[list[LocalFile], list[Shard]]:
+    """The files of all paths, and the same as shards; see `list_files` for arguments and errors."""
+    files = [
+        file
+        for path in paths
+        for file in list_files(Path(path), pattern, follow_links=follow_links)
+    ]
+    return files, stat_shards(files)
+
+
+def stat_shards(files: Sequence[LocalFile]) -> list[Shard]:
+    """The files as shards, whose names are relative to the deepest folder with all of them."""
+    names = relative_names([str(file) for file in files])
+    return [stat_shard(file, name) for file, name in zip(files, names, strict=True)]
 
 
 def stat_shard(file: LocalFile, name: str) -> Shard:

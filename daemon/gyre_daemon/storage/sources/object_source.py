@@ -6,7 +6,7 @@ It is an extra, imported only if a dataset needs it.
 import asyncio
 import datetime
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -38,6 +38,7 @@ _PLAIN_SETTINGS = frozenset(
      "imdsv1_fallback")
 )  # fmt: skip
 
+_PAGE_OBJECTS = 1000  # the most that one answer of a listing has
 _SIGNED_FOR = datetime.timedelta(hours=1)
 
 
@@ -71,6 +72,15 @@ class ObjectFileSystem(FsspecStore):
                 "a web server lists nothing; name every shard, for example with a brace list"
             )
         return await super()._glob(path, **kwargs)
+
+    async def pages_below(self, folder: str) -> AsyncIterator[list[tuple[str, Any]]]:
+        """The objects below a folder: path without a scheme, and info; a page at a time."""
+        if self.protocol in _NO_LISTING:
+            raise NotImplementedError("a web server lists nothing; name the files in a manifest")
+        bucket, prefix = self._split_path(folder)
+        store: ObjectStore = self._construct_store(bucket)
+        async for page in obstore.list(store, prefix, chunk_size=_PAGE_OBJECTS):
+            yield [(f"{bucket}/{each['path']}", each) for each in page]
 
 
 class ObjectSource:

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 
@@ -161,6 +161,11 @@ class Link:
                 self._wait_for_message(deadline_s)
                 self._make_progress()
 
+    def give_up(self) -> None:
+        """Let all waits fail, here and, once it has read what was sent, at the other end."""
+        with suppress(OSError):  # the other process may be gone
+            self._end.shutdown(socket.SHUT_RDWR)
+
     @contextmanager
     def _releasing_progress(self) -> Iterator[None]:
         """Release the lock at the end, and request the copies that are left."""
@@ -241,7 +246,7 @@ class Link:
         except ConnectionError:
             message = b""
         if not message:
-            self._failed = ConnectionError("its process is gone")
+            self._failed = ConnectionError("its process is gone, or gave up")
             return False
         kind, stream, number, identity = _MESSAGE.unpack(message)
         match kind:

@@ -64,6 +64,12 @@ class SharedMemoryTransport:
             works.insert(0, (work, leg.description))
         return works
 
+    def give_up(self) -> None:
+        """Let the waits at both ends of each link fail; the process group's are not touched."""
+        connections = _CONNECTIONS.get(self._group)
+        for link in connections.links.values() if connections else ():
+            link.give_up()
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer in memory that a link can offer; an empty one needs no such memory."""
         if numel == 0:

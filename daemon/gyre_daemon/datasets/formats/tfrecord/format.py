@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, Scan
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, Scan, array_of
 from gyre_daemon.datasets.formats.stored import check_extents
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -52,18 +52,40 @@ class TfrecordFormat:
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        return Scan("tfrecord/1", scan_records, lambda scan: len(scan["size"]), check_extents)
+        return Scan("tfrecord/2", scan_records, lambda scan: len(scan["size"]), _check)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """See `Format.assemble`."""
+        index, damaged = self.assemble_tolerantly(shards, inspected)
+        for first in damaged[:1]:
+            name, offset, reason = shards[first.shard].name, first.offset, first.reason
+            raise CorruptSample(
+                f"shard {name} at byte {offset}: {reason}; restore the shard",
+                {"shard": name, "offset": offset, "reason": reason},
+            )
+        return index
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleTable, Sequence[DamagedSample]]:
+        """See `TolerantFormat`: the records whose bytes have another checksum."""
         nothing = np.empty(0, np.int64)
-        return SampleTable(
+        damaged: list[DamagedSample] = []
+        first = 0
+        for number, scan in enumerate(inspected):
+            for record in scan["damaged"].tolist():
+                offset = int(scan["start"][record]) - _HEAD.size
+                reason = f"record {record} has bytes whose checksum differs"
+                damaged.append(DamagedSample(number, first + record, offset, reason))
+            first += len(scan["size"])
+        index = SampleTable(
             [_FIELD],
             [len(scan["size"]) for scan in inspected],
             np.concatenate([nothing, *(scan["start"] for scan in inspected)])[:, None],
             np.concatenate([nothing, *(scan["size"] for scan in inspected)])[:, None],
             identity=b"tfrecord",
         )
+        return index, damaged
 
 
 def scan_records(shard: str, file: BinaryIO) -> Arrays:
@@ -71,9 +93,11 @@ def scan_records(shard: str, file: BinaryIO) -> Arrays:
 
     Returns:
         start, size: int64 [N], first byte and length of each record's data.
+        damaged: int64 [D], the records whose data have another checksum.
 
     Raises:
-        CorruptSample: the file is cut off, or a checksum differs; with shard and offset.
+        CorruptSample: the file is cut off, or the checksum of a length differs; with shard and
+            offset.
     """
     from google_crc32c import extend, value  # noqa: PLC0415  # only this format needs it
 
@@ -85,6 +109,7 @@ def scan_records(shard: str, file: BinaryIO) -> Arrays:
 
     starts: list[int] = []
     sizes: list[int] = []
+    damaged: list[int] = []
     offset = 0
     while head := _read(file, _HEAD.size):
         if len(head) < _HEAD.size:
@@ -99,11 +124,25 @@ def scan_records(shard: str, file: BinaryIO) -> Arrays:
         if left or len(foot) < _CHECKSUM.size:
             raise corrupt(f"is cut off; its length is {size}")
         if _CHECKSUM.unpack(foot)[0] != _masked(crc):
-            raise corrupt("has bytes whose checksum differs; restore the shard")
+            damaged.append(len(starts))
         starts.append(offset + _HEAD.size)
         sizes.append(size)
         offset += _HEAD.size + size + _CHECKSUM.size
-    return {"start": np.array(starts, np.int64), "size": np.array(sizes, np.int64)}
+    return {
+        "start": np.array(starts, np.int64),
+        "size": np.array(sizes, np.int64),
+        "damaged": np.array(damaged, np.int64),
+    }
+
+
+def _check(arrays: Arrays, file_bytes: int) -> None:
+    """See `Scan.check`."""
+    check_extents(arrays, file_bytes)
+    damaged, num_records = array_of(arrays, "damaged", np.int64), len(arrays["size"])
+    if len(damaged) and (
+        damaged[0] < 0 or damaged[-1] >= num_records or (np.diff(damaged) <= 0).any()
+    ):
+        raise ValueError("its damaged records are none of the shard's")
 
 
 def _masked(crc: int) -> int:

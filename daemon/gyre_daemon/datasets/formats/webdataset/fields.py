@@ -126,16 +126,25 @@ def all_fields(shards: Sequence[TarShard], optional: Sequence[str]) -> tuple[Tar
 
 
 def check_members(shard: TarShard, field: TarField) -> None:
-    """Check that all members of a field can be served, and that no sample lacks a required field.
+    """Check that all members of a field can be served.
 
     Raises:
-        CorruptSample: with shard, sample and field.
+        CorruptSample: with shard and field.
     """
-    extensions, unsound = shard.meta["extensions"], shard.meta["unsound"]
+    unsound = shard.meta["unsound"]
     for extension in field.extensions:
         if extension in unsound:
             offset, reason = unsound[extension]
             raise corrupt(shard.name, offset, reason, field=field.name)
+
+
+def check_complete(shard: TarShard, field: TarField) -> None:
+    """Check that no sample lacks a required field.
+
+    Raises:
+        CorruptSample: with shard, sample and field.
+    """
+    extensions = shard.meta["extensions"]
     if field.is_optional:
         return
     numbers = {extensions.index(name) for name in field.extensions if name in extensions}

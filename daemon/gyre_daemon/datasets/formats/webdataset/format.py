@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Arrays, FieldSpec, Scan
+from gyre_daemon.datasets.formats.base import (
+    PRESENT_SUFFIX,
+    Arrays,
+    DamagedSample,
+    FieldSpec,
+    Scan,
+)
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.datasets.formats.webdataset.arrays import array_field
 from gyre_daemon.datasets.formats.webdataset.fields import (
@@ -15,6 +21,7 @@ from gyre_daemon.datasets.formats.webdataset.fields import (
     TarField,
     TarShard,
     all_fields,
+    check_complete,
     check_inside,
     check_members,
     locate_field,
@@ -58,6 +65,20 @@ class WebdatasetFormat:
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
         """See `Format.assemble`."""
+        return self._assemble(shards, inspected, is_tolerant=False)[0]
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleTable, Sequence[DamagedSample]]:
+        """See `TolerantFormat`: the samples that lack a member.
+
+        Members that are not what their extension says are found when all samples are checked.
+        """
+        return self._assemble(shards, inspected, is_tolerant=True)
+
+    def _assemble(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays], *, is_tolerant: bool
+    ) -> tuple[SampleTable, Sequence[DamagedSample]]:
         every = [
             TarShard(shard, scan, json.loads(scan["meta"].tobytes()))
             for shard, scan in zip(shards, inspected, strict=True)
@@ -69,7 +90,7 @@ class WebdatasetFormat:
             fields = parse_fields(options.fields, options.optional) or all_fields(
                 full, options.optional
             )
-        locations = [_locate_fields(each, fields) for each in full]
+        locations = [_locate_fields(each, fields, is_tolerant=is_tolerant) for each in full]
         arrays = {
             number: array_field(field, full, [its[number] for its in locations])
             for number, field in enumerate(fields)
@@ -86,7 +107,8 @@ class WebdatasetFormat:
             if field.is_optional
         ]
         indexed += [(each.shape, each.shapes) for each in arrays.values() if each.shape]
-        return SampleTable(
+        damaged = _lacking(every, fields, member) if is_tolerant else []
+        index = SampleTable(
             (*stored, *(spec for spec, _ in indexed)),
             [each.num_samples for each in every],
             _table([[each.start for each in its] for its in locations], len(fields)),
@@ -98,13 +120,43 @@ class WebdatasetFormat:
             absent=member < 0 if any(field.is_optional for field in fields) else None,
             indexed=[values for _, values in indexed],
         )
+        return index, damaged
 
 
-def _locate_fields(shard: TarShard, fields: Sequence[TarField]) -> list[FieldLocations]:
+def _locate_fields(
+    shard: TarShard, fields: Sequence[TarField], *, is_tolerant: bool
+) -> list[FieldLocations]:
     check_inside(shard)
     for field in fields:
-        check_members(shard, field)
+        # the type and shape of a field of arrays are known only if every member has them
+        if not is_tolerant or field.codec == "npy":
+            check_members(shard, field)
+        if not is_tolerant:
+            check_complete(shard, field)
     return [locate_field(shard, field) for field in fields]
+
+
+def _lacking(
+    shards: Sequence[TarShard], fields: Sequence[TarField], member: Int64Array
+) -> list[DamagedSample]:
+    """The samples that lack a field that is not optional.
+
+    Args:
+        shards: all of them.
+        fields: F fields.
+        member: int64 [N, F], -1 where a sample lacks a field.
+    """
+    required = [number for number, field in enumerate(fields) if not field.is_optional]
+    reasons = [f"the sample has no member {field.members}" for field in fields]
+    ends = np.cumsum([each.num_samples for each in shards])
+    damaged = []
+    for sample in np.flatnonzero((member[:, required] < 0).any(axis=1)).tolist():
+        number = int(np.searchsorted(ends, sample, side="right"))
+        shard, first = shards[number], int(ends[number]) - shards[number].num_samples
+        offset = int(shard.scan["start"][shard.scan["first"][sample - first]])
+        lacks = next(each for each in required if member[sample, each] < 0)
+        damaged.append(DamagedSample(number, sample, offset, reasons[lacks]))
+    return damaged
 
 
 def _table(parts: Sequence[Sequence[Int64Array]], num_fields: int) -> Int64Array:

@@ -138,3 +138,38 @@ CODECS: Mapping[str, Codec] = {
         finish=_finish_npy,
     ),
 }
+
+
+def has_checks(spec: FieldSpec) -> bool:
+    """Whether the bytes of such a field can be wrong; any bytes are `bytes`."""
+    return spec.codec not in ("bytes", "indexed")
+
+
+def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> None:
+    """Check the stored bytes of one sample as they are checked when it is served.
+
+    Args:
+        spec: its field.
+        stored: all bytes.
+        reserved: the bytes that the sample takes in the tensor.
+
+    Raises:
+        ValueError: they are no such field.
+    """
+    codec = CODECS[spec.codec]
+    sizes = np.array([len(stored)]), np.array([reserved])
+    if codec.misfits(*sizes)[0]:
+        raise ValueError(f"{len(stored)} bytes are no {spec.codec} here")
+    before = int(codec.scratch_bytes(*sizes)[0]) if codec.scratch_bytes else 0
+    destination = memoryview(bytearray(reserved))
+    destination[: len(stored) - before] = stored[before:]
+    if codec.finish:
+        codec.finish(spec, stored[:before], destination)
+    elif spec.codec == "ids" and (unknown := first_unknown_id(spec, destination)) is not None:
+        raise ValueError(unknown_id(spec, destination, unknown))
+
+
+def unknown_id(spec: FieldSpec, destination: memoryview, number: int) -> str:
+    """What is wrong with a sample whose id of this number is outside the vocabulary."""
+    value = np.frombuffer(destination, spec.dtype)[number]
+    return f"id {value} at position {number} is outside the vocabulary of {spec.vocabulary} ids"

@@ -1,0 +1,242 @@
+"""Checks every sample of a dataset, in processes that may be killed, and keeps what was found.
+
+A shard is checked once for each version of it: its damage is kept in a sidecar. Fields of plain
+bytes have nothing that could be wrong, and are not read.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.damage import Damage, ShardFields, checkable, from_arrays
+from gyre_daemon.datasets.formats import SampleIndex, stored_fields
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.shardfiles import open_file
+from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.local.listing import check_listed
+
+DAMAGE_SUFFIX = ".gyre-damage"
+# Shards that are checked at once; each takes a core while it is read.
+_MAX_PROCESSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedShard:
+    """What was found in one shard.
+
+    Attributes:
+        number: of the shard.
+        first_sample: the id of its first sample.
+        num_samples: that it has.
+        num_bytes: that were checked.
+        damages: its damaged samples by their number in the shard, in rising order.
+        failure: why it could not be checked; empty if it could.
+    """
+
+    number: int
+    first_sample: int
+    num_samples: int
+    num_bytes: int
+    damages: Sequence[Damage]
+    failure: CorruptSample | None = None
+
+
+class SampleChecker:
+    """Checks the samples of a daemon's datasets."""
+
+    def __init__(self, sidecars: SidecarStore, processes: ScanProcesses) -> None:
+        """Start no process yet.
+
+        Args:
+            sidecars: any kind; damage is kept in the same folders.
+            processes: of which some are used.
+        """
+        self._sidecars = sidecars.sibling(DAMAGE_SUFFIX)
+        self._processes = processes
+
+    async def run(
+        self,
+        location: str,
+        storage: Storage,
+        index: SampleIndex,
+        known: npt.NDArray[np.int64],
+        *,
+        refresh: bool,
+    ) -> AsyncGenerator[CheckedShard, None]:
+        """Check all shards, several at once, in whatever order they are done.
+
+        Args:
+            location: of the dataset, redacted.
+            storage: its shards, uncompressed.
+            index: its samples.
+            known: int64 [C], ids that are damaged already, in rising order; they are not checked.
+            refresh: check the shards even if what was found before is kept.
+
+        Raises:
+            ShardMissing, NotAllowed, StorageUnavailable: a shard cannot be read.
+        """
+        bounds = await asyncio.to_thread(shard_bounds, index, len(storage.shards))
+        work = _Work(location, storage, index, known, bounds, refresh=refresh)
+        results: asyncio.Queue[CheckedShard | Exception] = asyncio.Queue()
+        numbers = iter(range(len(storage.shards)))
+        num_workers = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(storage.shards))
+        workers = [
+            asyncio.create_task(self._check_shards(work, numbers, results))
+            for _ in range(num_workers)
+        ]
+        try:
+            for _ in storage.shards:
+                result = await results.get()
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _check_shards(
+        self,
+        work: "_Work",
+        numbers: Iterator[int],
+        results: "asyncio.Queue[CheckedShard | Exception]",
+    ) -> None:
+        process: ScanProcess | None = None
+        try:
+            for number in numbers:
+                fields = await asyncio.to_thread(work.fields_of, number)
+                if fields is None:
+                    results.put_nowait(work.result(number))
+                    continue
+                key = work.key(number, fields)
+                arrays = None if work.refresh else await self._load(work, number, key)
+                if arrays is None:
+                    process = process or await self._processes.start()
+                    try:
+                        arrays = await _check_shard(process, work.storage, number, fields)
+                    except CorruptSample as failure:
+                        results.put_nowait(work.result(number, failure=failure))
+                        continue
+                    local = work.storage.local_file(number)
+                    await asyncio.to_thread(self._sidecars.try_to_save, key, local, arrays)
+                damages = from_arrays(arrays, work.num_samples(number))
+                results.put_nowait(work.result(number, int(fields.size.sum()), damages))
+        except Exception as error:
+            results.put_nowait(error)
+        finally:
+            if process:
+                process.kill()
+
+    async def _load(self, work: "_Work", number: int, key: SidecarKey) -> Arrays | None:
+        local, check = work.storage.local_file(number), partial(_check, work.num_samples(number))
+        return await asyncio.to_thread(self._sidecars.load, key, local, check)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One run over a dataset; `bounds` has the first sample id of each shard, and N."""
+
+    location: str
+    storage: Storage
+    index: SampleIndex
+    known: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]
+    refresh: bool
+
+    def num_samples(self, number: int) -> int:
+        return int(self.bounds[number + 1] - self.bounds[number])
+
+    def fields_of(self, number: int) -> ShardFields | None:
+        """What is to be checked in a shard; None for nothing."""
+        specs = stored_fields(self.index.fields)
+        columns = checkable(specs)
+        if not columns or not self.num_samples(number):
+            return None
+        first, stop = self.bounds[number : number + 2].tolist()
+        extents = self.index.locate(np.arange(first, stop))
+        fixed = np.array([0 if spec.ragged else spec.element_bytes for spec in specs])
+        is_ragged = np.array([spec.ragged for spec in specs])
+        skipped = np.zeros(extents.size.shape, np.bool_)
+        if extents.absent is not None:
+            skipped |= extents.absent
+        begin, end = np.searchsorted(self.known, (first, stop))
+        skipped[self.known[begin:end] - first] = True
+        return ShardFields(
+            tuple(specs[column] for column in columns),
+            np.ascontiguousarray(extents.start[:, columns]),
+            np.ascontiguousarray(extents.size[:, columns]),
+            np.where(is_ragged, extents.tensor_bytes, fixed)[:, columns],
+            np.ascontiguousarray(skipped[:, columns]),
+        )
+
+    def key(self, number: int, fields: ShardFields) -> SidecarKey:
+        """Of the damage; it covers what is checked: other options of a format, other keys."""
+        digest = hashlib.blake2b(digest_size=16)
+        named = [
+            (spec.name, spec.codec, spec.dtype.str, spec.shape, spec.ragged, spec.vocabulary)
+            for spec in fields.specs
+        ]
+        digest.update(json.dumps(named).encode())
+        for array in (fields.start, fields.size, fields.reserved, fields.skipped):
+            digest.update(array.tobytes())
+        shard = self.storage.shards[number]
+        kind = f"damage/1 {digest.hexdigest()}"
+        return SidecarKey(self.location, shard.name, shard.size_bytes, shard.version, kind)
+
+    def result(
+        self,
+        number: int,
+        num_bytes: int = 0,
+        damages: Sequence[Damage] = (),
+        failure: CorruptSample | None = None,
+    ) -> CheckedShard:
+        first, num_samples = int(self.bounds[number]), self.num_samples(number)
+        return CheckedShard(number, first, num_samples, num_bytes, damages, failure)
+
+
+def shard_bounds(index: SampleIndex, num_shards: int) -> npt.NDArray[np.int64]:
+    """Int64 [S + 1]: the first sample id of each shard, and N; ids follow the order of shards."""
+    low = np.zeros(num_shards + 1, np.int64)
+    high = np.full(num_shards + 1, index.num_samples)
+    wanted = np.arange(num_shards + 1)
+    while (low < high).any():
+        middle = (low + high) // 2
+        inside = np.minimum(middle, index.num_samples - 1)
+        is_before = (index.locate(inside).shard < wanted) & (low < high)
+        low, high = np.where(is_before, middle + 1, low), np.where(is_before, high, middle)
+    return low
+
+
+async def _check_shard(
+    process: ScanProcess, storage: Storage, number: int, fields: ShardFields
+) -> Arrays:
+    """Have a shard checked by another process.
+
+    Raises:
+        CorruptSample: it is shorter than its index says, or was changed meanwhile.
+        ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+    """
+    listed, local = storage.shards[number], storage.local_file(number)
+    if local is None:
+        return await process.scan_stream(fields.run, listed.name, storage.stream(number))
+    with contextlib.ExitStack() as opened:
+        file = await asyncio.to_thread(opened.enter_context, open_file(local, listed.name))
+        arrays = await process.scan_file(fields.run, listed.name, file)
+    await asyncio.to_thread(check_listed, local, listed)
+    return arrays
+
+
+def _check(num_samples: int, arrays: Arrays) -> None:
+    """Refuse stored damage that cannot be this shard's."""
+    from_arrays(arrays, num_samples)

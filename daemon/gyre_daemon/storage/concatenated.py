@@ -1,0 +1,151 @@
+"""Single files as the layers above see them: one shard, in which all files follow each other.
+
+In that shard each file comes after its *head*, a few bytes that are kept in memory, such as its
+path. So a sample is a range of a shard, a block is a run of neighbouring files, and the order, the
+cache and the index know nothing of files. Only this module knows which range is which file.
+"""
+
+import ctypes
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import numpy as np
+
+from gyre_daemon.runtime.fair import Flow
+from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
+from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.delays import Delays
+from gyre_daemon.storage.file_table import FileTable, Integers, Texts, starts_of
+from gyre_daemon.storage.shard import Shard
+
+_CHUNK_BYTES = 8 << 20
+_NAME = "files"  # of the one shard
+
+
+class ConcatenatedFiles:
+    """A `Storage` with one shard, made of the files of another one.
+
+    Attributes:
+        shards: the one shard.
+        table: the files.
+    """
+
+    checksums = None
+    block_cache = None
+
+    def __init__(self, files: Storage, table: FileTable, heads: Texts, location: str) -> None:
+        """Describe the shard.
+
+        Args:
+            files: each of its shards is a file.
+            table: the files.
+            heads: of the files.
+            location: of the dataset, without credentials.
+        """
+        self.table = table
+        self.is_node_local = files.is_node_local
+        self._files = files
+        self._heads = heads
+        self._head_memory = np.frombuffer(heads.data or b"\0", np.uint8)
+        self._starts = starts_of(heads, table.sizes)
+        self._location = location
+        self.shards: Sequence[Shard] = [Shard(_NAME, int(self._starts[-1]), table.version)]
+        self._bounds = ShardBounds(self.shards)
+
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`."""
+        await self._files.read(_FilePlan(plan, self))
+
+    async def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`."""
+        size = self.shards[shard].size_bytes
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = np.empty(min(_CHUNK_BYTES, size - start), np.uint8)
+            await self.read(Reads.into([chunk], [shard], [start]))
+            yield chunk.tobytes()
+
+    def path(self, shard: int) -> str:
+        """See `Storage.path`: where the files are."""
+        return self._location
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`: the shard is no file."""
+        return None
+
+    def of_files(self, reads: Reads) -> Reads:
+        """The reads of files that reads of the shard are; copies the heads among them."""
+        self._bounds.check(reads)
+        reads = reads.nonempty()
+        first = np.searchsorted(self._starts, reads.start, side="right") - 1
+        last = np.searchsorted(self._starts, reads.start + reads.size, side="left") - 1
+        counts = last - first + 1
+        if (counts == 1).all():
+            row, file = np.arange(len(reads)), first
+        else:
+            row = np.repeat(np.arange(len(reads)), counts)
+            file = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # in each file: the bytes [begin, end) of its head and itself together
+        begin = np.maximum(reads.start[row] - self._starts[file], 0)
+        end = np.minimum(reads.start[row] + reads.size[row], self._starts[file + 1])
+        end -= self._starts[file]
+        target = reads.target[row] + (self._starts[file] + begin - reads.start[row]).astype(
+            np.uint64
+        )
+        head_bytes = self._heads.ends[file + 1] - self._heads.ends[file]
+        self._copy_heads(file, begin, np.minimum(end, head_bytes), target)
+        before = np.maximum(head_bytes - begin, 0)
+        start = np.maximum(begin - head_bytes, 0)
+        size = end - np.maximum(begin, head_bytes)
+        some = size > 0
+        return replace(
+            reads,
+            shard=file[some],
+            start=start[some],
+            size=size[some],
+            target=target[some] + before[some].astype(np.uint64),
+            sample=reads.sample[row][some],
+        )
+
+    def _copy_heads(self, file: Integers, begin: Integers, end: Integers, target: object) -> None:
+        """Copy the bytes `[begin, end)` of heads, where there are any."""
+        some = np.flatnonzero(end > begin)
+        if not len(some):
+            return
+        source = self._heads.ends[file[some]] + begin[some] + self._head_memory.ctypes.data
+        size, into = end[some] - begin[some], np.asarray(target)[some]
+        for each in zip(into.tolist(), source.tolist(), size.tolist(), strict=True):
+            ctypes.memmove(*each)
+
+
+class _FilePlan:
+    """A plan whose reads are those of files."""
+
+    def __init__(self, plan: ReadPlan, owner: ConcatenatedFiles) -> None:
+        self._plan = plan
+        self._owner = owner
+
+    @property
+    def num_bytes(self) -> int:
+        return self._plan.num_bytes
+
+    @property
+    def flow(self) -> Flow:
+        return self._plan.flow
+
+    @property
+    def urgency(self) -> int:
+        return self._plan.urgency
+
+    @property
+    def delays(self) -> Delays | None:
+        return self._plan.delays
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def part(self, which: slice) -> Reads:
+        return self._owner.of_files(self._plan.part(which))
+
+    def lease(self) -> AbstractContextManager[None]:
+        return self._plan.lease()

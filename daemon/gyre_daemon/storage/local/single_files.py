@@ -1,0 +1,187 @@
+"""Local datasets of which each sample is a file: opened, read and closed one after the other.
+
+Nothing stays open between samples, so that millions of files take no descriptors. Nothing is
+mapped, because a mapping costs more than reading a file that is wanted whole.
+"""
+
+import asyncio
+import ctypes
+import itertools
+import os
+import stat
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from gyre_daemon.errors import GyreError, StorageUnavailable
+from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.runtime.fair import FairExecutor
+from gyre_daemon.storage.base import ArenaClosed, ReadPlan, Reads, ShardBounds
+from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root
+from gyre_daemon.storage.checksums import unknown
+from gyre_daemon.storage.file_table import FileShards, FileTable
+from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.shard import Shard, changed
+
+_CHUNK_BYTES = 8 << 20
+# What opening a file costs, in bytes that could be copied meanwhile. It weighs jobs that share the
+# threads, and decides when work is split: a job has a fixed cost of about a millisecond.
+_OPENING_BYTES = 64 << 10
+_MIN_JOB_BYTES = 16 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.pread.restype = ctypes.c_ssize_t
+_libc.pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
+
+
+class SingleFiles:
+    """A `Storage` whose shards are the files of a table; each read is of one file.
+
+    Attributes:
+        shards: as listed.
+    """
+
+    is_node_local = True
+    checksums = None
+    block_cache = None
+
+    def __init__(
+        self, root: Root, table: FileTable, workers: FairExecutor, metrics: Metrics
+    ) -> None:
+        """Open no file yet.
+
+        Args:
+            root: the files lie beneath it.
+            table: of local files.
+            workers: threads that read.
+            metrics: counts the reads.
+        """
+        assert table.stamps is not None
+        self.shards: Sequence[Shard] = FileShards(table)
+        self._root = root
+        self._table = table
+        self._stamps = table.stamps
+        self._bounds = ShardBounds(self.shards)
+        self._workers = workers
+        self._metrics = metrics
+
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
+        cost = plan.num_bytes + _OPENING_BYTES * len(plan)
+        max_jobs = self._workers.num_threads if self._workers.is_idle else 1
+        num_jobs = max(1, min(max_jobs, 1 + cost // _MIN_JOB_BYTES, len(plan)))
+        cuts = [len(plan) * job // num_jobs for job in range(num_jobs + 1)]
+        async with asyncio.TaskGroup() as group:
+            for cut in itertools.pairwise(cuts):
+                group.create_task(self._run(plan, slice(*cut), cost / num_jobs))
+
+    async def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`."""
+        size = int(self._table.sizes[shard])
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = np.empty(min(_CHUNK_BYTES, size - start), np.uint8)
+            await self.read(Reads.into([chunk], [shard], [start]))
+            yield chunk.tobytes()
+
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        return str(self._root.folder / self._table.name(shard))
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`."""
+        return LocalFile(self._root, self._table.name(shard))
+
+    async def _run(self, plan: ReadPlan, part: slice, cost: float) -> None:
+        outcome: Outcome = "error"
+        worked_out: list[Reads] = []
+        work = partial(self._read_part, plan, part, worked_out)
+        try:
+            await self._workers.run(plan.flow, cost, plan.urgency, work)
+            outcome = "ok"
+        except (asyncio.CancelledError, ArenaClosed):  # the session ended
+            outcome = "abandoned"
+            raise
+        finally:
+            labels = RequestLabels("file", "read", outcome)
+            for reads in worked_out:
+                self._metrics.count_requests(labels, len(reads), reads.num_bytes)
+
+    def _read_part(self, plan: ReadPlan, part: slice, worked_out: list[Reads]) -> None:
+        with plan.lease():
+            reads = plan.part(part)
+            self._bounds.check(reads)
+            reads = reads.nonempty()
+            worked_out.append(reads)
+            self._read_files(reads)
+
+    def _read_files(self, reads: Reads) -> None:
+        """Read, then check that each file is still what was listed.
+
+        The check comes last, so that a write while a file is read does not go unnoticed.
+        """
+        names, pread = self._table.names, _libc.pread
+        listed = zip(
+            reads.shard.tolist(),
+            self._table.sizes[reads.shard].tolist(),
+            self._stamps[reads.shard].tolist(),
+            strict=True,
+        )
+        ranges = zip(reads.start.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
+        number = -1
+        try:
+            with self._root.held() as open_beneath:
+                for (number, file_bytes, stamp), (start, size, target) in zip(
+                    listed, ranges, strict=True
+                ):
+                    descriptor = open_beneath(names[number], READ_FLAGS)
+                    try:
+                        count = pread(descriptor, target, size, start)
+                        now = os.stat(descriptor)  # noqa: PTH116  # `Path` takes no descriptor
+                    finally:
+                        os.close(descriptor)
+                    is_listed = now.st_size == file_bytes and stamp == [
+                        now.st_mtime_ns,
+                        now.st_ctime_ns,
+                    ]
+                    if not is_listed or count != size:
+                        self._read_again(number, now, start, size, target)
+        except OSError as error:
+            name = self._table.name(number) if number >= 0 else str(self._root.folder)
+            raise file_error(name, error) from error
+
+    def _read_again(
+        self, number: int, now: os.stat_result, start: int, size: int, target: int
+    ) -> None:
+        """Read a file of which the first read brought less than was asked for.
+
+        Raises:
+            CorruptSample: it is not what was listed.
+            StorageUnavailable: it cannot be read.
+            NotRegular, OSError: it cannot be read at all.
+        """
+        if not stat.S_ISREG(now.st_mode):
+            raise NotRegular
+        if (error := self._difference(number, now)) is not None:
+            raise error
+        with LocalFile(self._root, self._table.name(number)).opened() as descriptor:
+            done = 0
+            while done < size:
+                count = _libc.pread(descriptor, target + done, size - done, start + done)
+                if count <= 0:
+                    raise StorageUnavailable(
+                        f"file {self._table.name(number)} has not changed and yet cannot be read: "
+                        "its disk or file system fails; see the system's log",
+                        {"shard": self._table.name(number)},
+                    )
+                done += count
+            after = os.stat(descriptor)  # noqa: PTH116
+        if (error := self._difference(number, after)) is not None:
+            raise error
+
+    def _difference(self, number: int, now: os.stat_result) -> GyreError | None:
+        """The error for a file that is no longer what was listed."""
+        modified_ns, changed_ns = self._stamps[number].tolist()
+        if now.st_size != self._table.sizes[number] or now.st_mtime_ns != modified_ns:
+            return changed(self._table.name(number))
+        return unknown(self._table.name(number)) if now.st_ctime_ns != changed_ns else None

@@ -1,0 +1,138 @@
+"""Lists what a location of a remote storage stands for, and says why that failed."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import numpy as np
+from fsspec.asyn import AsyncFileSystem
+
+from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.storage.file_table import FileTable, Texts
+from gyre_daemon.storage.location import redact
+from gyre_daemon.storage.patterns import matches_any, patterns_of
+from gyre_daemon.storage.response import access_error, describe, response_from_error
+from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
+from gyre_daemon.storage.splits import check_one_set, check_subfolders
+
+# How long a listing may take: of a few paths, or of one page of a folder with any number.
+LISTING_DEADLINE_S = 60.0
+
+Entries = list[tuple[str, dict[str, Any]]]
+
+
+async def entries_of(filesystem: AsyncFileSystem, path: str, pattern: str) -> Entries:
+    """Path and info of every file that a path, a folder or a glob stands for, sorted by path."""
+    scheme = path.partition("://")[0]
+    may_be_glob = path.partition("://")[2].partition("/")[2] if scheme in WEB_SCHEMES else path
+    if any(letter in may_be_glob for letter in "*?["):
+        found = await filesystem._glob(path, detail=True)
+    else:
+        info = await filesystem._info(path)
+        if info["type"] != "directory":
+            return [(path, info)]
+        found = await _in_folder(filesystem, path.rstrip("/"), pattern)
+        await _check_folder(filesystem, path, found, pattern)
+    return [
+        (f"{scheme}://{name.removeprefix(scheme + '://')}", info)
+        for name, info in sorted(found.items())
+        if info["type"] == "file"
+    ]
+
+
+async def _in_folder(
+    filesystem: AsyncFileSystem, folder: str, pattern: str
+) -> dict[str, dict[str, Any]]:
+    """The files of a folder that match, by one listing."""
+    if len(patterns_of(pattern)) == 1:
+        return dict(await filesystem._glob(f"{folder}/{pattern}", detail=True))
+    found = await filesystem._glob(f"{folder}/*", detail=True)
+    return {
+        path: info for path, info in found.items() if matches_any(path.rpartition("/")[2], pattern)
+    }
+
+
+async def _check_folder(
+    filesystem: AsyncFileSystem, path: str, found: Mapping[str, Any], pattern: str
+) -> None:
+    """A folder means all of its files, so they must be one dataset; see `splits`."""
+    shown = redact(path)
+    check_one_set(shown, [name.rpartition("/")[2] for name in sorted(found)], pattern)
+    if not found:
+        entries = await filesystem._ls(path, detail=True)
+        folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+        check_subfolders(shown, [name.rstrip("/").rpartition("/")[2] for name in folders], pattern)
+
+
+async def list_tree(
+    filesystem: AsyncFileSystem, folder: str, is_wanted: Callable[[str], bool]
+) -> FileTable:
+    """All files below a folder, sorted by path.
+
+    Args:
+        filesystem: of the folder.
+        folder: with its scheme, and a slash at its end.
+        is_wanted: whether a file of this name, without its folder, counts. Hidden ones do not, nor
+            what lies in hidden folders.
+
+    Raises:
+        ShardMissing: there is none.
+        Exception: of the driver.
+    """
+    prefix = folder.partition("://")[2]
+    names: list[bytes] = []
+    sizes: list[int] = []
+    versions: list[bytes] = []
+    pages = aiter(_pages(filesystem, folder))
+    while True:
+        async with asyncio.timeout(LISTING_DEADLINE_S):
+            page = await anext(pages, None)
+        if page is None:
+            break
+        for path, info in page:
+            name = path.removeprefix(prefix)
+            parts = name.split("/")
+            if parts[-1] and is_wanted(parts[-1]) and not any(p.startswith(".") for p in parts):
+                names.append(name.encode())
+                sizes.append(int(info["size"]))
+                versions.append(version_of(info).encode())
+    if not names:
+        raise ShardMissing(f"no file below {redact(folder)} is one of those that are wanted")
+    if any(before > after for before, after in itertools.pairwise(names)):
+        order = sorted(range(len(names)), key=names.__getitem__)
+        names = [names[number] for number in order]
+        sizes = [sizes[number] for number in order]
+        versions = [versions[number] for number in order]
+    return FileTable(Texts.of(names), np.array(sizes, np.int64), versions=Texts.of(versions))
+
+
+async def _pages(filesystem: AsyncFileSystem, folder: str) -> AsyncIterator[Entries]:
+    """The files below a folder, a page at a time: each with its path without a scheme."""
+    if hasattr(filesystem, "pages_below"):  # object storages
+        async for page in filesystem.pages_below(folder):
+            yield page
+        return
+    found = await filesystem._find(folder, detail=True)
+    yield [(path.rpartition("://")[2].lstrip("/"), info) for path, info in found.items()]
+
+
+def listing_error(location: str, error: Exception) -> GyreError:
+    """The error for a driver's exception about a location."""
+    response, facts = response_from_error(error), {"location": location}
+    if response.refused:
+        return NotAllowed(f"{location} is refused: {response.refused}", facts)
+    if (known := access_error(location, response.status, facts)) is not None:
+        return known
+    if isinstance(error, TimeoutError):
+        return StorageUnavailable(
+            f"the storage did not answer for {location} within {LISTING_DEADLINE_S:g} s", facts
+        )
+    return StorageUnavailable(f"the storage failed for {location}: {describe(response)}", facts)
+
+
+def version_of(info: Mapping[str, Any]) -> str:
+    """What changes with an object: its etag, or the time of its last change."""
+    etags = ("e_tag", "ETag", "etag", "version")
+    times = ("last_modified", "LastModified", "mtime", "created")
+    return next((str(info[key]) for key in (*etags, *times) if info.get(key)), "")

@@ -1,0 +1,186 @@
+"""Corrupt samples under `on_corrupt = "replace"`: others in their places, counted and reported."""
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from gyre_client import Loader
+from gyre_client.command.cli import main
+from gyre_client.errors import CorruptSample
+from gyre_daemon.order.cursor import decode_cursor
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from tests.conftest import SERVE, Daemon, to_toml
+from tests.daemons import status
+from tests.preloaded.interpreter import Interpreter
+
+NUM_SAMPLES, SIZE = 60, 6
+BAD_LINES, BAD_RECORDS, BAD_MEMBERS = [3, 31, 59], [7, 8], [0, 10, 33]
+
+
+class Node(NamedTuple):
+    daemon: Daemon
+    reports: Path
+
+
+def store_lines(folder: Path) -> None:
+    folder.mkdir()
+    for shard in range(3):
+        lines = []
+        for number in range(shard * 20, shard * 20 + 20):
+            whole = json.dumps({"number": number, "text": "x" * number})
+            lines.append(whole[:-1] if number in BAD_LINES else whole)
+        (folder / f"{shard}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def store_records(folder: Path) -> None:
+    folder.mkdir()
+    path = folder / "a.tfrecord"
+    with path.open("wb") as file:
+        writer = RecordWriter(file)
+        for number in range(NUM_SAMPLES):
+            writer.write(b"%06d" % number)
+    data = bytearray(path.read_bytes())
+    for number in BAD_RECORDS:
+        data[number * 22 + 12] ^= 1  # 8 + 4 bytes before the data, 4 behind them
+    path.write_bytes(data)
+
+
+def store_members(folder: Path) -> None:
+    """One sample lacks a member, one has a class that is no number, and one has half a document."""
+    folder.mkdir()
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for number in range(NUM_SAMPLES):
+            document = b"{" if number == BAD_MEMBERS[0] else b"{}"
+            label = b"cat" if number == BAD_MEMBERS[1] else b"%d" % number
+            members = {"jpg": bytes(number), "cls": label, "json": document}
+            if number == BAD_MEMBERS[2]:
+                del members["jpg"]
+            for extension, data in members.items():
+                member = tarfile.TarInfo(f"{number:04}.{extension}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Iterator[Node]:
+    folder = tmp_path_factory.mktemp("corrupt")
+    datasets: dict[str, Any] = {}
+    for name, store in (
+        ("lines", store_lines),
+        ("records", store_records),
+        ("members", store_members),
+    ):
+        store(folder / name)
+        uri = {"uri": str(folder / name)}
+        datasets[name] = {**uri, "on_corrupt": "replace", "max_corrupt": 3}
+        datasets[f"{name}_fail"] = uri
+        datasets[f"{name}_few"] = {**uri, "on_corrupt": "replace", "max_corrupt": 0.02}
+    address = f"unix:{folder}/run/gyre.sock"
+    config = {
+        "listen": [address],
+        "index_dir": str(folder / "index"),
+        "report_dir": str(folder / "reports"),
+        "datasets": datasets,
+    }
+    path = folder / "gyre.toml"
+    path.write_text(to_toml(config))
+    daemon = Daemon(path, address, folder / "log", {}, SERVE, interpreter).start()
+    yield Node(daemon, folder / "reports")
+    daemon.stop()
+
+
+def ids_of(node: Node, name: str, rank: int = 0, world_size: int = 1, **more: Any) -> list[int]:
+    """The ids of a rank's samples in two epochs."""
+    loader = Loader(
+        name,
+        batch_size=SIZE,
+        rank=rank,
+        world_size=world_size,
+        seed=4,
+        job=f"{name}-{rank}-of-{world_size}",
+        address=node.daemon.address,
+        **more,
+    )
+    with loader:
+        return [
+            number for _, batch in zip(range(20), forever(loader), strict=False)
+            for number in batch["sample_id"].tolist()
+        ]  # fmt: skip
+
+
+def forever(loader: Loader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def records(node: Node, name: str) -> list[dict[str, Any]]:
+    (path,) = node.reports.glob(f"{name}-*.jsonl")
+    assert path.stat().st_mode & 0o777 == 0o600
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "reason"),
+    [
+        ("lines", BAD_LINES, "field json: "),
+        ("records", BAD_RECORDS, "checksum differs"),
+        ("members", BAD_MEMBERS, "field json: .*|field cls: .*|the sample has no member .jpg"),
+    ],
+)
+def test_each_corrupt_sample_is_replaced_and_reported(
+    node: Node, name: str, bad: list[int], reason: str
+) -> None:
+    with pytest.raises(CorruptSample):
+        ids_of(node, f"{name}_fail")
+    with pytest.raises(CorruptSample, match=r"max_corrupt = 0\.02 allows 1"):
+        ids_of(node, f"{name}_few")
+    ids = ids_of(node, name)
+    assert len(ids) == 2 * NUM_SAMPLES
+    assert set(ids) == set(range(NUM_SAMPLES)) - set(bad)
+    found = records(node, name)
+    assert [each["sample_id"] for each in found] == bad
+    for each in found:
+        assert set(each) == {"shard", "offset", "sample_id", "reason"}
+        assert re.search(reason, each["reason"])
+
+
+def test_all_ranks_agree_and_the_cursor_counts_them(node: Node) -> None:
+    whole = ids_of(node, "lines")
+    parts = [ids_of(node, "lines", rank, 2) for rank in range(2)]
+    half = SIZE // 2
+    for step in range(20):
+        mine = [part[step * half : (step + 1) * half] for part in parts]
+        assert mine[0] + mine[1] == whole[step * SIZE : (step + 1) * SIZE]
+    states = []
+    for rank in range(2):
+        with Loader(
+            "lines", batch_size=SIZE, rank=rank, world_size=2, seed=4, address=node.daemon.address
+        ) as loader:
+            for _ in zip(range(NUM_SAMPLES // SIZE), forever(loader), strict=False):
+                pass
+            states.append(loader.state_dict())
+    assert states[0]["cursor"] == states[1]["cursor"]
+    assert decode_cursor(states[0]["cursor"]).num_substitutes == len(BAD_LINES)
+    with Loader("lines", batch_size=SIZE, seed=4, address=node.daemon.address) as resumed:
+        resumed.load_state_dict(states[0])
+        again = [
+            number for _, batch in zip(range(10), forever(resumed), strict=False)
+            for number in batch["sample_id"].tolist()
+        ]  # fmt: skip
+        cursor = decode_cursor(resumed.state_dict()["cursor"])
+    assert again == whole[NUM_SAMPLES:]
+    assert cursor.num_substitutes == 2 * len(BAD_LINES)
+
+
+def test_the_status_says_how_many_were_sent(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    before = status(node.daemon).num_substitutes_sent
+    ids_of(node, "records")
+    assert status(node.daemon).num_substitutes_sent >= before + 2 * len(BAD_RECORDS)
+    assert main(["status", "--address", node.daemon.address]) == 0
+    assert "in place of corrupt ones" in capsys.readouterr().out
