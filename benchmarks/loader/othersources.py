@@ -17,21 +17,21 @@ from gyre_daemon.storage.source import OnResponse, SentRequest
 from obstore.store import ObjectStore
 
 
-class TaskRequest:
-    """A request that a task carries; its first byte is not seen."""
+class Sent:
+    """A request; its first byte is not seen, and a cancelled one is answered to nobody."""
 
     first_byte_at = None
 
-    def __init__(self, reading: "asyncio.Task[bytes]", on_response: OnResponse) -> None:
-        self._reading = reading
-        reading.add_done_callback(lambda _: self._done(on_response))
+    def __init__(self, start: int, stop: int, on_response: OnResponse) -> None:
+        self.start, self.stop = start, stop
+        self._on_response: OnResponse | None = on_response
 
     def cancel(self) -> None:
-        self._reading.cancel()
+        self._on_response = None
 
-    def _done(self, on_response: OnResponse) -> None:
-        if not self._reading.cancelled():
-            on_response(Response(206, self._reading.result()))
+    def answer(self, status: int, body: bytes) -> None:
+        if self._on_response:
+            self._on_response(Response(status, body))
 
 
 class AiohttpSource:
@@ -41,20 +41,24 @@ class AiohttpSource:
         self._url = url
         context = ssl.create_default_context(cafile=authority) if authority else False
         connector = aiohttp.TCPConnector(limit=num_connections, ssl=context)
+        self._tasks: set[asyncio.Future[None]] = set()
         self._session = aiohttp.ClientSession(connector=connector)
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
-        return TaskRequest(asyncio.ensure_future(self._read(start, stop)), on_response)
+        sent = Sent(start, stop, on_response)
+        self._tasks.add(task := asyncio.ensure_future(self._read(sent)))
+        task.add_done_callback(self._tasks.discard)
+        return sent
 
     def refresh(self, status: int) -> None: ...
 
     def close(self) -> None:
         self._closing = asyncio.ensure_future(self._session.close())
 
-    async def _read(self, start: int, stop: int) -> bytes:
-        fields = {"Range": f"bytes={start}-{stop - 1}"}
+    async def _read(self, sent: Sent) -> None:
+        fields = {"Range": f"bytes={sent.start}-{sent.stop - 1}"}
         async with self._session.get(self._url, headers=fields) as response:
-            return await response.read()
+            sent.answer(response.status, await response.read())
 
 
 class RangesSource:
@@ -62,14 +66,14 @@ class RangesSource:
 
     def __init__(self, store: ObjectStore, key: str) -> None:
         self._store, self._key = store, key
-        self._asked: list[tuple[int, int, OnResponse]] = []
+        self._asked: list[Sent] = []
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(lambda: loop.create_task(self._read_all()))
-        self._asked.append((start, stop, on_response))
-        return Unseen()
+        self._asked.append(Sent(start, stop, on_response))
+        return self._asked[-1]
 
     def refresh(self, status: int) -> None: ...
 
@@ -80,12 +84,12 @@ class RangesSource:
         bodies: Any = await obstore.get_ranges_async(
             self._store,
             self._key,
-            starts=[start for start, _, _ in asked],
-            ends=[stop for _, stop, _ in asked],
+            starts=[each.start for each in asked],
+            ends=[each.stop for each in asked],
             coalesce=0,
         )
-        for (_, _, on_response), body in zip(asked, bodies, strict=True):
-            on_response(Response(206, bytes(body)))
+        for each, body in zip(asked, bodies, strict=True):
+            each.answer(206, bytes(body))
 
 
 class CurlSource:
@@ -100,15 +104,16 @@ class CurlSource:
         self._multi.setopt(pycurl.M_MAXCONNECTS, num_connections)
         self._free = deque(self._handle() for _ in range(num_connections))
         self._timer: asyncio.TimerHandle | None = None
-        self._waiting: deque[tuple[int, int, OnResponse]] = deque()
+        self._waiting: deque[Sent] = deque()
         self._watched: set[int] = set()
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
+        sent = Sent(start, stop, on_response)
         if self._free:
-            self._begin(start, stop, on_response)
+            self._begin(sent)
         else:
-            self._waiting.append((start, stop, on_response))
-        return Unseen()
+            self._waiting.append(sent)
+        return sent
 
     def refresh(self, status: int) -> None: ...
 
@@ -128,10 +133,10 @@ class CurlSource:
             handle.setopt(pycurl.CAINFO, self._authority)
         return handle
 
-    def _begin(self, start: int, stop: int, on_response: OnResponse) -> None:
+    def _begin(self, sent: Sent) -> None:
         handle = self._free.pop()
-        handle.body, handle.on_response = BytesIO(), on_response
-        handle.setopt(pycurl.RANGE, f"{start}-{stop - 1}")
+        handle.body, handle.sent = BytesIO(), sent
+        handle.setopt(pycurl.RANGE, f"{sent.start}-{sent.stop - 1}")
         handle.setopt(pycurl.WRITEDATA, handle.body)
         self._multi.add_handle(handle)
 
@@ -163,14 +168,6 @@ class CurlSource:
             self._multi.remove_handle(handle)
             self._free.append(handle)
             status = handle.getinfo(pycurl.RESPONSE_CODE)
-            handle.on_response(Response(status, handle.body.getvalue()))
+            handle.sent.answer(status, handle.body.getvalue())
             if self._waiting and self._free:
-                self._begin(*self._waiting.popleft())
-
-
-class Unseen:
-    """A request that cannot be cancelled, and whose first byte is not seen."""
-
-    first_byte_at = None
-
-    def cancel(self) -> None: ...
+                self._begin(self._waiting.popleft())
