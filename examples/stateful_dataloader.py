@@ -41,7 +41,8 @@ def read(workdir: Path, stop_at: int = 0, *, resumed: bool = False) -> list[list
     ) as loader:
         batches = StatefulDataLoader(loader, batch_size=None)
         if resumed:
-            batches.load_state_dict(torch.load(workdir / "state.pt"))
+            state = torch.load(workdir / "state.pt", weights_only=True)  # runs no code of the file
+            batches.load_state_dict(state)
         seen = []
         while loader.epoch < NUM_EPOCHS:  # the first iteration loads the state
             for batch in batches:

@@ -189,11 +189,9 @@ class StubDaemon:
                 )
             elif method.name == "ReadPayload":
                 handlers[method.name] = grpc.unary_stream_rpc_method_handler(self._payload, take)
-            elif method.name == "IndexDataset":
+            elif method.server_streaming:
                 handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                    lambda request, context: self.answers["IndexDataset"](request),
-                    take,
-                    pb.IndexProgress.SerializeToString,
+                    self._several(method.name), take, lambda message: message.SerializeToString()
                 )
             else:
                 handlers[method.name] = grpc.unary_unary_rpc_method_handler(
@@ -210,6 +208,9 @@ class StubDaemon:
             return self.answers[name](request)
 
         return answer
+
+    def _several(self, name: str) -> Callable[[Any, grpc.ServicerContext], Any]:
+        return lambda request, context: self.answers[name](request)
 
     def _hand_over(self, request: pb.OpenSessionRequest) -> None:
         self.opened.append(request)

@@ -10,10 +10,12 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
 from tests.channels import identified_channel
@@ -23,12 +25,19 @@ _DEADLINE_S = 120
 
 
 class Refused(Exception):
-    """A call that the daemon answered with an error."""
+    """A call that the daemon answered with an error.
 
-    def __init__(self, code: str, details: str) -> None:
-        super().__init__(code, details)
+    Attributes:
+        code: of gRPC.
+        details: the message.
+        reason: the class of the error; empty where the daemon sent none.
+    """
+
+    def __init__(self, code: str, details: str, reason: str = "") -> None:
+        super().__init__(code, details, reason)
         self.code = code
         self.details = details
+        self.reason = reason
 
 
 class User:
@@ -134,10 +143,19 @@ def _answers(
         answers = [each for _, each in zip(range(num_answers), answer, strict=False)]
         answer.cancel()
     except grpc.RpcError as error:
-        return Refused(error.code().name, str(error.details()))
+        return Refused(error.code().name, str(error.details()), reason_of(error))
     finally:
         over.set()
     return answers
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """The class of an error, as the daemon sent it; empty where it sent none."""
+    info = error_details_pb2.ErrorInfo()
+    status = rpc_status.from_call(cast("grpc.Call", error))
+    if status is None or not status.details or not status.details[0].Unpack(info):
+        return ""
+    return str(info.reason)
 
 
 if __name__ == "__main__":

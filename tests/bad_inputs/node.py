@@ -5,14 +5,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import numpy as np
 import psutil
 import webdataset
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 from gyre_client import Loader
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
@@ -22,6 +20,7 @@ from tests.bad_inputs.row import SECRET, UNPRINTABLE, Row
 from tests.channels import identified_channel
 from tests.conftest import SERVE, Daemon, to_toml
 from tests.preloaded.interpreter import Interpreter
+from tests.users import reason_of
 
 TOKENS = {"format": "tokens", "dtype": "int32", "sequence_length": 16}
 NUM_SAMPLES = 240
@@ -192,15 +191,6 @@ def check_refusal(error: grpc.RpcError, row: Row) -> None:
     assert "\x1b" not in told
     if row.reason:
         assert reason_of(error) == row.reason, told
-
-
-def reason_of(error: grpc.RpcError) -> str:
-    """Returns the class of an error, as the daemon sent it; empty where it sent none."""
-    status = rpc_status.from_call(cast("grpc.Call", error))
-    info = error_details_pb2.ErrorInfo()
-    if status is None or not status.details or not status.details[0].Unpack(info):
-        return ""
-    return str(info.reason)
 
 
 def _sessions(node: Node) -> int:

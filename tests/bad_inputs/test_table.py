@@ -11,6 +11,7 @@ from tests.bad_inputs.table import (
     shards,
     sidecars,
     sockets,
+    users,
 )
 
 ROWS = [
@@ -21,6 +22,8 @@ ROWS = [
     *sockets.SIDE_ROWS,
     *sockets.MALFORMED_ROWS,
     *credentials.ROWS,
+    *users.ROWS,
+    *users.HARMLESS_ROWS,
     *links.ROWS,
     *shards.ROWS,
     *sidecars.ROWS,

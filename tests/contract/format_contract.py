@@ -113,9 +113,14 @@ class FormatContract:
     def index(self, shards: Sequence[bytes]) -> SampleIndex:
         return self.format().assemble(listed(shards), inspect(self.format(), shards))
 
+    def served(self, shards: Sequence[bytes], index: SampleIndex) -> Sequence[bytes]:
+        """What the ranges of the index are ranges of."""
+        return shards
+
     def test_every_sample_is_where_the_index_says(self) -> None:
         shards, samples = self.shards()
         index = self.index(shards)
+        shards = list(self.served(shards, index))
         assert index.num_samples == len(samples)
         assert [spec.name for spec in index.fields] == list(samples[0])
         extents = index.locate(np.arange(len(samples)))
@@ -191,13 +196,15 @@ class FormatContract:
             return
         shards, samples = self.shards()
         scans = [inspection.run("a", io.BytesIO(data)) for data in shards]
+        assert sum(inspection.num_samples(scan) for scan in scans) == len(samples)
+        if inspection.seeks:
+            return
         streamed: Any = [Unseekable(data) for data in shards]
         for scan, stream in zip(scans, streamed, strict=True):
             again = inspection.run("a", stream)
             assert {name: array.tolist() for name, array in scan.items()} == {
                 name: array.tolist() for name, array in again.items()
             }
-        assert sum(inspection.num_samples(scan) for scan in scans) == len(samples)
 
     def test_a_probe_reads_little_of_each_shard(self) -> None:
         requests: list[ProbeRequest] = []

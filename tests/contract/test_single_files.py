@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import Arrays, Listing, file_arrays
+from gyre_daemon.datasets.formats.base import Listing, ManifestColumn
 from gyre_daemon.datasets.listing import FileListing, list_files
 from gyre_daemon.errors import (
     ConfigError,
@@ -29,7 +29,7 @@ from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
 
 from tests.conftest import S3Server
-from tests.contract.format_contract import FormatContract, Sample, listed
+from tests.contract.format_contract import FormatContract, Sample
 from tests.contract.places import (
     LocalPlace,
     MemoryPlace,
@@ -107,8 +107,9 @@ def test_all_files_are_one_shard_of_which_any_range_can_be_read(
     (shard,) = found.storage.shards
     assert shard.size_bytes == len(line)
     assert shard.version
-    assert found.arrays["size"].tolist() == [len(data) for data in TREE.values()]
-    assert found.arrays["names"].tobytes() == "".join(TREE).encode()
+    table = found.storage.table
+    assert table.sizes.tolist() == [len(data) for data in TREE.values()]
+    assert [table.name(number) for number in range(len(table))] == list(TREE)
     assert found.storage.is_node_local == isinstance(place, LocalPlace)
 
 
@@ -175,7 +176,7 @@ def test_odd_entries_are_left_out_and_links_lead_nowhere_else(
 
     def names(**keys: Any) -> bytes:
         found: FileListing = run(listing(str(data), **keys))
-        return found.arrays["names"].tobytes()
+        return found.storage.table.names.data
 
     assert names() == b"a/x.binb.bin"
     (data / "c").symlink_to("a")
@@ -228,10 +229,14 @@ def test_a_file_is_exchanged_for_a_link_that_leads_out(
     run(read())
 
 
-def arrays_of(tree: Mapping[str, bytes]) -> Arrays:
+def index_of(
+    tree: Mapping[str, bytes], columns: Sequence[ManifestColumn] = (), **options: Any
+) -> SampleIndex:
     names = Texts.of(name.encode() for name in tree)
     sizes = np.array([len(data) for data in tree.values()], np.int64)
-    return file_arrays(FileTable(names, sizes))
+    inspection = make_format("set", DatasetConfig("/", "files", options)).inspection
+    assert isinstance(inspection, Listing)
+    return inspection.assemble(FileTable(names, sizes), columns)
 
 
 class TestFiles(FormatContract):
@@ -249,23 +254,17 @@ class TestFiles(FormatContract):
         return [line_of(self.tree)], list(samples)
 
     def index(self, shards: Sequence[bytes]) -> SampleIndex:
-        return self.format().assemble(listed(shards), [arrays_of(self.tree)])
+        return index_of(self.tree, **self.options)
 
     def test_the_digest_covers_meaning_and_not_versions(self) -> None:
+        tree = {"a/b/1.jpg": b"1", "c/2.jpg": b"2"}
+        both = {"fields": ["file", "class"]}
         first, *others = [
-            make_format("set", DatasetConfig("/", "files", options))
-            .assemble([], [arrays_of(tree)])
-            .digest()
-            for options, tree in (
-                ({"fields": ["file", "class"]}, {"a/b/1.jpg": b"1", "c/2.jpg": b"2"}),
-                ({"fields": ["file", "class"]}, {"a/b/1.jpg": b"1", "c/3.jpg": b"2"}),
-                ({"fields": ["file", "class"]}, {"a/b/1.jpg": b"12", "c/2.jpg": b"2"}),
-                ({"fields": ["file"]}, {"a/b/1.jpg": b"1", "c/2.jpg": b"2"}),
-                (
-                    {"fields": ["file", "class"], "class_folder": "first"},
-                    {"a/b/1.jpg": b"1", "c/2.jpg": b"2"},
-                ),
-            )
+            index_of(tree, **both).digest(),
+            index_of({"a/b/1.jpg": b"1", "c/3.jpg": b"2"}, **both).digest(),
+            index_of({"a/b/1.jpg": b"12", "c/2.jpg": b"2"}, **both).digest(),
+            index_of(tree, fields=["file"]).digest(),
+            index_of(tree, class_folder="first", **both).digest(),
         ]
         assert first not in others
 
@@ -275,29 +274,28 @@ class TestFiles(FormatContract):
             ("last", ("10", "2", "a"), [1, 2, 0, 1]),
             ("first", ("b", "c", "d"), [0, 0, 1, 2]),
         ):
-            options = {"class_folder": folder}
-            index = make_format("set", DatasetConfig("/", "files", options)).assemble(
-                [], [arrays_of(tree)]
-            )
+            index = index_of(tree, class_folder=folder)
             assert index.fields[-1].categories == names
             assert index.locate(np.arange(4)).indexed[0].tolist() == values
 
     def test_files_in_no_folder_have_no_class(self) -> None:
-        index = self.format(fields=[]).assemble([], [arrays_of({"1.jpg": b"1"})])
+        index = index_of({"1.jpg": b"1"})
         assert [spec.name for spec in index.fields] == ["file"]
         with pytest.raises(ConfigError, match=r"the file 1\.jpg lies in no folder"):
-            self.format(fields=[]).assemble([], [arrays_of({"1.jpg": b"1", "a/1.jpg": b"1"})])
+            index_of({"1.jpg": b"1", "a/1.jpg": b"1"})
 
     def test_wrong_options_are_refused(self) -> None:
         for key, value in (
-            ("fields", ["image"]),
+            ("types", {"label": "float"}),
             ("class_folder", "middle"),
             ("extensions", [".jpg"]),
         ):
             with pytest.raises(ConfigError, match=f"`{key}` of a files dataset"):
                 self.format(**{key: value})
-        with pytest.raises(ConfigError, match="must have file or path"):
-            self.format(fields=["class"]).assemble([], [arrays_of({"a/1.jpg": b"1"})])
+        with pytest.raises(ConfigError, match="must have file, path or a text"):
+            index_of({"a/1.jpg": b"1"}, fields=["class"])
+        with pytest.raises(ConfigError, match="has 'image'; there are path, file, class"):
+            index_of({"a/1.jpg": b"1"}, fields=["image"])
 
     def empty_shard(self) -> bytes:
         return b""
@@ -312,7 +310,33 @@ class TestFiles(FormatContract):
         """There is no sidecar: the files are listed each time."""
 
     def test_no_samples(self) -> None:
-        assert self.format(fields=["file"]).assemble([], [arrays_of({})]).num_samples == 0
+        assert index_of({}, fields=["file"]).num_samples == 0
 
     def test_damage_names_the_shard(self) -> None:
         """Nothing of a file is read before it is served."""
+
+
+class TestManifests(TestFiles):
+    """The heads of files have the texts of a manifest, too."""
+
+    captions: ClassVar = [f"wörd {number}" * (number % 5) for number in range(55)]
+    options: ClassVar = {"fields": ["file", "caption"]}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        samples = [
+            {"file": data, "caption": caption.encode()}
+            for data, caption in zip(self.tree.values(), self.captions, strict=True)
+        ]
+        line = b"".join(
+            name.encode() + sample["caption"] + sample["file"]
+            for name, sample in zip(self.tree, samples, strict=True)
+        )
+        return [line], list(samples)
+
+    def index(self, shards: Sequence[bytes]) -> SampleIndex:
+        captions = Texts.of(caption.encode() for caption in self.captions)
+        columns = [
+            ManifestColumn("caption", "text", captions),
+            ManifestColumn("score", "number", np.zeros(55)),
+        ]
+        return index_of(self.tree, columns, **self.options)

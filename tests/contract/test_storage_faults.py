@@ -21,7 +21,7 @@ from gyre_daemon.errors import (
 )
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.storage import opener
+from gyre_daemon.storage import opener, remote_listing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
@@ -216,7 +216,8 @@ def test_silence_ends_at_the_deadline(
 def test_a_listing_without_an_answer(
     one: Coroutine[Any, Any, Storage], object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opener, "_LISTING_DEADLINE_S", 0.5)
+    for module in (opener, remote_listing):
+        monkeypatch.setattr(module, "LISTING_DEADLINE_S", 0.5)
     object_server.faults.append("silence")
     began = time.monotonic()
     with pytest.raises(

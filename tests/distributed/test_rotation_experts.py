@@ -86,7 +86,9 @@ def test_output_and_gradients_equal_those_without_rotation(
 
 
 def test_experts_in_bfloat16_are_close(ranks: StartRanks) -> None:
-    for found in ranks(2).run(distances, CASES, RotationPolicy(compute_dtype=torch.bfloat16)):
+    # a router of bfloat16 would choose other experts
+    policy = RotationPolicy(compute_dtype=torch.bfloat16, residual_dtype=torch.float32)
+    for found in ranks(2).run(distances, CASES, policy):
         assert found == pytest.approx(dict.fromkeys(CASES, 0.0), abs=0.03)
 
 

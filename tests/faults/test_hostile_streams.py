@@ -1,6 +1,7 @@
 """The client against daemons whose streams break the protocol, or never send anything."""
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,36 @@ def progress(number: int, num_shards: int, **more: Any) -> pb.IndexProgress:
     return pb.IndexProgress(
         shards_done=number, num_shards=num_shards, shard=f"{number}.tar", **more
     )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.LintProgress(num_shards=3),
+        pb.LintProgress(num_shards=2**63),
+        pb.LintProgress(num_shards=3, num_checked=4),
+        pb.LintProgress(num_shards=3, num_samples=2**63),
+        pb.LintProgress(num_shards=1 << 20, findings=[pb.LintFinding(reason="x")] * 1000),
+    ],
+    ids=[
+        "for ever",
+        "too many shards",
+        "more than shards",
+        "too many samples",
+        "too many findings",
+    ],
+)
+def test_findings_about_a_dataset_come_to_an_end(
+    stub: StubDaemon, message: pb.LintProgress
+) -> None:
+    stub.answers["LintDataset"] = lambda request: itertools.repeat(message)
+    address = parse_address(stub.address)
+    with (
+        stub,
+        Connection(address) as connection,
+        pytest.raises(DaemonFault, match=r"checks|shards"),
+    ):
+        deque(connection.lint(pb.DatasetRef(name="d")), maxlen=0)
 
 
 @pytest.mark.parametrize(

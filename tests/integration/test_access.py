@@ -152,6 +152,7 @@ def test_one_sees_what_one_may_read(node: Node, alice: User, bob: User) -> None:
     [
         ("DescribeDataset", lambda name: pb.DescribeDatasetRequest(dataset=ref(name))),
         ("IndexDataset", lambda name: pb.IndexDatasetRequest(dataset=ref(name), checksums=True)),
+        ("LintDataset", lambda name: pb.LintDatasetRequest(dataset=ref(name))),
         ("PlanStep", lambda name: pb.PlanStepRequest(dataset=ref(name), order=ORDER)),
         ("PlanCost", lambda name: pb.PlanCostRequest(dataset=ref(name), order=ORDER)),
         ("ExplainStep", lambda name: pb.ExplainStepRequest(dataset=ref(name))),

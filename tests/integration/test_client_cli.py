@@ -86,9 +86,8 @@ def test_datasets(gyre: Gyre) -> None:
 def test_describe(gyre: Gyre) -> None:
     found = gyre.json("describe", "numbers")
     assert (found["num_samples"], found["num_shards"], found["num_bytes"]) == (100, 1, 1600)
-    assert found["fields"] == [
-        {"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False, "token_ids": True}
-    ]
+    field = {"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False}
+    assert found["fields"] == [{**field, "token_ids": True, "categories": []}]
     text = gyre.text("describe", "texts")
     assert "samples      20\n" in text
     assert "txt    uint8  [*]" in text

@@ -3,11 +3,15 @@
 import io
 import json
 import re
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
@@ -20,6 +24,7 @@ from tests.daemons import status
 from tests.preloaded.interpreter import Interpreter
 
 NUM_SAMPLES, SIZE = 60, 6
+BROKEN_HEADER = 5 * 512  # of the second sample, whose predecessor has a member of 0 bytes
 BAD_LINES, BAD_RECORDS, BAD_MEMBERS = [3, 31, 59], [7, 8], [0, 10, 33]
 
 
@@ -67,6 +72,32 @@ def store_members(folder: Path) -> None:
                 archive.addfile(member, io.BytesIO(data))
 
 
+def store_broken(folder: Path, whole: Path) -> None:
+    """A shard with a damaged header, one that is empty, one that was cut off, and a good one."""
+    folder.mkdir()
+    data = bytearray(whole.read_bytes())
+    (folder / "cut.tar").write_bytes(data[: len(data) // 2 + 100])
+    data[BROKEN_HEADER + 10] ^= 1
+    (folder / "header.tar").write_bytes(data)
+    with tarfile.open(folder / "empty.tar", "w"):
+        pass
+    shutil.copy(whole, folder / "whole.tar")
+
+
+def store_rows(folder: Path) -> None:
+    """Two row groups of five whose last page is damaged, and a good file."""
+    folder.mkdir()
+    table = pa.table({"number": pa.array(range(50), pa.int32())})
+    options = {"row_group_size": 10, "write_page_checksum": True, "use_dictionary": False}
+    for name in "ab":
+        pq.write_table(table, folder / f"{name}.parquet", compression="none", **options)
+    path = folder / "a.parquet"
+    data = bytearray(path.read_bytes())
+    for group in (1, 4):
+        data[data.index(np.arange(group * 10, group * 10 + 10, dtype="<i4").tobytes())] ^= 64
+    path.write_bytes(data)
+
+
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("corrupt")
@@ -81,6 +112,13 @@ def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> 
         datasets[name] = {**uri, "on_corrupt": "replace", "max_corrupt": 3}
         datasets[f"{name}_fail"] = uri
         datasets[f"{name}_few"] = {**uri, "on_corrupt": "replace", "max_corrupt": 0.02}
+    (folder / "clean").mkdir()
+    (folder / "clean/a.jsonl").write_text('{"a": 1}\n\n[2]\n')
+    datasets["clean"] = {"uri": str(folder / "clean")}
+    datasets["broken"] = {"uri": str(folder / "broken"), "format": "webdataset"}
+    datasets["rows"] = {"uri": str(folder / "rows")}
+    store_rows(folder / "rows")
+    store_broken(folder / "broken", folder / "members/a.tar")
     address = f"unix:{folder}/run/gyre.sock"
     config = {
         "listen": [address],
@@ -184,3 +222,61 @@ def test_the_status_says_how_many_were_sent(node: Node, capsys: pytest.CaptureFi
     assert status(node.daemon).num_substitutes_sent >= before + 2 * len(BAD_RECORDS)
     assert main(["status", "--address", node.daemon.address]) == 0
     assert "in place of corrupt ones" in capsys.readouterr().out
+
+
+def lint(
+    node: Node, name: str, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any], list[tuple[str, str, int | None]]]:
+    """The exit status, the JSON, and kind, shard and sample of each finding."""
+    code = main(["lint", name, "--json", "--address", node.daemon.address])
+    found = json.loads(capsys.readouterr().out)
+    return (
+        code,
+        found,
+        [(each["kind"], each["shard"], each["sample_id"]) for each in found["findings"]],
+    )
+
+
+def test_lint_names_what_is_corrupt(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, named = lint(node, "lines_fail", capsys)
+    assert (code, found["num_samples"]) == (1, NUM_SAMPLES)
+    assert named == [("corrupt", f"{number // 20}.jsonl", number) for number in BAD_LINES]
+    offsets = [each["offset"] for each in records(node, "lines")]
+    assert [each["offset"] for each in found["findings"]] == offsets
+    assert [number for *_, number in lint(node, "records_fail", capsys)[2]] == BAD_RECORDS
+    code, found, named = lint(node, "members_fail", capsys)
+    assert sorted(number for *_, number in named if number is not None) == BAD_MEMBERS
+    assert lint(node, "clean", capsys) == (
+        0,
+        {"num_shards": 1, "num_samples": 2, "num_bytes": 11, "num_findings": 0, "findings": []},
+        [],
+    )
+
+
+def test_lint_goes_on_where_shards_cannot_be_read(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found, named = lint(node, "broken", capsys)
+    assert code == 1
+    assert named[:3] == [
+        ("corrupt", "cut.tar", None),
+        ("odd", "empty.tar", None),
+        ("corrupt", "header.tar", None),
+    ]
+    assert [name for _, name, _ in named[3:]] == ["whole.tar"] * len(BAD_MEMBERS)
+    assert BROKEN_HEADER <= found["findings"][2]["offset"] <= BROKEN_HEADER + 512
+    assert main(["lint", "broken", "--address", node.daemon.address]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"found +6\n", text)
+    assert re.search(r"odd +empty.tar +0 +-\n  it has no sample", text)
+
+
+def test_lint_names_every_row_group_that_cannot_be_decoded(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found, named = lint(node, "rows", capsys)
+    assert code == 1
+    assert [name for _, name, _ in named] == ["a.parquet"] * 2
+    assert found["num_samples"] == 100
+    assert all("CRC" in each["reason"] for each in found["findings"])
+    assert found["findings"][0]["offset"] < found["findings"][1]["offset"]

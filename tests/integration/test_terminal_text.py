@@ -91,6 +91,7 @@ def stub(tmp_path: Path) -> Iterator[StubDaemon]:
         "PlanStep": lambda request: pb.PlanStepResponse(sample_ids=[1, 2]),
         "PlanCost": lambda request: evil(pb.PlanCostResponse()),
         "IndexDataset": lambda request: iter([evil(pb.IndexProgress(num_shards=1))]),
+        "LintDataset": lambda request: iter([evil(pb.LintProgress(num_shards=1))]),
     }
     with stub:
         yield stub
@@ -100,6 +101,7 @@ COMMANDS = {
     "datasets": ["datasets"],
     "describe": ["describe", "d"],
     "index": ["index", "d"],
+    "lint": ["lint", "d"],
     "status": ["status"],
     "top": ["top", "--once"],
     "plan": ["plan", "d", "--batch-size", "2", "--step", "0"],
@@ -160,7 +162,7 @@ def test_no_text_of_a_daemon_reaches_a_terminal_raw(
     done = inside(command(stub, name, *["--json"] * as_json))
     written = done.stdout + done.stderr
     assert not OBEYED.search(written), OBEYED.search(written)
-    assert done.status == (2 if name == "bench" else 0), written
+    assert done.status == {"bench": 2, "lint": 1}.get(name, 0), written
     if name != "plan":
         escape = b"a\\u001b" if as_json and name != "bench" else b"a\\x1b"
         assert escape in written

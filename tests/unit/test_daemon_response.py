@@ -108,3 +108,29 @@ def test_messages_contain_no_secrets_and_one_line() -> None:
     )
     assert "secret" not in said
     assert said.startswith("OSError: GET http://***@host/a")
+
+
+EVIL = "\x1b[2J\x9b31m\u202e"
+
+
+@pytest.mark.parametrize(
+    ("detail", "said"),
+    [
+        (f"no{EVIL}\rway", "HTTP status 400 no\\x1b[2J\\x9b31m\\u202e\\rway"),
+        ("<E><Code>SlowDown</Code><Message>secret</Message></E>", "HTTP status 400 (SlowDown)"),
+        ('<?xml version="1.0"?>\n<Error>\n<Code>Gone.1</Code>', "HTTP status 400 (Gone.1)"),
+        (f"<Error><Code>Slow{EVIL}</Code></Error>", "HTTP status 400"),
+        ('{"error": {"reason": "slowDown", "message": "secret"}}', "HTTP status 400 (slowDown)"),
+        ("<html><body>secret</body></html>", "HTTP status 400"),
+        ("x" * 5000, "HTTP status 400 " + "x" * 300),
+    ],
+)  # fmt: skip
+def test_a_storages_words_are_shown_as_far_as_they_help(detail: str, said: str) -> None:
+    assert describe(Response(400, detail=detail)) == said
+
+
+def test_a_driver_that_cannot_read_parts_is_not_asked_again() -> None:
+    response = response_from_error(NotImplementedError())
+    assert classify(WANTED, response, 1) is Verdict.FAILED
+    with pytest.raises(NotAllowed, match="the storage's driver cannot read parts of files"):
+        raise final_error(WANTED, response)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
-from gyre_trainer.accounting.live_bytes import Category
+from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.training.config import TrainConfig, build
 from gyre_trainer.training.gpt import GPT
@@ -99,3 +99,20 @@ def test_a_refusal_leaves_no_group_behind() -> None:
     with pytest.raises(RuntimeError, match="in the middle"), on_fake_ranks(4):
         raise RuntimeError("in the middle")
     assert not dist.is_initialized()
+
+
+def test_bfloat16_halves_the_residual_stream_too() -> None:
+    """At the peak of the backward pass, mostly inputs of norms are alive."""
+
+    def activations(dtype: str) -> int:
+        sections = {
+            "run": {"out": "nowhere", "steps": 9},
+            "data": {"dataset": "none", "batch_size": 4, "sequence_length": 512},
+            "model": MODEL | {"max_seq_len": 512, "norm": "layer"},
+            "precision": {"compute_dtype": dtype},
+            "memory": {"recompute": True},
+        }
+        live = dry_run(build(TrainConfig, sections, ""), Strategy.GYRE, 2).timeline.live
+        return int(live[:, CATEGORIES.index(Category.ACTIVATIONS)].max())
+
+    assert activations("bfloat16") < 0.6 * activations("float32")

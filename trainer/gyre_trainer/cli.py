@@ -25,6 +25,7 @@ from gyre_trainer import __version__
 from gyre_trainer.errors import ConfigError, RingError, TrainError
 from gyre_trainer.training.config import TrainConfig, load
 from gyre_trainer.training.launcher import Launcher
+from gyre_trainer.training.out_of_memory import explained
 from gyre_trainer.training.rank_failure import FailurePipe
 from gyre_trainer.training.rank_variables import require_rank
 from gyre_trainer.training.run_folder import require_writable
@@ -110,8 +111,11 @@ def _be_rank(options: argparse.Namespace, pipe: FailurePipe | None) -> int:
     except Exception as error:
         is_expected = isinstance(error, TrainError | GyreError)
         status = 2 if is_expected and not isinstance(error, RingError) else 1
-        text = _one_line(error) if is_expected else internal_error(error)
-        if pipe:
+        told = "" if is_expected else explained(error)
+        text = _one_line(error) if is_expected else told or internal_error(error)
+        if pipe and told:
+            pipe.send(status, f"rank {os.environ['RANK']}: {told}", names_rank=True)
+        elif pipe:
             pipe.send(status, text, names_rank=isinstance(error, RingError))
         else:
             print(f"gyre-train: rank {os.environ['RANK']}: {text}", file=sys.stderr)

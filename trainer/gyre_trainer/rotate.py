@@ -258,7 +258,7 @@ def _keep_whole(module: nn.Module, target: RotationTarget) -> None:
     name_modules(module)
     require_equal_models(module, target.mesh)
     call_every_expert(module)
-    replicate(module, target.mesh)
+    replicate(module, target.mesh, target.policy.outer_dtype)
     if target.policy.recompute:
         recompute_norms(module)
     if target.policy.dropout == "equal":

@@ -20,6 +20,7 @@ from gyre_client.command.datasets import datasets, describe
 from gyre_client.command.drain import drain
 from gyre_client.command.formatting import CommandOutput, emit, to_json
 from gyre_client.command.indexing import add_index_arguments, index
+from gyre_client.command.lint import lint
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.status import status
 from gyre_client.command.top import top
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = _run(args)
         if output is not None:
             emit(to_json(output.value) if args.json else output.text)
+            return output.status
     except GyreError as error:
         print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_INPUT) else 1
@@ -111,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add_index_arguments(
         add(index, dataset, "build what is missing of a dataset's index, say what changed")
     )
+    add(lint, dataset, "read every shard, check every sample, name what is corrupt or odd")
     add(status, common, "what a daemon is doing")
     add(drain, common, "stop a daemon, as its operator: it sends the batches in flight and ends")
     live = add(top, common, "what its sessions do, live: how fast, and what holds them up")

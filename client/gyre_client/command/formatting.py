@@ -26,10 +26,12 @@ class CommandOutput(NamedTuple):
     Attributes:
         value: JSON-ready values for programs.
         text: Text for people.
+        status: The exit status.
     """
 
     value: Any
     text: str
+    status: int = 0
 
 
 def emit(text: str) -> None:

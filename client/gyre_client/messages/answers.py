@@ -23,6 +23,7 @@ _MAX_ID_CHARS = 128
 # Of an index: a daemon lists a million shards, and each has a path of at most 4 KiB.
 _MAX_SHARDS = 1 << 24
 _MAX_NAMES_CHARS = 1 << 30
+_MAX_FINDINGS = 100_000  # of the checks of a dataset; a daemon names no more
 
 
 def check_numbers(message: Message) -> None:
@@ -88,6 +89,33 @@ def checked_progress(messages: Iterable[pb.IndexProgress]) -> Iterator[pb.IndexP
                 f"the daemon sent message {number} about an index of {num_shards} shards, which "
                 "does not fit those before"
             )
+        yield progress
+
+
+def checked_findings(messages: Iterable[pb.LintProgress]) -> Iterator[pb.LintProgress]:
+    """Yields the messages about the checks of a dataset; each is about one more pass over a shard.
+
+    Raises:
+        DaemonFault: There are more than two for each shard, or the number of shards changes or can
+            be none; or more is found than a client can keep.
+    """
+    num_shards = num_findings = 0
+    for number, progress in enumerate(messages, 1):
+        num_shards = num_shards or progress.num_shards
+        _check_count("the dataset's num_shards", progress.num_shards, 1, _MAX_SHARDS)
+        num_findings += len(progress.findings)
+        if (
+            number > 2 * num_shards + 1
+            or progress.num_shards != num_shards
+            or max(progress.num_scanned, progress.num_checked) > num_shards
+            or num_findings > _MAX_FINDINGS
+        ):
+            raise DaemonFault(
+                f"the daemon sent message {number} about the checks of {num_shards} shards, which "
+                "does not fit those before"
+            )
+        for name in ("num_samples", "num_bytes", "num_left_out"):
+            _check_count(f"the checks' {name}", getattr(progress, name), 0, MAX_COUNT)
         yield progress
 
 

@@ -39,6 +39,7 @@ from gyre_client.messages.answers import (
     check_numbers,
     check_opened,
     check_plan,
+    checked_findings,
     checked_progress,
 )
 from gyre_client.printable import printable
@@ -196,14 +197,24 @@ class Connection:
     ) -> Iterator[pb.IndexProgress]:
         """Builds the missing parts of the dataset's index and checksums; yields once per shard."""
         request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
+        return checked_progress(self._messages(self._stub.IndexDataset, request))
+
+    def lint(self, dataset: pb.DatasetRef) -> Iterator[pb.LintProgress]:
+        """Has every shard and every sample of a dataset checked; yields twice per shard."""
+        request = pb.LintDatasetRequest(dataset=dataset)
+        return checked_findings(self._messages(self._stub.LintDataset, request))
+
+    def _messages(
+        self, method: Callable[..., Iterable[_Response]], request: Message
+    ) -> Iterator[_Response]:
+        """Yields the messages of a call that may take long; it ends with the iterator."""
         _check_length(request)
         self._check_trust()
         try:
-            metadata = self._identity.metadata()
-            call = self._stub.IndexDataset(request, timeout=INDEX_TIMEOUT_S, metadata=metadata)
+            call = method(request, timeout=INDEX_TIMEOUT_S, metadata=self._identity.metadata())
             with contextlib.ExitStack() as stack:
-                stack.callback(call.cancel)
-                yield from checked_progress(call)
+                stack.callback(call.cancel)  # type: ignore[attr-defined]  # it is a grpc.Call, too
+                yield from call
         except grpc.RpcError as failure:
             raise self._error(failure, INDEX_TIMEOUT_S) from None
 

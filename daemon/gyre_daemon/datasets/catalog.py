@@ -17,6 +17,7 @@ from gyre_daemon.datasets.changes import (
 )
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.indexing import Indexer
+from gyre_daemon.datasets.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.replacement import CorruptReports
 from gyre_daemon.datasets.shard_indexing import IndexedShard
 from gyre_daemon.datasets.sidecars import SidecarStore
@@ -122,6 +123,7 @@ class Catalog:
         self._allow_ad_hoc = allow_ad_hoc
         self._open: dict[str, Dataset] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._lint_locks: dict[str, asyncio.Lock] = {}
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
@@ -243,6 +245,19 @@ class Catalog:
                 save_record, self._records, name, opening.location, shards, dataset.fingerprint
             )
             yield progress.finished(dataset, previous, {shard.name for shard in shards})
+
+    async def lint(self, name: str, config: DatasetConfig) -> AsyncGenerator[LintProgress, None]:
+        """Read every shard and check every sample, whatever was found before; see `lint_dataset`.
+
+        Args:
+            name: from `resolve`.
+            config: from `resolve`.
+        """
+        async with self._lint_locks.setdefault(name, asyncio.Lock()):
+            linting = lint_dataset(self._indexer, self._shown(name), config)
+            async with contextlib.aclosing(linting) as progress:
+                async for each in progress:
+                    yield each
 
     def close(self) -> None:
         """Forget all datasets; sessions keep those that they read."""

@@ -26,6 +26,8 @@ from gyre_daemon.datasets.dataset import (
     fingerprint_ranges,
     sample_ranges,
 )
+from gyre_daemon.datasets.decoded import DecodedStorage, DecodingRoom
+from gyre_daemon.datasets.decoders import Decoders
 from gyre_daemon.datasets.detection import detect_format
 from gyre_daemon.datasets.formats import SINGLE_FILES, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import (
@@ -35,6 +37,7 @@ from gyre_daemon.datasets.formats.base import (
     Probe,
     TolerantFormat,
 )
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.listing import FileListing, list_files
 from gyre_daemon.datasets.probing import ProbeRunner
 from gyre_daemon.datasets.replacement import CorruptRecord, CorruptReports, check_limit
@@ -83,15 +86,17 @@ class Indexer:
         self._cache = cache
         self._checksums = ChecksumTaker(sidecars)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gyre-scan")
-        self._probes = ProbeRunner(opener, sidecars, self._threads)
+        self.probes = ProbeRunner(opener, sidecars, self._threads)
         self._processes = ScanProcesses()
         self._shards = ShardIndexer(sidecars, self._checksums, self._threads, self._processes)
-        self._checker = SampleChecker(sidecars, self._processes)
+        self.checker = SampleChecker(sidecars, self._processes)
         self._reports = reports
+        self.decoding = DecodingRoom(Decoders(self._processes), opener.workers)
 
     def close(self) -> None:
         """Stop the work that is under way."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.decoding.close()
         self._processes.close()
         self._checksums.close()
 
@@ -125,7 +130,7 @@ class Indexer:
             [None] * len(source.shards),
             None,
             {},
-            files.arrays if files else None,
+            files,
         )
         if dataset_format.unpacks_gzip and any(map(is_packed, source.shards)):
             opening.unpacked = await self._in_thread(self._open_unpacked, opening, location)
@@ -144,18 +149,16 @@ class Indexer:
             opening: from `begin`.
             refresh: probe the shards even if the result of an earlier probe was kept.
         """
-        served = self._served(opening)
+        served = self.served(opening)
         shards = served.shards
-        inspected = cast("list[Arrays]", opening.scans) if opening.scan else []
-        inspected = inspected if opening.listed is None else [opening.listed]
-        if isinstance(probe := opening.format.inspection, Probe):
-            settings = opening.config.storage
-            inspected = [
-                await self._probes.run(probe, served, opening.location, settings, refresh=refresh)
-            ]
+        inspected = cast("list[Arrays]", opening.scans)
+        if opening.scan is None:
+            inspected = await self.probed(opening, served, refresh=refresh)
         damaged: Sequence[DamagedSample] = ()
         replaces = opening.config.on_corrupt == "replace"
-        if replaces and isinstance(opening.format, TolerantFormat):
+        if opening.files:
+            index = await self._in_thread(opening.files.assemble)
+        elif replaces and isinstance(opening.format, TolerantFormat):
             assemble = opening.format.assemble_tolerantly
             index, damaged = await self._in_thread(assemble, shards, inspected)
         else:
@@ -168,7 +171,7 @@ class Indexer:
         corrupt = NO_SAMPLES
         if replaces:
             corrupt = await self._find_corrupt(opening, served, index, damaged)
-        ranges = fingerprint_ranges(shards) if opening.listed is None else sample_ranges(index)
+        ranges = fingerprint_ranges(shards) if opening.files is None else sample_ranges(index)
         contents = await read_ranges(served, *ranges)
         identity = await self._in_thread(fingerprint, shards, index, contents, corrupt)
         storage = self._behind_cache(opening, served, index)
@@ -187,6 +190,20 @@ class Indexer:
             facts["replaced"] = len(corrupt)
         log_event("dataset open", facts)
         return dataset
+
+    async def probed(
+        self, opening: OpeningDataset, served: Storage, *, refresh: bool
+    ) -> list[Arrays]:
+        """What a probe found, for `Format.assemble`; empty without inspection.
+
+        Raises:
+            CorruptSample: the shards are nothing that the format stores.
+        """
+        probe = opening.format.inspection
+        if not isinstance(probe, Probe):
+            return []
+        settings, location = opening.config.storage, opening.location
+        return [await self.probes.run(probe, served, location, settings, refresh=refresh)]
 
     async def _find_corrupt(
         self,
@@ -211,12 +228,17 @@ class Indexer:
                 f"dataset `{opening.name}` replaces corrupt samples, and this daemon has no folder "
                 "for their report"
             )
+        if isinstance(index, ChunkIndex):
+            raise ConfigError(
+                f"dataset `{opening.name}` cannot replace corrupt samples: they are rows of a "
+                f"{index.noun}, which is damaged as a whole; leave `on_corrupt` out"
+            )
         corrupt = [
             CorruptRecord(served.shards[each.shard].name, each.offset, each.sample, each.reason)
             for each in damaged
         ]
         known = np.array([each.sample for each in damaged], np.int64)
-        checking = self._checker.run(opening.location, served, index, known, refresh=False)
+        checking = self.checker.run(opening.location, served, index, known, refresh=False)
         async with contextlib.aclosing(checking) as checked:
             async for shard in checked:
                 if shard.failure:
@@ -286,7 +308,7 @@ class Indexer:
         _check_distinct(shards, location)
         return self._unpacked.open(opening.identity, shards)
 
-    def _served(self, opening: OpeningDataset) -> Storage:
+    def served(self, opening: OpeningDataset) -> Storage:
         """What batches are read from: the shards as they are stored, or unpacked."""
         if not opening.unpacked:
             return opening.source
@@ -301,8 +323,19 @@ class Indexer:
     def _behind_cache(
         self, opening: OpeningDataset, storage: Storage, index: SampleIndex
     ) -> Storage:
-        """The storage, behind the node's cache unless its shards are on this machine."""
-        if self._cache is None or not opening.config.cache or storage.is_node_local:
+        """The storage, behind the node's cache unless its shards are on this machine.
+
+        Where samples lie in chunks, that of decoded shards, whose blocks are the chunks.
+        """
+        cache = self._cache if opening.config.cache else None
+        if isinstance(index, ChunkIndex):
+            decoded = DecodedStorage(storage, index, self.decoding)
+            if cache is None:
+                return decoded
+            size = int(index.chunk_bytes.max())
+            identity = f"{opening.identity} decoded"
+            return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
+        if cache is None or storage.is_node_local:
             return storage
 
         def block_map(block_bytes: int) -> BlockMap:
@@ -310,7 +343,7 @@ class Indexer:
             ranges = block_ranges(index, table, np.arange(table.num_blocks))
             return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
 
-        return CachedStorage(storage, opening.identity, self._cache, block_map)
+        return CachedStorage(storage, opening.identity, cache, block_map)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

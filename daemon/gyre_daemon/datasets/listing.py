@@ -1,13 +1,22 @@
 """Lists the single files of a dataset, and joins them to one shard."""
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats.base import Arrays, Listing, file_arrays
+from gyre_daemon.datasets.formats import SampleIndex
+from gyre_daemon.datasets.formats.base import Listing, Manifest
+from gyre_daemon.datasets.shardfiles import read_ranges
+from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
+from gyre_daemon.storage.file_table import Texts
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.opener import StorageOpener
 from gyre_daemon.storage.splits import check_one_tree
+
+# A manifest is read whole, and its rows take some ten times its bytes while that is done.
+_MAX_MANIFEST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +25,11 @@ class FileListing:
 
     Attributes:
         storage: the one shard that they make.
-        arrays: what their format gets to know of them.
+        assemble: makes the index.
     """
 
     storage: ConcatenatedFiles
-    arrays: Arrays
+    assemble: Callable[[], SampleIndex]
 
 
 async def list_files(
@@ -29,11 +38,40 @@ async def list_files(
     """The files of a location.
 
     Raises:
-        InvalidRequest: the folder holds several datasets; otherwise see `StorageOpener.open_files`.
+        CorruptSample: it is a manifest that is damaged.
+        InvalidRequest: the folder holds several datasets, or the manifest is too long; otherwise
+            see `StorageOpener.open_files`.
     """
+    manifest: Manifest | None = None
+    if len(location.paths) == 1 and listing.is_manifest(location.paths[0]):
+        manifest = await _read_manifest(opener, location, config, listing)
+        folder = location.paths[0].rpartition("/")[0]
+        location = replace(location, paths=(folder or ".",))
     files, table = await opener.open_files(
-        location, config.storage, listing.is_wanted, follow_links=config.follow_links
+        location,
+        config.storage,
+        listing.is_wanted,
+        manifest.names if manifest else None,
+        follow_links=config.follow_links,
     )
-    check_one_tree(location.text, table.top_folders())
-    storage = ConcatenatedFiles(files, table, table.names, location.text)
-    return FileListing(storage, file_arrays(table))
+    columns = manifest.columns if manifest else ()
+    if manifest is None:
+        check_one_tree(location.text, table.top_folders())
+    texts = [column.values for column in columns if isinstance(column.values, Texts)]
+    heads = Texts.merged([table.names, *texts])
+    storage = ConcatenatedFiles(files, table, heads, location.text)
+    return FileListing(storage, lambda: listing.assemble(table, columns))
+
+
+async def _read_manifest(
+    opener: StorageOpener, location: Location, config: DatasetConfig, listing: Listing
+) -> Manifest:
+    storage = await opener.open(location, config.storage, "*", follow_links=config.follow_links)
+    (shard,) = storage.shards
+    if shard.size_bytes > _MAX_MANIFEST_BYTES:
+        raise InvalidRequest(
+            f"the manifest {location.text} has {shard.size_bytes} bytes, more than "
+            f"{_MAX_MANIFEST_BYTES}; split it into several datasets"
+        )
+    (data,) = await read_ranges(storage, [0], [0], [shard.size_bytes])
+    return await asyncio.to_thread(listing.read_manifest, shard.name, data)

@@ -9,9 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,9 @@ from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.shardfiles import open_file
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed
+from gyre_daemon.storage.shard import Shard
 
 DAMAGE_SUFFIX = ".gyre-damage"
 # Shards that are checked at once; each takes a core while it is read.
@@ -42,6 +44,7 @@ class CheckedShard:
         num_bytes: that were checked.
         damages: its damaged samples by their number in the shard, in rising order.
         failure: why it could not be checked; empty if it could.
+        chunk_failures: why chunks of it cannot be decoded, where samples are rows of chunks.
     """
 
     number: int
@@ -50,6 +53,21 @@ class CheckedShard:
     num_bytes: int
     damages: Sequence[Damage]
     failure: CorruptSample | None = None
+    chunk_failures: Sequence[CorruptSample] = ()
+
+
+class ShardFiles(Protocol):
+    """What a check needs of a `Storage`."""
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """As listed."""
+
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`."""
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`."""
 
 
 class SampleChecker:
@@ -68,7 +86,7 @@ class SampleChecker:
     async def run(
         self,
         location: str,
-        storage: Storage,
+        storage: "ShardFiles",
         index: SampleIndex,
         known: npt.NDArray[np.int64],
         *,
@@ -148,7 +166,7 @@ class _Work:
     """One run over a dataset; `bounds` has the first sample id of each shard, and N."""
 
     location: str
-    storage: Storage
+    storage: "ShardFiles"
     index: SampleIndex
     known: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
@@ -219,7 +237,7 @@ def shard_bounds(index: SampleIndex, num_shards: int) -> npt.NDArray[np.int64]:
 
 
 async def _check_shard(
-    process: ScanProcess, storage: Storage, number: int, fields: ShardFields
+    process: ScanProcess, storage: ShardFiles, number: int, fields: ShardFields
 ) -> Arrays:
     """Have a shard checked by another process.
 

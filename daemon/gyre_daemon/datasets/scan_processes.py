@@ -8,14 +8,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
 
-from gyre_daemon.datasets.scan_server import LENGTH
+from gyre_daemon.datasets.scan_server import LENGTH, RANGE, Kind
 from gyre_daemon.datasets.sidecar_file import Arrays, decode
 from gyre_daemon.errors import (
+    ConfigError,
     CorruptSample,
     GyreError,
     NotAllowed,
@@ -25,6 +26,7 @@ from gyre_daemon.errors import (
 )
 
 Run = Callable[[str, BinaryIO], Arrays]
+ReadRange = Callable[[int, int], Awaitable[bytes]]  # from the first byte up to the end
 
 # To start the server takes 0.3 s, and some seconds on a machine that is busy. One that does not
 # answer for longer never will.
@@ -32,8 +34,11 @@ _MAX_START_S = 60.0
 # The most that a reply may have: the index of some hundred million members.
 _MAX_REPLY_BYTES = 8 << 30
 _PIECE_BYTES = 1 << 20
+# The most that is read at once for a scan. Several scans run beside each other.
+_MAX_RANGE_BYTES = 8 << 20
 _ERRORS: Mapping[str, type[GyreError]] = {
-    kind.__name__: kind for kind in (CorruptSample, NotAllowed, ShardMissing, StorageUnavailable)
+    kind.__name__: kind
+    for kind in (ConfigError, CorruptSample, NotAllowed, ShardMissing, StorageUnavailable)
 }
 
 
@@ -132,10 +137,15 @@ class ScanProcesses:
 
 
 class ScanProcess:
-    """One process, used by one task at a time."""
+    """One process, used by one task at a time.
+
+    Attributes:
+        has_died: whether it ended while it worked for a request.
+    """
 
     def __init__(self, connection: socket.socket, process: int) -> None:
         """Take over a connection, which does not block, and a process descriptor."""
+        self.has_died = False
         self._connection = connection
         self._process = process
 
@@ -158,7 +168,7 @@ class ScanProcess:
             CorruptSample: as `run`, or the scan needs too much memory.
             GyreError: the file cannot be read.
         """
-        self._ask(run, name, file.fileno(), is_stream=False)
+        self._ask(run, name, file.fileno(), "file")
         return await self._reply(name)
 
     async def scan_stream(self, run: Run, name: str, chunks: AsyncIterator[bytes]) -> Arrays:
@@ -167,12 +177,38 @@ class ScanProcess:
         Raises:
             GyreError: as `scan_file`; what reading the stream raises is raised.
         """
+        return await self._scan_socket(run, name, "stream", lambda ours: _send_all(ours, chunks))
+
+    async def scan_ranges(self, run: Run, name: str, num_bytes: int, read: ReadRange) -> Arrays:
+        """Scan a shard of which the scan reads only what it asks for.
+
+        Args:
+            run: of a `Scan`; it must be picklable.
+            name: of the shard.
+            num_bytes: its size.
+            read: reads a range of it.
+
+        Raises:
+            GyreError: as `scan_file`; what `read` raises is raised.
+        """
+        return await self._scan_socket(
+            run, name, num_bytes, lambda ours: _send_ranges(ours, num_bytes, read)
+        )
+
+    async def _scan_socket(
+        self,
+        run: Run,
+        name: str,
+        kind: Kind,
+        send: Callable[[socket.socket], Coroutine[None, None, None]],
+    ) -> Arrays:
+        """Scan what is sent through a socket."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with ours:
             with theirs:
-                self._ask(run, name, theirs.fileno(), is_stream=True)
-            sending = asyncio.create_task(_send_all(ours, chunks))
+                self._ask(run, name, theirs.fileno(), kind)
+            sending = asyncio.create_task(send(ours))
             replying = asyncio.create_task(self._reply(name))
             try:
                 await asyncio.wait({sending, replying}, return_when=asyncio.FIRST_COMPLETED)
@@ -184,14 +220,21 @@ class ScanProcess:
                 replying.cancel()
                 await asyncio.gather(sending, replying, return_exceptions=True)
 
-    def _ask(self, run: Run, name: str, descriptor: int, *, is_stream: bool) -> None:
+    def _ask(self, run: Run, name: str, descriptor: int, kind: Kind) -> None:
         with os.fdopen(os.memfd_create("gyre-scan-request"), "wb") as body:
-            pickle.dump((run, name, is_stream), body)
+            pickle.dump((run, name, kind), body)
             body.flush()
             try:
                 socket.send_fds(self._connection, [b"\0"], [descriptor, body.fileno()])
             except ConnectionError as error:
-                raise _died(name) from error
+                raise self._died(name) from error
+
+    def _died(self, name: str) -> CorruptSample:
+        self.has_died = True
+        reason = "the process that indexed it died; see the log of the kernel"
+        return CorruptSample(
+            f"shard {name} has no index: {reason}", {"shard": name, "reason": reason}
+        )
 
     async def _reply(self, name: str) -> Arrays:
         loop = asyncio.get_running_loop()
@@ -202,15 +245,10 @@ class ScanProcess:
             data = await _receive(loop, self._connection, num_bytes)
             failure, arrays = await asyncio.to_thread(decode, bytes(data))
         except (ConnectionError, ValueError) as error:
-            raise _died(name) from error
+            raise self._died(name) from error
         if failure:
             raise _to_error(failure)
         return arrays
-
-
-def _died(name: str) -> CorruptSample:
-    reason = "the process that indexed it died; see the log of the kernel"
-    return CorruptSample(f"shard {name} has no index: {reason}", {"shard": name, "reason": reason})
 
 
 def _to_error(text: str) -> GyreError:
@@ -263,3 +301,19 @@ async def _send_all(connection: socket.socket, chunks: AsyncIterator[bytes]) -> 
         if close:
             await close()
     connection.shutdown(socket.SHUT_WR)
+
+
+async def _send_ranges(connection: socket.socket, num_bytes: int, read: ReadRange) -> None:
+    """Send what is asked for, until nobody asks any more."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(ConnectionError):
+        while True:
+            start, count = RANGE.unpack(await _receive(loop, connection, RANGE.size))
+            if start + count > num_bytes:
+                connection.shutdown(socket.SHUT_RDWR)
+                return
+            stop = start + count
+            while start < stop:
+                end = min(stop, start + _MAX_RANGE_BYTES)
+                await loop.sock_sendall(connection, await read(start, end))
+                start = end

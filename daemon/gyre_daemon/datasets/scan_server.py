@@ -9,8 +9,11 @@ connection it receives the connections of new processes, one descriptor each. A 
 a descriptor of itself, by which the daemon kills it. Then it answers requests, one after the other:
 
     request  one byte, with two descriptors: the file's, and a memory file that holds a pickle of
-             (function, name of the shard, is_stream)
+             (function, name of the shard, kind)
     reply    length | an encoded file of `sidecar_file`: the key is "", or JSON of an error
+
+The file is one that is open, or a socket: of a stream, or of a shard that is read by ranges.
+Through the latter the process sends `RANGE`, first byte and length, and gets that many bytes.
 
 Requests come from the daemon, so they may be pickles. Replies may come from a process that read
 hostile bytes, so they are not. All processes end with the daemon, however that ends.
@@ -29,7 +32,7 @@ import struct
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, Literal, NoReturn, cast
 
 from gyre_daemon.datasets import formats
 from gyre_daemon.datasets.sidecar_file import encode
@@ -37,6 +40,8 @@ from gyre_daemon.errors import CorruptSample, GyreError
 from gyre_daemon.storage.local.listing import file_error
 
 LENGTH = struct.Struct("<Q")
+RANGE = struct.Struct("<QQ")
+Kind = Literal["file", "stream"] | int  # a number is the size of a shard that is read by ranges
 # What one process may allocate. The index of a shard of 10 million members takes 1 GiB while it is
 # made. More would let one file take the memory of the machine.
 _MAX_DATA_BYTES = 4 << 30
@@ -96,16 +101,16 @@ def _answer(connection: socket.socket) -> None:
             return
         with os.fdopen(descriptors[1], "rb") as body:
             body.seek(0)
-            run, name, is_stream = pickle.load(body)
-        reply = _scan(run, name, descriptors[0], is_stream=is_stream)
+            run, name, kind = pickle.load(body)
+        reply = _scan(run, name, descriptors[0], kind)
         connection.sendall(LENGTH.pack(len(reply)))
         connection.sendall(reply)
 
 
-def _scan(run: Any, name: str, descriptor: int, *, is_stream: bool) -> bytes:
+def _scan(run: Any, name: str, descriptor: int, kind: Kind) -> bytes:
     """The reply for one shard."""
     try:
-        with _open(descriptor, is_stream=is_stream) as file:
+        with _open(descriptor, kind) as file:
             return encode("", run(name, file))
     except GyreError as error:
         failure = error
@@ -118,10 +123,10 @@ def _scan(run: Any, name: str, descriptor: int, *, is_stream: bool) -> bytes:
     return encode(json.dumps([type(failure).__name__, str(failure)[:10_000], facts]), {})
 
 
-def _open(descriptor: int, *, is_stream: bool) -> BinaryIO:
-    if is_stream:
-        return cast("BinaryIO", _Stream(descriptor))
-    return open(descriptor, "rb")
+def _open(descriptor: int, kind: Kind) -> BinaryIO:
+    if isinstance(kind, int):
+        return cast("BinaryIO", _Ranges(descriptor, kind))
+    return cast("BinaryIO", _Stream(descriptor)) if kind == "stream" else open(descriptor, "rb")
 
 
 class _Stream(io.RawIOBase):
@@ -139,6 +144,46 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = self._socket.recv_into(buffer)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._socket.close()
+        super().close()
+
+
+class _Ranges(io.RawIOBase):
+    """A shard of which the daemon sends the ranges that are asked for."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._num_bytes, self._position = num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = min(len(buffer), max(0, self._num_bytes - self._position))
+        if not count:
+            return 0
+        self._socket.sendall(RANGE.pack(self._position, count))
+        view, done = memoryview(buffer).cast("B"), 0
+        while done < count:
+            received = self._socket.recv_into(view[done:count])
+            if not received:
+                raise ConnectionResetError("the daemon sends no more of it")
+            done += received
         self._position += count
         return count
 

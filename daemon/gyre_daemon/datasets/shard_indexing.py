@@ -18,10 +18,12 @@ from gyre_daemon.datasets.changes import Change, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
+from gyre_daemon.datasets.listing import FileListing
 from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.shardfiles import open_file, open_shard, until
+from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges, until
 from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
 from gyre_daemon.datasets.unpacked import UnpackedDataset, is_compressed
+from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.local.listing import check_listed
@@ -66,8 +68,10 @@ class OpeningDataset:
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
-        listed: of single files, what their format gets to know; None of other formats.
+        files: the list of single files; None of other formats.
         stopped: set when nobody waits for it any more; threads that work for it end then.
+        damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
+            there with the reason while the others go on; None where the first ends the work.
     """
 
     name: str
@@ -78,8 +82,9 @@ class OpeningDataset:
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
-    listed: Arrays | None = None
+    files: FileListing | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
+    damaged: dict[int, CorruptSample] | None = None
 
     @property
     def identity(self) -> str:
@@ -191,7 +196,14 @@ class ShardIndexer:
                         async with contextlib.nullcontext() if is_own else turns:
                             if (shard := next(shards, None)) is None:
                                 return
-                            found = await self._index_shard(opening, shard, changes, scanner)
+                            try:
+                                found = await self._index_shard(opening, shard, changes, scanner)
+                            except CorruptSample as error:
+                                if opening.damaged is None:
+                                    raise
+                                scanner.kill()  # it may have died
+                                opening.damaged[shard] = error
+                                found = IndexedShard(shard, 0, reused=False, change=None)
                         results.put_nowait(found)
             except Exception as error:
                 results.put_nowait(error)
@@ -223,6 +235,7 @@ class ShardIndexer:
                 opening.scan.version,
             )
             check = partial(_check, opening, opening.scan, shard)
+        if opening.scan and opening.damaged is None:
             found = await asyncio.to_thread(self._sidecars.load_latest, key, local, check)
         is_fresh = opening.scan is None or (found is not None and found[1])
         change: Change | None = None
@@ -255,6 +268,12 @@ class ShardIndexer:
         """
         listed, stored = opening.source.shards[shard], opening.source.local_file(shard)
         process, local = await scanner.process(), opening.paths.get(shard, stored)
+        if local is None and scan.seeks:
+
+            async def read(start: int, stop: int) -> bytes:
+                return (await read_ranges(opening.source, [shard], [start], [stop]))[0]
+
+            return await process.scan_ranges(scan.run, listed.name, listed.size_bytes, read)
         if local is None:
             return await process.scan_stream(scan.run, listed.name, opening.source.stream(shard))
         with contextlib.ExitStack() as opened:

@@ -6,6 +6,7 @@ may press Ctrl-C, even before all modules are imported.
 """
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -20,6 +21,8 @@ _READER_GONE = 128 + signal.SIGPIPE
 _INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
 _TRACEBACK_VARIABLE = "GYRE_TRACEBACK"
 _MAX_CHARS = 500  # of an error
+# What writing to a stream may fail with; other errors without a file are defects.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN)
 
 
 def run_program(name: str, run: Callable[[], int]) -> int:
@@ -27,8 +30,8 @@ def run_program(name: str, run: Callable[[], int]) -> int:
 
     Args:
         name: of the program, for its messages.
-        run: returns the exit status, or ends with SystemExit. An OSError that leaves it is one of
-            its output.
+        run: returns the exit status, or ends with SystemExit. An OSError that leaves it names a
+            file, or is one of its output.
 
     Returns:
         130 after Ctrl-C; 141 if the reader of the output is gone; 1 if the output cannot be
@@ -44,8 +47,9 @@ def run_program(name: str, run: Callable[[], int]) -> int:
     except BrokenPipeError:
         status = _READER_GONE
     except OSError as error:
-        _say(f"{name}: the output cannot be written: {printable(error.strerror or str(error))}")
-        status = 1
+        text = _os_error(error)
+        _say(f"{name}: {text or _internal_error(error)}")
+        status = 1 if text else _INTERNAL_ERROR
     except Exception as error:
         _say(f"{name}: {_internal_error(error)}")
         status = _INTERNAL_ERROR
@@ -61,6 +65,14 @@ def _internal_error(error: BaseException) -> str:
         lines = "".join(traceback.format_exception(error)).splitlines()
         return "\n".join([f"internal error: {text}; report it", *map(printable, lines)])
     return f"internal error: {text}; set {_TRACEBACK_VARIABLE}=1 to see where, and report it"
+
+
+def _os_error(error: OSError) -> str:
+    """What to tell of an error of the system; empty where it is a defect of the program."""
+    reason = printable(error.strerror or str(error))
+    if isinstance(error.filename, str | bytes):
+        return f"{printable(os.fsdecode(error.filename))}: {reason}"
+    return f"the output cannot be written: {reason}" if error.errno in _OUTPUT_ERRORS else ""
 
 
 def _status_of(run: Callable[[], int]) -> int:

@@ -1,8 +1,10 @@
 """Who calls over TCP: what a call's token or its connection's certificate proves."""
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import unquote
 
+from gyre_daemon.access.expiry import expires_at
 from gyre_daemon.access.failures import FailureLimit
 from gyre_daemon.access.principal import ANONYMOUS, Principal
 from gyre_daemon.access.tokens import TokenStore
@@ -16,8 +18,10 @@ _MAX_NAME_CHARS = 200
 class Authenticator:
     """Tells callers over TCP apart. The kernel identifies those over a Unix socket."""
 
-    def __init__(self, tokens: TokenStore) -> None:
+    def __init__(self, tokens: TokenStore, clock: Callable[[], float] = time.time) -> None:
+        """Know these tokens; `clock` returns the seconds since the epoch."""
         self._tokens = tokens
+        self._clock = clock
         self._failures = FailureLimit()
 
     def principal(self, context: Context) -> Principal:
@@ -27,8 +31,9 @@ class Authenticator:
         enough: on loopback, or where the daemon knows no tokens.
 
         Raises:
-            NotAuthenticated: the token is not valid; or there is none, the connection has TLS, and
-                the daemon asks for tokens.
+            NotAuthenticated: the token is not valid, or the certificate has expired since the
+                connection began; or there is no token, the connection has TLS, and the daemon asks
+                for tokens.
             Overloaded: as before, and the caller's address has failed too often.
         """
         try:
@@ -41,6 +46,7 @@ class Authenticator:
         if token is not None:
             return Principal(f"token:{self._tokens.name_of(token)}")
         proven = context.auth_context()
+        self._check_certificate(proven)
         if names := proven.get("x509_common_name") or proven.get("x509_subject_alternative_name"):
             return Principal(f"certificate:{_printable(next(iter(names)))}")
         if proven.get("x509_pem_cert"):
@@ -51,6 +57,16 @@ class Authenticator:
                 "set GYRE_TOKEN_FILE to a file that holds one"
             )
         return ANONYMOUS
+
+    def _check_certificate(self, proven: Mapping[str, Iterable[bytes]]) -> None:
+        """Refuse a certificate that has ended since TLS checked it."""
+        chain = next(
+            iter(proven.get("x509_pem_cert_chain") or proven.get("x509_pem_cert") or ()), b""
+        )
+        if chain and expires_at(chain) <= self._clock():
+            raise NotAuthenticated(
+                "the client's certificate has expired; connect again with a new one"
+            )
 
 
 def is_local(context: Context) -> bool:

@@ -13,6 +13,7 @@ from gyre_daemon.datasets.changes import Change
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.timing import BatchTiming
@@ -28,6 +29,10 @@ _CHANGES: dict[Change, "pb.ShardChange.ValueType"] = {
     "kept": pb.SHARD_CHANGE_KEPT,
     "restored": pb.SHARD_CHANGE_RESTORED,
     "changed": pb.SHARD_CHANGE_CHANGED,
+}
+_FINDINGS: dict[FindingKind, "pb.LintFinding.Kind.ValueType"] = {
+    "corrupt": pb.LintFinding.KIND_CORRUPT,
+    "odd": pb.LintFinding.KIND_ODD,
 }
 # Sessions of one shared stream are sent the same batch groups, and each message is built once.
 _MESSAGES: WeakKeyDictionary[BatchGroup, pb.BatchGroup] = WeakKeyDictionary()
@@ -77,6 +82,28 @@ def from_progress(progress: IndexProgress) -> pb.IndexProgress:
     )
 
 
+def from_lint_progress(progress: LintProgress) -> pb.LintProgress:
+    """The progress after one more shard was read or checked."""
+    return pb.LintProgress(
+        num_scanned=progress.num_scanned,
+        num_checked=progress.num_checked,
+        num_shards=progress.num_shards,
+        num_samples=progress.num_samples,
+        num_bytes=progress.num_bytes,
+        findings=[
+            pb.LintFinding(
+                kind=_FINDINGS[each.kind],
+                shard=each.shard,
+                offset=each.offset,
+                sample_id=each.sample_id,
+                reason=each.reason,
+            )
+            for each in progress.findings
+        ],
+        num_left_out=progress.num_left_out,
+    )
+
+
 def from_cost_report(
     report: CostReport, question: CostQuery, dataset: Dataset
 ) -> pb.PlanCostResponse:
@@ -98,6 +125,8 @@ def from_cost_report(
                 io_block_bytes=block_bytes[each.order],
                 window_blocks=question.order.window_blocks if each.order == "block" else 0,
                 money=each.money,
+                num_chunks_decoded=each.num_chunks_decoded,
+                num_bytes_decoded=each.num_bytes_decoded,
             )
             for each in report.estimates
         ],

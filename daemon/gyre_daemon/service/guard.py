@@ -1,19 +1,26 @@
-"""What every call passes before a method sees it: the caller is known, its messages decode."""
+"""What every call passes before a method sees it: the caller is known, its messages decode.
 
+A call may outlast the credential of its caller, and then it is ended.
+"""
+
+import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.errors import GyreError, InvalidRequest
 from gyre_daemon.service.authentication import Authenticator, is_local
 from gyre_daemon.service.status import Context, abort
 
 # Health says nothing about data or jobs, and a probe has no token.
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
+# How often the credential of a call that goes on is looked at: so long may a call outlast it. A
+# look takes some microseconds, and a session has two calls.
+_LOOK_EVERY_S = 5.0
 
 Handler = Any  # grpc.RpcMethodHandler, whose fields have no types
 
@@ -72,19 +79,21 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         async def unary(request: Any, context: Context) -> Any:
             try:
-                return await method(admit(request, context), context)
+                with self._while_known(context, is_open=is_open):
+                    return await method(admit(request, context), context)
             except Exception as error:
                 await abort(context, error)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             try:
-                answers = method(admit(request, context), context)
-                if inspect.isawaitable(answers):  # it writes its answers to the context
-                    await answers
-                    return
-                async with contextlib.aclosing(answers):
-                    async for answer in answers:
-                        yield answer
+                with self._while_known(context, is_open=is_open):
+                    answers = method(admit(request, context), context)
+                    if inspect.isawaitable(answers):  # it writes its answers to the context
+                        await answers
+                        return
+                    async with contextlib.aclosing(answers):
+                        async for answer in answers:
+                            yield answer
             except Exception as error:
                 await abort(context, error)
 
@@ -99,6 +108,42 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+    @contextlib.contextmanager
+    def _while_known(self, context: Context, *, is_open: bool) -> Iterator[None]:
+        """A context that ends the call when its caller's credential is no longer valid.
+
+        Raises:
+            NotAuthenticated, Overloaded: it is not; see `Authenticator.principal`.
+        """
+        if is_open or is_local(context):
+            yield
+            return
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        refused: GyreError | None = None
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal refused, timer
+            try:
+                self._authenticator.principal(context)
+            except GyreError as reason:
+                refused = reason
+                if task:
+                    task.cancel()
+            else:
+                timer = loop.call_later(_LOOK_EVERY_S, look)
+
+        timer = loop.call_later(_LOOK_EVERY_S, look)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if refused is None or task is None:
+                raise
+            task.uncancel()
+            raise refused from None
+        finally:
+            timer.cancel()
 
 
 def _tolerant(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -13,7 +13,7 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
-from gyre_daemon.datasets.cost import estimate_costs
+from gyre_daemon.datasets.chunk_cost import estimate_all
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.order.planner import check_ranks, planner_for
 from gyre_daemon.runtime.audit import audit_event
@@ -108,12 +108,24 @@ class LoaderService(pb_grpc.LoaderServicer):
                 yield convert.from_progress(progress)
 
     @answers_errors
+    async def LintDataset(
+        self, request: pb.LintDatasetRequest, context: Context
+    ) -> AsyncIterator[pb.LintProgress]:
+        """Check every shard and every sample."""
+        caller = self._callers.identify(context)
+        name, config = self._opener.resolve(request.dataset, caller)
+        async with contextlib.aclosing(self._catalog.lint(name, config)) as linting:
+            async for progress in linting:
+                yield convert.from_lint_progress(progress)
+
+    @answers_errors
     async def PlanStep(self, request: pb.PlanStepRequest, context: Context) -> pb.PlanStepResponse:
         """Compute the sample ids of one step."""
         caller = self._callers.identify(context)
         order, world_size = requests.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
         dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        order = requests.fitted(order, request.order, dataset)
         if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
             raise InvalidRequest(
                 f"an answer holds at most {_MAX_PLANNED_SAMPLES} sample ids; "
@@ -141,7 +153,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
         question = requests.to_cost_question(request, dataset)
-        report = await asyncio.to_thread(estimate_costs, dataset.index, question)
+        report = await asyncio.to_thread(estimate_all, dataset.index, question)
         return convert.from_cost_report(report, question, dataset)
 
     @answers_errors

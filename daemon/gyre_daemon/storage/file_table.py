@@ -42,6 +42,17 @@ class Texts:
         """Strings of these sizes, int64 [n], whose bytes come in any pieces."""
         return cls(b"".join(pieces), np.concatenate(([0], np.cumsum(sizes))).astype(np.int64))
 
+    @classmethod
+    def merged(cls, columns: "Sequence[Texts]") -> "Texts":
+        """The strings of several columns of n, those with one number back to back."""
+        if len(columns) == 1:
+            return columns[0]
+        rows = zip(
+            *(map(column.__getitem__, range(len(column))) for column in columns), strict=True
+        )
+        sizes = np.sum([column.sizes for column in columns], axis=0)
+        return cls.joined((text for row in rows for text in row), sizes)
+
     def __len__(self) -> int:
         """How many there are."""
         return len(self.ends) - 1

@@ -29,8 +29,8 @@ from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
-from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable
-from gyre_daemon.storage.local.folders import list_folder
+from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
+from gyre_daemon.storage.local.folders import list_folder, stat_files
 from gyre_daemon.storage.local.listing import list_shards, stat_shards
 from gyre_daemon.storage.local.local import LocalStorage
 from gyre_daemon.storage.local.open_files import OpenFiles
@@ -38,12 +38,16 @@ from gyre_daemon.storage.local.single_files import SingleFiles
 from gyre_daemon.storage.location import Location, endpoints_in, relative_names
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
+    OBJECT_SCHEMES,
     Entries,
     entries_of,
     list_tree,
     listing_error,
+    no_driver,
+    stat_names,
     version_of,
 )
+from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
@@ -52,8 +56,6 @@ from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_opti
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 
-_OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.
 _SHARE_OF_LISTINGS = 4
 
@@ -75,12 +77,14 @@ class StorageOpener:
         metrics: Metrics,
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._options = options
         self._metrics = metrics
         self._copy_workers = copy_workers
         self.endpoints: dict[str, Endpoint] = {}
         self._max_requests = descriptor_shares().connections  # over all endpoints
+        max_at_once = max(1, self._max_requests // _SHARE_OF_LISTINGS)
+        self._max_listings = min(options.max_requests, max_at_once)
         self._budget = ConnectionBudget(self._max_requests)
         self._open_files = OpenFiles()
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
@@ -141,15 +145,17 @@ class StorageOpener:
         location: Location,
         settings: Mapping[str, Any],
         is_wanted: Callable[[str], bool],
+        names: Texts | None = None,
         *,
         follow_links: bool = False,
     ) -> tuple[Storage, FileTable]:
-        """List all files below a folder, at any depth, and make them readable.
+        """List all files below a folder, at any depth, or some; and make them readable.
 
         Args:
             location: the folder.
             settings: see `open`.
             is_wanted: whether a file of this name, without its folder, counts.
+            names: of the only files that count, relative to the folder; None for all.
             follow_links: see `open`.
 
         Returns:
@@ -168,15 +174,21 @@ class StorageOpener:
         path = location.paths[0]
         if location.scheme == "file":
             root = Root(Path(path), follow_links)
-            table = await self._in_thread(list_folder, root, is_wanted)
+            if names is None:
+                table = await self._in_thread(list_folder, root, is_wanted)
+            else:
+                table = await self._in_thread(stat_files, root, names)
             self._count_listing("file", 1, "ok")
             if not len(table):
                 raise ShardMissing(f"no file below {path} is one of those that are wanted")
-            return SingleFiles(root, table, self._workers, self._metrics), table
+            return SingleFiles(root, table, self.workers, self._metrics), table
         folder = path.rstrip("/") + "/"
 
         async def list_files(filesystem: AsyncFileSystem) -> tuple[FilePaths, FileShards]:
-            table = await list_tree(filesystem, folder, is_wanted)
+            if names is None:
+                table = await list_tree(filesystem, folder, is_wanted)
+            else:
+                table = await stat_names(filesystem, folder, names, self._max_listings)
             return FilePaths(folder, table), FileShards(table)
 
         storage = await self._open_remote(location, settings, list_files, options)
@@ -193,7 +205,7 @@ class StorageOpener:
             owner: keeps the files alive as long as the storage refers to it; None if nobody does.
         """
         return LocalStorage(
-            files, shards, self._workers, self._metrics, self._copy_workers, self._open_files, owner
+            files, shards, self.workers, self._metrics, self._copy_workers, self._open_files, owner
         )
 
     async def open_beside(
@@ -248,7 +260,7 @@ class StorageOpener:
         if isinstance(filesystem, WebFileSystem):
             filesystem.source.connect(urlsplit(path), num_connections)
             return filesystem.source
-        if scheme not in _OBJECT_SCHEMES:
+        if scheme not in OBJECT_SCHEMES:
             return DriverSource(filesystem)
         # Drivers of object storages are an extra, which local files do not need.
         from gyre_daemon.storage.sources.object_source import (  # noqa: PLC0415
@@ -279,7 +291,7 @@ class StorageOpener:
         try:
             if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
                 return WebFileSystem(settings, options, self._budget)
-            if scheme in _OBJECT_SCHEMES:
+            if scheme in OBJECT_SCHEMES:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
 
@@ -292,13 +304,13 @@ class StorageOpener:
             async with asyncio.timeout(LISTING_DEADLINE_S):
                 return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
         except ImportError as error:
-            raise _no_driver(scheme, error) from error
+            raise no_driver(scheme, error) from error
         except GyreError:
             raise
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"the storage settings of a {scheme}:// dataset cannot be used: "
-                f"{hide(str(error), settings)}"
+                f"{words(hide(str(error), settings))}"
             ) from error
         except Exception as error:
             raise listing_error(location.text, error) from error
@@ -349,9 +361,15 @@ class StorageOpener:
             error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
             if isinstance(error, GyreError):
                 raise error from raised
-            if isinstance(error, ValueError | NotImplementedError):
+            if isinstance(error, NotImplementedError):
                 raise InvalidRequest(
-                    f"the storage cannot list {location.text}: {error}"
+                    f"the storage cannot list {location.text}: the driver of "
+                    f"{location.scheme}:// lists nothing; name every shard, for example with a "
+                    "brace list"
+                ) from raised
+            if isinstance(error, ValueError):
+                raise InvalidRequest(
+                    f"the storage cannot list {location.text}: {words(str(error))}"
                 ) from raised
             failure = listing_error(location.text, error)
             if may_be_absent and isinstance(failure, ShardMissing | NotAllowed):
@@ -371,24 +389,14 @@ class StorageOpener:
             for index, path in waiting:
                 found[index] = await entries_of(filesystem, path, pattern)
 
-        max_at_once = max(1, self._max_requests // _SHARE_OF_LISTINGS)
         async with asyncio.timeout(LISTING_DEADLINE_S), asyncio.TaskGroup() as group:
-            for _ in range(min(self._options.max_requests, max_at_once, len(location.paths))):
+            for _ in range(min(self._max_listings, len(location.paths))):
                 group.create_task(list_next())
         return [entry for of_path in found for entry in of_path]
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers.executor, work, *arguments)
+        return await loop.run_in_executor(self.workers.executor, work, *arguments)
 
     def _count_listing(self, scheme: str, num_requests: int, outcome: Outcome) -> None:
         self._metrics.count_requests(RequestLabels(scheme, "list", outcome), num_requests, 0)
-
-
-def _no_driver(scheme: str, error: ImportError) -> ConfigError:
-    if scheme in _OBJECT_SCHEMES:
-        install = f'pip install "gyre-ml[{_EXTRAS.get(scheme, "s3")}]"'
-        return ConfigError(
-            f"reading {scheme}:// needs {error.name}, which is not installed: {install}"
-        )
-    return ConfigError(f"no driver for {scheme}:// is installed: {error}")

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 from fsspec.asyn import AsyncFileSystem
 
-from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import (
+    ConfigError,
+    GyreError,
+    NotAllowed,
+    ShardMissing,
+    StorageUnavailable,
+)
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.patterns import matches_any, patterns_of
@@ -18,6 +24,12 @@ from gyre_daemon.storage.splits import check_one_set, check_subfolders
 
 # How long a listing may take: of a few paths, or of one page of a folder with any number.
 LISTING_DEADLINE_S = 60.0
+
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
+# Up to this many files are asked for one by one, at any storage; more are found by listing their
+# folder, where that can be done, a thousand with each request.
+_MAX_ASKED = 1000
 
 Entries = list[tuple[str, dict[str, Any]]]
 
@@ -66,15 +78,19 @@ async def _check_folder(
 
 
 async def list_tree(
-    filesystem: AsyncFileSystem, folder: str, is_wanted: Callable[[str], bool]
+    filesystem: AsyncFileSystem,
+    folder: str,
+    is_wanted: Callable[[str], bool],
+    *,
+    with_hidden: bool = False,
 ) -> FileTable:
     """All files below a folder, sorted by path.
 
     Args:
         filesystem: of the folder.
         folder: with its scheme, and a slash at its end.
-        is_wanted: whether a file of this name, without its folder, counts. Hidden ones do not, nor
-            what lies in hidden folders.
+        is_wanted: whether a file of this name, without its folder, counts.
+        with_hidden: whether hidden files count too, and what lies in hidden folders.
 
     Raises:
         ShardMissing: there is none.
@@ -93,7 +109,8 @@ async def list_tree(
         for path, info in page:
             name = path.removeprefix(prefix)
             parts = name.split("/")
-            if parts[-1] and is_wanted(parts[-1]) and not any(p.startswith(".") for p in parts):
+            is_hidden = not with_hidden and any(part.startswith(".") for part in parts)
+            if parts[-1] and is_wanted(parts[-1]) and not is_hidden:
                 names.append(name.encode())
                 sizes.append(int(info["size"]))
                 versions.append(version_of(info).encode())
@@ -105,6 +122,60 @@ async def list_tree(
         sizes = [sizes[number] for number in order]
         versions = [versions[number] for number in order]
     return FileTable(Texts.of(names), np.array(sizes, np.int64), versions=Texts.of(versions))
+
+
+async def stat_names(
+    filesystem: AsyncFileSystem, folder: str, names: Texts, max_at_once: int
+) -> FileTable:
+    """Some files below a folder, in the order of their names.
+
+    Args:
+        filesystem: of the folder.
+        folder: with its scheme, and a slash at its end.
+        names: of the files, relative to the folder.
+        max_at_once: how many may be asked for at once.
+
+    Raises:
+        ShardMissing: one of them is not there; otherwise see `listing_error`.
+    """
+    sizes = np.zeros(len(names), np.int64)
+    versions = [b""] * len(names)
+    if len(names) > _MAX_ASKED and not folder.startswith(WEB_SCHEMES):
+        table = await list_tree(filesystem, folder, lambda _: True, with_hidden=True)
+        rows = {table.names[number]: number for number in range(len(table))}
+        for number in range(len(names)):
+            row = rows.get(names[number])
+            if row is None:
+                raise _missing(names[number].decode())
+            sizes[number] = table.sizes[row]
+            versions[number] = table.versions[row] if table.versions else b""
+        return FileTable(names, sizes, versions=Texts.of(versions))
+    waiting = iter(range(len(names)))
+
+    async def ask() -> None:
+        for number in waiting:
+            name = names[number].decode()
+            try:
+                async with asyncio.timeout(LISTING_DEADLINE_S):
+                    info = await filesystem._info(folder + name)
+            except Exception as error:
+                failure = listing_error(redact(folder + name), error)
+                missing = isinstance(failure, ShardMissing)
+                raise (_missing(name) if missing else failure) from error
+            sizes[number], versions[number] = int(info["size"]), version_of(info).encode()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(max_at_once, len(names))):
+            group.create_task(ask())
+    return FileTable(names, sizes, versions=Texts.of(versions))
+
+
+def _missing(name: str) -> ShardMissing:
+    return ShardMissing(
+        f"the manifest names {name}, which does not exist beside it; restore the file, or remove "
+        "its row",
+        {"shard": name},
+    )
 
 
 async def _pages(filesystem: AsyncFileSystem, folder: str) -> AsyncIterator[Entries]:
@@ -136,3 +207,13 @@ def version_of(info: Mapping[str, Any]) -> str:
     etags = ("e_tag", "ETag", "etag", "version")
     times = ("last_modified", "LastModified", "mtime", "created")
     return next((str(info[key]) for key in (*etags, *times) if info.get(key)), "")
+
+
+def no_driver(scheme: str, error: ImportError) -> ConfigError:
+    """The error for a scheme whose driver is not installed."""
+    if scheme in OBJECT_SCHEMES:
+        install = f'pip install "gyre-ml[{_EXTRAS.get(scheme, "s3")}]"'
+        return ConfigError(
+            f"reading {scheme}:// needs {error.name}, which is not installed: {install}"
+        )
+    return ConfigError(f"no driver for {scheme}:// is installed: {error}")

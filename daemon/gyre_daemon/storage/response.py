@@ -6,12 +6,23 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from gyre_daemon.errors import GyreError, NotAllowed, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import (
+    GyreError,
+    InvalidRequest,
+    NotAllowed,
+    ShardMissing,
+    StorageUnavailable,
+)
+from gyre_daemon.runtime.printable import printable
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.shard import Shard, changed, truncated
 
 _BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
 _STATUS = re.compile(r"status code: (\d{3})")
+# What an XML or JSON body of a storage says in one word, such as `SlowDown`; the rest of the body
+# repeats what was sent, credentials among it.
+_CODE = re.compile(r"""<Code>\s*([A-Za-z0-9.]{1,64})\s*<|"(?:reason|code)"\s*:\s*"(\w{1,64})\"""")
+_MARKUP = re.compile(r"[<{]")
 _EXPIRED = ("ExpiredToken", "TokenRefreshRequired")  # S3 reports these with status 400
 # A short body without an object size may be a bad connection or a truncated object. With fewer
 # attempts a bad connection fails a batch; with more, a truncated object is reported later.
@@ -32,8 +43,8 @@ class Response:
         detail: the text of a failure.
         unreachable: no connection could be made, or the server stayed silent.
         location: where a redirect leads; empty if it does not say.
-        refused: why the daemon does not go on: where this redirect leads, or whose certificate the
-            server has; empty if it does.
+        refused: why no other answer will come: a redirect is not followed, a certificate is not
+            trusted, or a driver cannot do what was asked; empty otherwise.
     """
 
     status: int
@@ -121,6 +132,21 @@ def access_error(name: str, status: int, facts: Mapping[str, object]) -> GyreErr
     return None
 
 
+def no_listing(path: str, advice: str = "") -> InvalidRequest:
+    """The error for a folder or a glob of a web server, which shows single files alone.
+
+    Args:
+        path: with its scheme.
+        advice: what to name instead; empty for every shard.
+    """
+    advice = advice or "name every shard, for example with a brace list"
+    shown = redact(path)
+    return InvalidRequest(
+        f"the storage cannot list {shown}: a web server lists nothing; {advice}",
+        {"location": shown},
+    )
+
+
 def deadline_error(
     endpoint: str, wanted: ByteRange, deadline_s: float, num_attempts: int, last: Response | None
 ) -> StorageUnavailable:
@@ -156,13 +182,28 @@ def stalled_error(endpoint: str, deadline_s: float, last: Response | None) -> St
 
 
 def describe(response: Response) -> str:
-    """A failed response in one line, without secrets."""
+    """A failed response in one line, without secrets, and without what a terminal would obey.
+
+    A storage's words are its owner's. Of XML and JSON, only the code of the error is shown.
+    """
     if response.status in (200, 206):
         return f"it sent only {len(response.data)} bytes of the requested range"
-    detail = redact(response.detail).partition("\n")[0][:_MAX_DETAIL_CHARS]
+    detail = words(response.detail)
     if not response.status or "status" in detail:
         return detail
     return f"HTTP status {response.status} {detail}".rstrip()
+
+
+def words(detail: str) -> str:
+    """A storage's or a driver's words for a message; see `describe`."""
+    line = redact(detail).partition("\n")[0]
+    markup = _MARKUP.search(line)
+    if not markup:
+        return printable(line[:_MAX_DETAIL_CHARS])
+    found = _CODE.search(detail)
+    code = f"({found[1] or found[2]})" if found else ""
+    words = printable(line[: markup.start()][:_MAX_DETAIL_CHARS])
+    return f"{words} {code}".strip()
 
 
 def response_from_error(error: BaseException) -> Response:
@@ -171,6 +212,8 @@ def response_from_error(error: BaseException) -> Response:
     Built-in exceptions and HTTP statuses keep their meaning; any other exception counts as a failed
     connection.
     """
+    if isinstance(error, NotImplementedError):
+        return Response(0, refused="the storage's driver cannot read parts of files")
     if isinstance(error, FileNotFoundError):
         status = 404
     elif isinstance(error, PermissionError):

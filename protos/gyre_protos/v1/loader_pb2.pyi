@@ -595,6 +595,123 @@ class IndexProgress(_message.Message):
 Global___IndexProgress: _TypeAlias = IndexProgress  # noqa: Y015
 
 @_typing.final
+class LintDatasetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def dataset(self) -> Global___DatasetRef: ...
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LintDatasetRequest: _TypeAlias = LintDatasetRequest  # noqa: Y015
+
+@_typing.final
+class LintProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SCANNED_FIELD_NUMBER: _builtins.int
+    NUM_CHECKED_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FINDINGS_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    num_scanned: _builtins.int
+    """shards whose structure was read so far"""
+    num_checked: _builtins.int
+    """shards whose samples were checked so far, or cannot be"""
+    num_shards: _builtins.int
+    num_samples: _builtins.int
+    """that were checked so far"""
+    num_bytes: _builtins.int
+    """of the fields that were checked so far"""
+    num_left_out: _builtins.int
+    """new findings that are not named"""
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___LintFinding]:
+        """new ones, at most 1,000"""
+
+    def __init__(
+        self,
+        *,
+        num_scanned: _builtins.int = ...,
+        num_checked: _builtins.int = ...,
+        num_shards: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        findings: _abc.Iterable[Global___LintFinding] | None = ...,
+        num_left_out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "num_bytes", b"num_bytes", "num_checked", b"num_checked", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_scanned", b"num_scanned", "num_shards", b"num_shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LintProgress: _TypeAlias = LintProgress  # noqa: Y015
+
+@_typing.final
+class LintFinding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[LintFinding._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: LintFinding._Kind.ValueType  # 0
+        KIND_CORRUPT: LintFinding._Kind.ValueType  # 1
+        KIND_ODD: LintFinding._Kind.ValueType  # 2
+        """it can be served, and is probably not what was meant"""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_UNSPECIFIED: LintFinding.Kind.ValueType  # 0
+    KIND_CORRUPT: LintFinding.Kind.ValueType  # 1
+    KIND_ODD: LintFinding.Kind.ValueType  # 2
+    """it can be served, and is probably not what was meant"""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    kind: Global___LintFinding.Kind.ValueType
+    shard: _builtins.str
+    offset: _builtins.int
+    """in the shard, in bytes"""
+    sample_id: _builtins.int
+    """absent where it is about the shard, or where a shard before cannot be read"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: Global___LintFinding.Kind.ValueType = ...,
+        shard: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        sample_id: _builtins.int | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sample_id", b"_sample_id", "sample_id", b"sample_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sample_id", b"_sample_id", "kind", b"kind", "offset", b"offset", "reason", b"reason", "sample_id", b"sample_id", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__sample_id: _TypeAlias = _typing.Literal["sample_id"]  # noqa: Y015
+    _WhichOneofArgType__sample_id: _TypeAlias = _typing.Literal["_sample_id", b"_sample_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sample_id) -> _WhichOneofReturnType__sample_id | None: ...
+
+Global___LintFinding: _TypeAlias = LintFinding  # noqa: Y015
+
+@_typing.final
 class OrderSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -726,6 +843,8 @@ class CostEstimate(_message.Message):
     IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     MONEY_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_DECODED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_DECODED_FIELD_NUMBER: _builtins.int
     order: _builtins.str
     """"full", "block", "full with the cache" """
     num_requests: _builtins.int
@@ -733,12 +852,15 @@ class CostEstimate(_message.Message):
     num_bytes: _builtins.int
     """read in all epochs"""
     amplification: _builtins.float
-    """bytes read per byte served"""
+    """bytes read per byte served; where chunks are decoded, bytes decoded per byte served"""
     memory_bytes: _builtins.int
     """of the blocks of the window, or of the cache; the prefetch window comes on top"""
     io_block_bytes: _builtins.int
     window_blocks: _builtins.int
     money: _builtins.float
+    num_chunks_decoded: _builtins.int
+    """in all epochs; 0 where samples are byte ranges of shards"""
+    num_bytes_decoded: _builtins.int
     @_builtins.property
     def quality(self) -> Global___ShuffleQuality: ...
     def __init__(
@@ -753,10 +875,12 @@ class CostEstimate(_message.Message):
         io_block_bytes: _builtins.int = ...,
         window_blocks: _builtins.int = ...,
         money: _builtins.float | None = ...,
+        num_chunks_decoded: _builtins.int = ...,
+        num_bytes_decoded: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "money", b"money", "quality", b"quality"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_bytes_decoded", b"num_bytes_decoded", "num_chunks_decoded", b"num_chunks_decoded", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__money: _TypeAlias = _typing.Literal["money"]  # noqa: Y015
     _WhichOneofArgType__money: _TypeAlias = _typing.Literal["_money", b"_money"]  # noqa: Y015

@@ -49,6 +49,11 @@ class LoaderStub:
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.IndexDatasetRequest.SerializeToString,
                 response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.IndexProgress.FromString,
                 _registered_method=True)
+        self.LintDataset = channel.unary_stream(
+                '/gyre_protos.v1.Loader/LintDataset',
+                request_serializer=gyre__protos_dot_v1_dot_loader__pb2.LintDatasetRequest.SerializeToString,
+                response_deserializer=gyre__protos_dot_v1_dot_loader__pb2.LintProgress.FromString,
+                _registered_method=True)
         self.PlanStep = channel.unary_unary(
                 '/gyre_protos.v1.Loader/PlanStep',
                 request_serializer=gyre__protos_dot_v1_dot_loader__pb2.PlanStepRequest.SerializeToString,
@@ -113,6 +118,14 @@ class LoaderServicer:
 
     def IndexDataset(self, request, context):
         """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LintDataset(self, request, context):
+        """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
+        each whose samples were checked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,6 +209,11 @@ def add_LoaderServicer_to_server(servicer, server):
                     servicer.IndexDataset,
                     request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.IndexDatasetRequest.FromString,
                     response_serializer=gyre__protos_dot_v1_dot_loader__pb2.IndexProgress.SerializeToString,
+            ),
+            'LintDataset': grpc.unary_stream_rpc_method_handler(
+                    servicer.LintDataset,
+                    request_deserializer=gyre__protos_dot_v1_dot_loader__pb2.LintDatasetRequest.FromString,
+                    response_serializer=gyre__protos_dot_v1_dot_loader__pb2.LintProgress.SerializeToString,
             ),
             'PlanStep': grpc.unary_unary_rpc_method_handler(
                     servicer.PlanStep,
@@ -324,6 +342,33 @@ class Loader:
             '/gyre_protos.v1.Loader/IndexDataset',
             gyre__protos_dot_v1_dot_loader__pb2.IndexDatasetRequest.SerializeToString,
             gyre__protos_dot_v1_dot_loader__pb2.IndexProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LintDataset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gyre_protos.v1.Loader/LintDataset',
+            gyre__protos_dot_v1_dot_loader__pb2.LintDatasetRequest.SerializeToString,
+            gyre__protos_dot_v1_dot_loader__pb2.LintProgress.FromString,
             options,
             channel_credentials,
             insecure,

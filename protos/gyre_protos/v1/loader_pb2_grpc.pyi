@@ -51,6 +51,10 @@ class LoaderStub:
     DescribeDataset: _grpc.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]
     IndexDataset: _grpc.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]
     """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
+    LintDataset: _grpc.UnaryStreamMultiCallable[_loader_pb2.LintDatasetRequest, _loader_pb2.LintProgress]
+    """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
+    each whose samples were checked.
+    """
     PlanStep: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]
     """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _grpc.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]
@@ -76,6 +80,10 @@ class LoaderAsyncStub(LoaderStub):
     DescribeDataset: _aio.UnaryUnaryMultiCallable[_loader_pb2.DescribeDatasetRequest, _loader_pb2.DatasetDescription]  # type: ignore[assignment]
     IndexDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.IndexDatasetRequest, _loader_pb2.IndexProgress]  # type: ignore[assignment]
     """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
+    LintDataset: _aio.UnaryStreamMultiCallable[_loader_pb2.LintDatasetRequest, _loader_pb2.LintProgress]  # type: ignore[assignment]
+    """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
+    each whose samples were checked.
+    """
     PlanStep: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanStepRequest, _loader_pb2.PlanStepResponse]  # type: ignore[assignment]
     """The sample ids of one step. They are computed; no sample is read."""
     PlanCost: _aio.UnaryUnaryMultiCallable[_loader_pb2.PlanCostRequest, _loader_pb2.PlanCostResponse]  # type: ignore[assignment]
@@ -116,6 +124,16 @@ class LoaderServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_loader_pb2.IndexProgress], _abc.AsyncIterator[_loader_pb2.IndexProgress]]:
         """Builds the missing parts of a dataset's index and sends a message per shard. Shards with a fresh index are not read again."""
+
+    @_abc_1.abstractmethod
+    def LintDataset(
+        self,
+        request: _loader_pb2.LintDatasetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_loader_pb2.LintProgress], _abc.AsyncIterator[_loader_pb2.LintProgress]]:
+        """Reads every shard and checks every sample, whatever was found before. Sends a message for each shard that was read, and one for
+        each whose samples were checked.
+        """
 
     @_abc_1.abstractmethod
     def PlanStep(

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import swapped
@@ -76,7 +77,10 @@ class _Results:
                 name: local_of(rotation.module.get_parameter(name)) for name in rotation.replicated
             }
             weights = list(whole.values())
-            with swapped(rotation.module, {**whole, **others}):
+            dtype = rotation.policy.compute_dtype
+            used = {name: cast(each, dtype) for name, each in {**whole, **others}.items()}
+            args, kwargs = tree_map_only(Tensor, lambda each: cast(each, dtype), (args, kwargs))
+            with swapped(rotation.module, used):
                 output = rotation.forward(*args, **kwargs)
         tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         self.outputs = [tensor.detach() for tensor in tensors]

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.layers.linear import rows
+from gyre_trainer.layers.replicated import ReplicatedModule
+from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.output_reduction import OutputReduction, RunningSum
 from gyre_trainer.rotation.ring_pass import run
@@ -99,9 +101,11 @@ def _statistics(
     if isinstance(linear, RotatedModule):
         statistics: Tensor = run(linear.rotation_by(rule), (x_TD, targets_T, counted_T), {})
         return statistics
-    bias = None if linear.bias is None else local_of(linear.bias)
+    dtype = linear.outer_dtype if isinstance(linear, ReplicatedModule) else None
+    x_TD, weight_VD = cast(x_TD, dtype), cast(local_of(linear.weight), dtype)
+    bias = None if linear.bias is None else cast(local_of(linear.bias), dtype)
     classes = _Classes(0, linear.out_features, linear.out_features)
-    return _of_slice(x_TD, local_of(linear.weight), bias, targets_T, counted_T, classes, with_sum)
+    return _of_slice(x_TD, weight_VD, bias, targets_T, counted_T, classes, with_sum)
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,8 @@ def _projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
     projected: list[Tensor] = run(module.rotation, inputs, {})
     if module.in_proj_bias is None or module._qkv_same_embed_dim:
         return projected
-    return [
-        x + bias for x, bias in zip(projected, local_of(module.in_proj_bias).chunk(3), strict=True)
-    ]
+    biases = local_of(module.in_proj_bias).chunk(3)
+    return [x + bias.to(x.dtype) for x, bias in zip(projected, biases, strict=True)]
 
 
 def _merged_mask(
@@ -143,11 +142,11 @@ def _merged_mask(
     )
     attn_mask = F._canonical_mask(attn_mask, "attn_mask", None, "", dtype, check_other=False)
     if attn_mask is not None:
-        attn_mask = attn_mask.view(
+        attn_mask = attn_mask.to(dtype).view(
             -1, q_BHTC.shape[1] if attn_mask.dim() == 3 else 1, *attn_mask.shape[-2:]
         )
     if padding is not None:
-        padding = padding.view(-1, 1, 1, k_BHSC.shape[2])
+        padding = padding.to(dtype).view(-1, 1, 1, k_BHSC.shape[2])
     if attn_mask is None or padding is None:
         return padding if attn_mask is None else attn_mask
     return attn_mask + padding

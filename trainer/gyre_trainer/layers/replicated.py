@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
 from gyre_trainer.rotation.rule import swapped
 from gyre_trainer.shards.sharded_parameters import as_parameter, local_of, sharded_parameters_of
@@ -28,18 +30,29 @@ class ReplicatedModule:
     """Mixed in before a module's class: its forward reads plain local tensors instead of DTensors.
 
     Attributes:
+        outer_dtype: the dtype that these, and the floating-point arguments, are cast to; None for
+            no cast.
         reads_inside: whether the forward reads the parameters of modules inside instead of calling
             these.
     """
 
     reads_inside: ClassVar[bool] = False
+    outer_dtype: torch.dtype | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without rotation."""
         assert isinstance(self, nn.Module)
-        own = {name: local_of(p) for name, p in self.named_parameters(recurse=self.reads_inside)}
+        own = {
+            name: cast(local_of(p), self.outer_dtype)
+            for name, p in self.named_parameters(recurse=self.reads_inside)
+        }
+        if self.outer_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
         with swapped(self, own):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return cast(tensor, self.outer_dtype)
 
 
 class ReplicatedAttention(ReplicatedModule):
@@ -137,8 +150,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             each.postponed = postponed
 
 
-def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | None = None) -> None:
     """Keep all parameters of the module that do not rotate whole on every rank.
+
+    Modules use them, and take their arguments, in ``outer_dtype``.
 
     Raises:
         RotationError: one is tied to a parameter that rotates, or is on another device; the message
@@ -158,6 +173,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
         if loose and not isinstance(child, RotatedModule):
             attends = isinstance(child, nn.MultiheadAttention)
             mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
+            child.outer_dtype = outer_dtype
     module.grad_averaging = ReplicatedGradients(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
     module.register_forward_pre_hook(_watch)
 

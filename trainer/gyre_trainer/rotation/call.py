@@ -48,6 +48,11 @@ def _is_constant(value: Any) -> bool:
     return is_dataclass(value) and bool(getattr(value, "__dataclass_params__").frozen)  # noqa: B009
 
 
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A floating-point tensor in ``dtype``; any other, or with None, as it is."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
 class _Missing:
     """Marks the position of a tensor in a flattened structure."""
 
@@ -114,13 +119,13 @@ class Call:
         self.outer_dtype = self._rotation.sharded.flat.dtype
         if len(inputs) > first and inputs[first].is_floating_point():
             self.outer_dtype = inputs[first].dtype
+        self.outer_dtype = self._rotation.policy.outer_dtype or self.outer_dtype
         self._set_inputs(inputs)
 
     def _set_inputs(self, inputs: list[Tensor]) -> None:
-        """Cast the replicated parameters and the first argument to the dtype to compute in."""
-        for position, tensor in enumerate(inputs[: len(self._rotation.replicated) + 1]):
-            if tensor.is_floating_point():
-                inputs[position] = tensor.to(self._rotation.policy.compute_dtype or tensor.dtype)
+        """Cast the replicated parameters and the arguments to the dtype to compute in."""
+        dtype = self._rotation.policy.compute_dtype
+        inputs = [cast(tensor, dtype) for tensor in inputs]
         self.inputs = [
             tensor.requires_grad_(takes)
             for tensor, takes in zip(inputs, self._take_grads, strict=True)

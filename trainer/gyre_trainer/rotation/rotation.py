@@ -36,23 +36,27 @@ class RotationPolicy:
     """How slices travel and compute. The rank's own shards keep the dtype of the parameters.
 
     Attributes:
-        compute_dtype: the dtype of travelling weights and of the computation with them; None for
-            the parameters' own.
+        compute_dtype: the dtype of travelling weights and of the computation with them, to which
+            every floating-point argument is cast; None for the parameters' own, and no cast.
         grad_dtype: the dtype of travelling gradients; None for the parameters' own.
         recompute: whether backward computes each slice again, so that no activation inside the
             module is kept. It sends no more bytes.
         dropout: "independent", each rank draws its own masks; or "equal", masks are equal at every
             number of ranks, if all ranks have one seed (`torch.manual_seed`). See
             `gyre_trainer.rotation.dropout_masks`.
+        residual_dtype: the dtype of activations between rotated modules: of what these return, and
+            of replicated parameters in use (norms) and the arguments of their modules. None for
+            `compute_dtype`; without either, a module returns the dtype that it is called with.
     """
 
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     recompute: bool = False
     dropout: _Dropout = "independent"
+    residual_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("compute_dtype", "grad_dtype"):
+        for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise RotationError(
@@ -63,6 +67,11 @@ class RotationPolicy:
                 f"RotationPolicy(dropout={self.dropout!r}): "
                 f"it must be one of {', '.join(get_args(_Dropout))}"
             )
+
+    @property
+    def outer_dtype(self) -> torch.dtype | None:
+        """The dtype of activations between modules; None for that of each module's input."""
+        return self.residual_dtype or self.compute_dtype
 
 
 @dataclass(frozen=True, eq=False)

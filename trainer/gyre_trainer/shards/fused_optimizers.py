@@ -1,15 +1,20 @@
-"""Torch's fused optimizers on DTensors, where torch does not support them.
+"""Torch's fused optimizers and its gradient scaling on DTensors, where torch does not support them.
 
-Torch supports Adam and AdamW. SGD and Adagrad are elementwise too, and an optimizer's states are
-cut as their parameters are.
+Of the fused optimizers, torch supports Adam and AdamW. SGD and Adagrad are elementwise too, and an
+optimizer's states are cut as their parameters are.
+
+A `torch.amp.GradScaler` skips a step whose gradients are infinite. Torch lets the ranks agree on
+that by the placement of the first gradient: where that is of a replicated parameter, such as a
+norm's, each rank would decide by its own shards of all others.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map
 
 from gyre_trainer.shards.sharded_parameters import local_of
@@ -20,6 +25,7 @@ _OPERATORS = (
     torch.ops.aten._fused_adagrad_.default,
     torch.ops.aten._fused_adagrad_.tensor_lr,
 )
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def support_dtensors() -> None:
@@ -27,8 +33,27 @@ def support_dtensors() -> None:
 
     An operator that already has a handler keeps it.
     """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
     for operator in _OPERATORS:
-        DTensor._op_dispatcher._custom_op_handlers.setdefault(operator, _on_local_shards)
+        handlers.setdefault(operator, _on_local_shards)
+    of_torch = handlers[_UNSCALE]
+    if not isinstance(of_torch, _ShardsFirst):
+        handlers[_UNSCALE] = _ShardsFirst(of_torch)
+
+
+class _ShardsFirst:
+    """Torch's handler, called with the shards before the replicated gradients."""
+
+    def __init__(self, of_torch: Callable[..., object]) -> None:
+        self._of_torch = of_torch
+
+    def __call__(
+        self, op_call: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, object]
+    ) -> object:
+        """Unscale the gradients in place, and note whether one of any rank is infinite."""
+        grads, *others = args
+        ordered = sorted(grads, key=lambda grad: not any(map(Placement.is_shard, grad.placements)))
+        return self._of_torch(op_call, (ordered, *others), kwargs)
 
 
 def _on_local_shards(

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import slice_bounds
+from gyre_trainer.shards.meta_buffers import make_buffers
+from gyre_trainer.shards.own_init import fill_by_own_init, has_own_init
 
 # Rows and columns of a cell. Another value gives other weights for the same seed. A large cell
 # makes a rank with a narrow shard generate numbers that it throws away; a small one costs a
@@ -86,17 +88,20 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
 
     The values depend on the seed and on each parameter's name and shape alone: not on the number of
     ranks, and not on whether the parameter is rotated. Distributions are those of the model's
-    ``inits()``, else those that torch gives each layer.
+    ``inits()``, else those that torch gives each layer. A model with a method `_init_weights`, as
+    transformers' are, gets the very values of that method after `torch.manual_seed(seed)` on the
+    CPU, and each rank holds one module's parameters whole at a time. Buffers on `meta` are made by
+    the constructors of their modules, where these take a `config` alone.
 
     Args:
         model: rotated or not.
         seed: in [0, 2^64).
-        device: where parameters on `meta` that are not rotated go; rotated ones stay on the mesh's
-            device.
+        device: where parameters on `meta` that are not rotated go, and buffers; rotated ones stay
+            on the mesh's device.
 
     Raises:
-        RotationError: a parameter has no distribution, or a buffer is on `meta`; the message names
-            it.
+        RotationError: a parameter has no distribution, or a buffer on `meta` cannot be made; the
+            message names it.
 
     Example:
         with torch.device("meta"):
@@ -104,14 +109,18 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
         rotate_all(model, mesh=make_mesh("cuda"))
         materialize(model, seed=0, device="cuda")
     """
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise RotationError(
-                f"buffer {name} is on meta and has no initial value; create it on a real device"
-            )
+    make_buffers(model, torch.device(device))
     _allocate_meta_parameters(model, torch.device(device))
-    inits = model.inits() if isinstance(model, HasInits) else torch_inits(model)
+    filled: set[str] = set()
+    if isinstance(model, HasInits):
+        inits = model.inits()
+    else:
+        inits = torch_inits(model)
+        if has_own_init(model):
+            filled = fill_by_own_init(model, seed=seed)
     for name, parameter in model.named_parameters():
+        if name in filled:
+            continue
         if name not in inits:
             raise RotationError(
                 f"parameter {name} has no initial distribution; give the model a method inits()"

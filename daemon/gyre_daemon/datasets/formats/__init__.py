@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gyre_daemon.config import DatasetConfig, parse_options
+from gyre_daemon.datasets.formats.arrow import ArrowFormat, ArrowOptions
 from gyre_daemon.datasets.formats.base import (
     MASK,
     OFFSETS_SUFFIX,
@@ -25,6 +26,7 @@ from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, 
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
 from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
+from gyre_daemon.datasets.formats.parquet import ParquetFormat, ParquetOptions
 from gyre_daemon.datasets.formats.rows import RowsFormat, RowsOptions
 from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
@@ -78,7 +80,9 @@ FORMATS: Mapping[str, FormatEntry] = {
     "tsv": _entry(TsvFormat, DelimitedOptions),
     "mds": _entry(MdsFormat, MdsOptions),
     "npy": _entry(RowsFormat, RowsOptions),
+    "parquet": _entry(ParquetFormat, ParquetOptions),
     "tfrecord": _entry(TfrecordFormat, TfrecordOptions),
+    "arrow": _entry(ArrowFormat, ArrowOptions),
     SINGLE_FILES: _entry(FilesFormat, FilesOptions),
 }
 

@@ -8,7 +8,8 @@ To open a dataset, the daemon uses a `Format` in this order:
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
    which the daemon keeps in sidecar files and hands back the next time. A `Listing` says which
    single files are samples.
-3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges.
+3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
+   shards, or of decoded shards where samples are rows of chunks (see `chunks`).
 
 A new format consists of a module or package here, an entry in `FORMATS`, and a subclass of
 `FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's name, its
@@ -64,7 +65,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.order.blocks import BlockTable
-from gyre_daemon.storage.file_table import FileTable
+from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.shard import Shard
 
 # A batch has these tensors beside its fields, and names derived from a field's name with these
@@ -207,7 +208,7 @@ class SampleIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """An inspection that reads each shard once, from its beginning to its end.
+    """An inspection that reads each shard once, from its beginning to its end or where it seeks.
 
     Attributes:
         version: name and version of the arrays; a sidecar of another version is made again.
@@ -217,12 +218,14 @@ class Scan:
         num_samples: takes a shard's arrays and returns how many samples it has.
         check: takes stored arrays, which may be forged, and the size of the shard. It raises
             ValueError if `run` could not have returned them for a shard of that size.
+        seeks: whether `run` must seek. It then gets a file that asks the storage for each range.
     """
 
     version: str
     run: Callable[[str, BinaryIO], Arrays]
     num_samples: Callable[[Arrays], int]
     check: Callable[[Arrays, int], None]
+    seeks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,30 +283,56 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestColumn:
+    """What a manifest says of each of n files.
+
+    Attributes:
+        name: of the column.
+        kind: `text`, `json`, `number` or `class`.
+        values: of text and JSON the bytes; else int64, float64 or int32 [n].
+        categories: what the values of a class stand for.
+    """
+
+    name: str
+    kind: Literal["text", "json", "number", "class"]
+    values: Texts | npt.NDArray[Any]
+    categories: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A list of files, in the dataset's order.
+
+    Attributes:
+        names: their paths, relative to the manifest.
+        columns: what else is known of them.
+    """
+
+    names: Texts
+    columns: tuple[ManifestColumn, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Listing:
     """An inspection of the list of files, where each file is a sample.
 
-    The daemon lists the files below a folder, at any depth. To all other code they are one shard,
-    in which each file comes after its *head*: its path. What `assemble` gets is the arrays that
-    `file_arrays` makes.
+    The daemon lists the files below a folder, at any depth, or reads a manifest. To all other code
+    they are one shard, in which each file comes after its *head*: its path, and the texts that the
+    manifest has of it.
 
     Attributes:
         is_wanted: whether a file of this name, without its folder, is one of the dataset.
+        is_manifest: whether a location of this path is a manifest.
+        read_manifest: takes the name and the bytes of a manifest. It raises CorruptSample if that
+            is damaged, and ConfigError if it lacks columns.
+        assemble: makes the index from the files, and from the columns that a manifest has of them.
+            `Format.assemble` is not called.
     """
 
     is_wanted: Callable[[str], bool]
-
-
-def file_arrays(table: FileTable) -> Arrays:
-    """The files of a dataset, as `assemble` gets them after a listing.
-
-    Returns:
-        names: uint8, the paths of all n files back to back, in UTF-8.
-        name_ends: int64 [n + 1]; path i is `names[name_ends[i] : name_ends[i + 1]]`.
-        size: int64 [n], the size of each file.
-    """
-    names = np.frombuffer(table.names.data, np.uint8)
-    return {"names": names, "name_ends": table.names.ends, "size": table.sizes}
+    is_manifest: Callable[[str], bool]
+    read_manifest: Callable[[str, bytes], Manifest]
+    assemble: Callable[[FileTable, Sequence[ManifestColumn]], SampleIndex]
 
 
 @dataclass(frozen=True, slots=True)

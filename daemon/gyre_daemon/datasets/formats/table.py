@@ -10,12 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Extents, FieldSpec, indexed_fields, stored_fields
+from gyre_daemon.datasets.formats.bounds import RaggedBounds
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
 from gyre_daemon.order.permutation import Int64Array
-
-# Batch sizes whose bounds are kept: a bound takes a pass over all samples, and an open session asks
-# for its own again and again.
-_MAX_KEPT_BOUNDS = 256
 
 
 class SampleTable:
@@ -52,9 +49,9 @@ class SampleTable:
         self._first = np.concatenate(([0], np.cumsum(samples_per_shard))).astype(np.int64)
         self._start, self._size = start, size
         self._lengths, self._absent, self._indexed = lengths or {}, absent, indexed
-        self._is_ragged = [spec.ragged for spec in stored_fields(fields)]
         self._blocks = BlockTables(self._make_blocks)
-        self._max_ragged_bytes: dict[int, int] = {}
+        is_ragged = [spec.ragged for spec in stored_fields(fields)]
+        self._bounds = RaggedBounds(lambda: size[:, is_ragged].sum(axis=1))
         digest = hashlib.blake2b(identity, digest_size=16)
         for table in (start, size, *self._lengths.values(), *indexed):
             digest.update(table.tobytes())
@@ -72,22 +69,8 @@ class SampleTable:
         return Extents(shard, self._start[sample_ids], size, lengths, absent, indexed)
 
     def max_ragged_bytes(self, num_samples: int) -> int:
-        """See `SampleIndex.max_ragged_bytes`.
-
-        A sample occurs at most once in each epoch that the positions touch, so the bound takes the
-        largest samples once for each of these epochs. It is found once for each batch size.
-        """
-        if num_samples not in self._max_ragged_bytes:
-            if len(self._max_ragged_bytes) >= _MAX_KEPT_BOUNDS:
-                self._max_ragged_bytes.clear()
-            self._max_ragged_bytes[num_samples] = self._find_max_ragged_bytes(num_samples)
-        return self._max_ragged_bytes[num_samples]
-
-    def _find_max_ragged_bytes(self, num_samples: int) -> int:
-        totals = self._size[:, self._is_ragged].sum(axis=1)
-        num_epochs = num_samples // max(self.num_samples, 1) + 2
-        num_smaller = self.num_samples - min(-(-num_samples // num_epochs), self.num_samples)
-        return num_epochs * int(np.partition(totals, num_smaller)[num_smaller:].sum())
+        """See `SampleIndex.max_ragged_bytes`."""
+        return self._bounds.largest(num_samples)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: 16 bytes per block, made in one pass over all samples."""

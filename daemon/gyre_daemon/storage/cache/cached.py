@@ -12,6 +12,7 @@ from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap, Integers
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.cache.volume import Volume
+from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.shard import Shard
 
 # The size of shared blocks. Smaller ones take more requests per epoch, larger ones delay a first
@@ -26,14 +27,13 @@ class CachedStorage:
     for a fast first batch, and large enough to bring many samples with one request.
     """
 
-    checksums = None
-
     def __init__(
         self,
         storage: Storage,
         location: str,
         cache: NodeCache,
         block_map: Callable[[int], BlockMap],
+        block_bytes: int = 0,
     ) -> None:
         """Read a storage through a cache.
 
@@ -43,6 +43,7 @@ class CachedStorage:
                 blocks.
             cache: the node's.
             block_map: returns the dataset's blocks of about a given size; called in a thread.
+            block_bytes: the one size that there is; 0 lets jobs choose.
         """
         self.shards = storage.shards
         self._storage = storage
@@ -50,19 +51,25 @@ class CachedStorage:
         self._cache = cache
         self._block_map = block_map
         self._identity = _identity(location, storage.shards)
+        self._block_bytes = block_bytes
         self._shared_block_bytes = shared_block_bytes(storage.shards)
         self._volumes: dict[int, asyncio.Task[Volume]] = {}  # by block size
 
     @property
     def is_node_local(self) -> bool:
         """See `Storage.is_node_local`: true once the cache has every block."""
-        return any(
+        return self._storage.is_node_local or any(
             opening.done()
             and not opening.cancelled()
             and not opening.exception()
             and opening.result().is_complete
             for opening in self._volumes.values()
         )
+
+    @property
+    def checksums(self) -> ShardChecksums | None:
+        """See `Storage.checksums`."""
+        return self._storage.checksums
 
     @property
     def block_cache(self) -> BlockCache | None:
@@ -96,6 +103,7 @@ class CachedStorage:
 
     async def _volume(self, block_bytes: int) -> Volume:
         """The blocks of a size; the first read opens them for all."""
+        block_bytes = self._block_bytes or block_bytes
         opening = self._volumes.get(block_bytes)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             opening = self._volumes[block_bytes] = asyncio.create_task(self._open(block_bytes))

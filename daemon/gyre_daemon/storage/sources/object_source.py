@@ -20,7 +20,7 @@ from gyre_daemon.config.secrets import hide
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.location import endpoints_in, redact
-from gyre_daemon.storage.response import Response, response_from_error
+from gyre_daemon.storage.response import Response, no_listing, response_from_error
 from gyre_daemon.storage.source import OnResponse, SentRequest, Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.http_options import HttpOptions
@@ -68,15 +68,13 @@ class ObjectFileSystem(FsspecStore):
 
     async def _glob(self, path: str, **kwargs: Any) -> Any:
         if self.protocol in _NO_LISTING:
-            raise NotImplementedError(
-                "a web server lists nothing; name every shard, for example with a brace list"
-            )
+            raise no_listing(path)
         return await super()._glob(path, **kwargs)
 
     async def pages_below(self, folder: str) -> AsyncIterator[list[tuple[str, Any]]]:
         """The objects below a folder: path without a scheme, and info; a page at a time."""
         if self.protocol in _NO_LISTING:
-            raise NotImplementedError("a web server lists nothing; name the files in a manifest")
+            raise no_listing(folder, "name the files in a manifest")
         bucket, prefix = self._split_path(folder)
         store: ObjectStore = self._construct_store(bucket)
         async for page in obstore.list(store, prefix, chunk_size=_PAGE_OBJECTS):

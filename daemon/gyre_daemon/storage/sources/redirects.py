@@ -45,7 +45,7 @@ class RedirectPolicy:
             places = host_of(before), host_of(after)
         except ValueError as error:
             raise Refused(f"{redact(url)} redirects to what is no URL") from error
-        if after.scheme not in _PORTS or not after.hostname or not target.isascii():
+        if after.scheme not in _PORTS or not after.hostname or not _is_plain(target):
             raise Refused(f"{redact(url)} redirects to what is no URL of a web server")
         if before.scheme == "https" and after.scheme == "http":
             raise Refused(
@@ -63,6 +63,11 @@ class RedirectPolicy:
         if ANY_HOST in self.hosts or place in self.hosts:
             return True
         return place.endswith(f":{_PORTS[url.scheme]}") and place.rpartition(":")[0] in self.hosts
+
+
+def _is_plain(url: str) -> bool:
+    """Whether it can be sent, and shown in an error."""
+    return url.isascii() and url.isprintable()
 
 
 def host_of(url: SplitResult) -> str:

@@ -9,7 +9,7 @@ from urllib.request import getproxies, proxy_bypass
 from fsspec.asyn import AsyncFileSystem
 
 from gyre_daemon.errors import ConfigError, NotAllowed
-from gyre_daemon.storage.response import Response
+from gyre_daemon.storage.response import Response, no_listing
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions
 from gyre_daemon.storage.sources.plain_source import PlainSource
@@ -82,9 +82,10 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         return {"name": path, "type": "file", "size": response.object_bytes, "e_tag": etag}
 
     async def _glob(self, path: str, **_: Any) -> Any:
-        raise NotImplementedError(
-            "a web server lists nothing; name every shard, for example with a brace list"
-        )
+        raise no_listing(path)
+
+    async def _find(self, path: str, **_: Any) -> Any:
+        raise no_listing(path, "name the files in a manifest")
 
     async def _ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         return await self._glob(path)

@@ -1,17 +1,28 @@
 """The options of `files`, and the index of all files."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, Listing
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    CodecName,
+    FieldSpec,
+    Listing,
+    Manifest,
+    ManifestColumn,
+)
 from gyre_daemon.datasets.formats.files.classes import class_numbers
-from gyre_daemon.datasets.formats.names import renamed
+from gyre_daemon.datasets.formats.files.manifest import TYPES, read_manifest
+from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError
-from gyre_daemon.storage.file_table import Texts, starts_of
+from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.shard import Shard
 
 _FILE, _PATH, _CLASS = "file", "path", "class"
@@ -19,6 +30,7 @@ _UINT8, _INT64 = np.dtype(np.uint8), np.dtype("<i8")
 # What cameras, microphones and people call images and audio. Whoever means other files says so.
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _AUDIO = ("wav", "flac", "mp3", "ogg", "opus", "m4a")
+_MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +40,30 @@ class FilesOptions:
     Attributes:
         extensions: of the files that count, without a dot, in upper or lower case; images and audio
             if empty.
-        fields: of `file`, `class` and `path`, those to serve; `image=file` serves the files under
-            the name `image`. If empty, `file`, and `class` if the files lie in folders.
+        fields: of `file`, `class`, `path` and the columns of a manifest, those to serve;
+            `image=file` serves the files under the name `image`. If empty, `file`, and all columns
+            of the manifest, or `class` if the files of a folder lie in folders.
         class_folder: which folder on the way to a file is its class: `last`, the one that it lies
             in, or `first`, the one in the dataset's folder.
+        path_column: of a manifest, the column with the paths; `path`, `file`, `file_name` or
+            `filename` if empty.
+        types: of other columns of a manifest, by name: `text`, `class`, `int64` or `float64`.
     """
 
     extensions: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     class_folder: str = "last"
+    path_column: str = ""
+    types: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse what no dataset can have."""
-        for _, name in renamed(self.fields, "fields"):
-            if name not in (_FILE, _PATH, _CLASS):
+        renamed(self.fields, "fields")
+        for name, kind in self.types.items():
+            if kind not in TYPES:
                 raise ConfigError(
-                    f"`fields` of a files dataset has {name!r:.100}; there are {_FILE}, {_CLASS} "
-                    f"and {_PATH}"
+                    f"`types` of a files dataset calls {name!r:.100} {kind!r:.100}; it must be one "
+                    f"of {', '.join(TYPES)}"
                 )
         if self.class_folder not in ("first", "last"):
             raise ConfigError(
@@ -73,48 +92,118 @@ class FilesFormat:
     @property
     def inspection(self) -> Listing:
         """See `Format.inspection`."""
-        return Listing(self._is_wanted)
+        return Listing(self._is_wanted, self._is_manifest, self._read_manifest, self._assemble)
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
-        """See `Format.assemble`."""
-        found = inspected[0]
-        names = Texts(found["names"].tobytes(), found["name_ends"])
-        starts = starts_of(names, found["size"])
-        columns = {
-            _PATH: (starts[:-1], names.sizes),
-            _FILE: (starts[:-1] + names.sizes, found["size"]),
-        }
-        wanted = renamed(self._options.fields, "fields") or self._usual_fields(names)
-        stored = [(field, name) for field, name in wanted if name != _CLASS]
+        """Not called; see `Listing.assemble`."""
+        raise NotImplementedError
+
+    def _assemble(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleTable:
+        options = self._options
+        available = _columns_of(table, columns, is_last=options.class_folder == "last")
+        wanted = renamed(options.fields, "fields") or self._usual_fields(table, columns)
+        found: list[tuple[str, _Column]] = []
+        for field_name, name in wanted:
+            if name not in available:
+                raise ConfigError(
+                    f"`fields` of a files dataset has {name!r:.100}; there are "
+                    f"{', '.join(available):.300}"
+                )
+            found.append((field_name, available[name]()))
+        check_names([each for each, _ in found], "fields")
+        found.sort(key=lambda each: each[1].codec == "indexed")
+        stored = [column for _, column in found if column.codec != "indexed"]
         if not stored:
-            raise ConfigError(f"`fields` of a files dataset must have {_FILE} or {_PATH}")
-        fields = [
-            FieldSpec(field, _UINT8, (), ragged=True, codec="bytes" if name == _FILE else "text")
-            for field, name in stored
-        ]
-        indexed = []
-        for field, _ in (each for each in wanted if each[1] == _CLASS):
-            classes, numbers = class_numbers(names, is_last=self._options.class_folder == "last")
-            indexed.append(numbers)
-            fields.append(
-                FieldSpec(field, _INT64, (), ragged=False, codec="indexed", categories=classes)
-            )
-        start, size = (
-            np.stack([columns[name][part] for _, name in stored], axis=1) for part in range(2)
-        )
+            raise ConfigError(f"`fields` of a files dataset must have {_FILE}, {_PATH} or a text")
+        fields = [column.spec(each) for each, column in found]
         meaning = json.dumps([[spec.name, spec.codec, spec.categories] for spec in fields])
         return SampleTable(
             fields,
-            [len(names)],
-            start,
-            size,
-            identity=meaning.encode() + names.data,
-            indexed=indexed,
+            [len(table)],
+            np.stack([column.values for column in stored], axis=1),
+            np.stack([column.size for column in stored], axis=1),
+            identity=meaning.encode() + table.names.data,
+            indexed=[column.values for _, column in found if column.codec == "indexed"],
         )
 
     def _is_wanted(self, name: str) -> bool:
         stem, dot, extension = name.rpartition(".")
         return bool(stem and dot) and extension.lower() in self._extensions
 
-    def _usual_fields(self, names: Texts) -> list[tuple[str, str]]:
-        return [(_FILE, _FILE), (_CLASS, _CLASS)] if b"/" in names.data else [(_FILE, _FILE)]
+    def _is_manifest(self, path: str) -> bool:
+        return path.endswith(_MANIFESTS)
+
+    def _read_manifest(self, name: str, data: bytes) -> Manifest:
+        return read_manifest(
+            name, data, path_column=self._options.path_column, types=self._options.types
+        )
+
+    def _usual_fields(
+        self, table: FileTable, columns: Sequence[ManifestColumn]
+    ) -> list[tuple[str, str]]:
+        names = [_FILE, *(column.name for column in columns)]
+        if not columns and b"/" in table.names.data:
+            names.append(_CLASS)
+        return [(name, name) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """What a field is made of.
+
+    Attributes:
+        codec: of the field.
+        values: int64 [n], where the bytes of each sample begin; of an indexed field its values.
+        size: int64 [n], how many bytes they are; nothing of an indexed field.
+        categories: see `FieldSpec`.
+    """
+
+    codec: CodecName
+    values: npt.NDArray[Any]
+    size: npt.NDArray[np.int64]
+    categories: tuple[str, ...] = ()
+
+    def spec(self, name: str) -> FieldSpec:
+        if self.codec != "indexed":
+            return FieldSpec(name, _UINT8, (), ragged=True, codec=self.codec)
+        dtype = np.dtype("<f8") if self.values.dtype.kind == "f" else _INT64
+        return FieldSpec(name, dtype, (), ragged=False, codec="indexed", categories=self.categories)
+
+
+def _columns_of(
+    table: FileTable, columns: Sequence[ManifestColumn], *, is_last: bool
+) -> dict[str, Callable[[], _Column]]:
+    """What the fields can be made of, by name; each is made when it is called.
+
+    The head of a file is its path and then its texts, in the order of the columns.
+    """
+    texts = [(column, column.values) for column in columns if isinstance(column.values, Texts)]
+    heads = [table.names.sizes, *(values.sizes for _, values in texts)]
+    starts = np.concatenate(([0], np.cumsum(np.sum([*heads, table.sizes], axis=0))))[:-1]
+    begin = starts.astype(np.int64)
+    found: dict[str, Callable[[], _Column]] = {_PATH: partial(_Column, "text", begin, heads[0])}
+    begin = begin + heads[0]
+    for column, values in texts:
+        codec: CodecName = "json" if column.kind == "json" else "text"
+        found[column.name] = partial(_Column, codec, begin, values.sizes)
+        begin = begin + values.sizes
+    found[_FILE] = partial(_Column, "bytes", begin, table.sizes)
+
+    def from_folders() -> _Column:
+        classes, numbers = class_numbers(table.names, is_last=is_last)
+        return _Column("indexed", numbers, _NOTHING, classes)
+
+    found[_CLASS] = from_folders
+    for column in columns:
+        if column.name in (_PATH, _FILE):
+            raise ConfigError(
+                f"the manifest has a column {column.name} beside the one with paths; rename it"
+            )
+        if not isinstance(column.values, Texts):
+            found[column.name] = partial(
+                _Column, "indexed", column.values, _NOTHING, column.categories
+            )
+    return found
+
+
+_NOTHING = np.empty(0, np.int64)

@@ -1,0 +1,74 @@
+"""`gyre lint`: reads every shard and checks every sample, and names what is corrupt or odd."""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.command.arguments import dataset_of
+from gyre_client.command.formatting import CommandOutput, facts, page_width, plain, size, stacked
+from gyre_client.command.progress import ProgressBar
+from gyre_client.printable import printable
+from gyre_client.transport.connection import Connection
+
+_MAX_LISTED = 100  # findings in the text for people; JSON has all that the daemon names
+_KINDS = {pb.LintFinding.KIND_CORRUPT: "corrupt", pb.LintFinding.KIND_ODD: "odd"}
+
+
+def lint(connection: Connection, args: argparse.Namespace) -> CommandOutput:
+    """Returns what is wrong with a dataset; the exit status is 1 where anything is."""
+    last, findings, num_left_out = pb.LintProgress(), list[pb.LintFinding](), 0
+    with ProgressBar("passes over shards") as bar:
+        for last in connection.lint(dataset_of(args)):
+            findings += last.findings
+            num_left_out += last.num_left_out
+            num_found = len(findings) + num_left_out
+            note = f"{num_found:,} found" if num_found else ""
+            bar.update(last.num_scanned + last.num_checked, 2 * last.num_shards, note)
+    findings.sort(key=lambda each: (each.shard, each.offset))
+    value = {
+        "num_shards": last.num_shards,
+        "num_samples": last.num_samples,
+        "num_bytes": last.num_bytes,
+        "num_findings": len(findings) + num_left_out,
+        "findings": [_to_plain(each) for each in findings],
+    }
+    text = _text(last, findings, num_left_out)
+    return CommandOutput(value, text, status=1 if findings or num_left_out else 0)
+
+
+def _kind(finding: pb.LintFinding) -> str:
+    return _KINDS.get(finding.kind, "corrupt")
+
+
+def _to_plain(finding: pb.LintFinding) -> dict[str, Any]:
+    return {**plain(finding), "kind": _kind(finding)}
+
+
+def _text(last: pb.LintProgress, findings: Iterable[pb.LintFinding], num_left_out: int) -> str:
+    listed = list(findings)
+    pairs = [
+        ("shards", f"{last.num_shards:,}"),
+        ("samples", f"{last.num_samples:,} checked, {size(last.num_bytes)} of fields with checks"),
+        ("found", f"{len(listed) + num_left_out:,}" if listed else "nothing"),
+    ]
+    if not listed:
+        return facts(pairs)
+    rows = [
+        (
+            _kind(each),
+            each.shard,
+            str(each.offset),
+            str(each.sample_id) if each.HasField("sample_id") else "-",
+        )
+        for each in listed[:_MAX_LISTED]
+    ]
+    # the reason has a line of its own: it is longer than any column
+    table = stacked(("KIND", "SHARD", "OFFSET", "SAMPLE"), rows, 4, page_width()).split("\n")
+    lines = table[:1]
+    for line, each in zip(table[1:], listed, strict=False):
+        lines += [line, f"  {printable(each.reason)}"]
+    num_more = len(listed) - len(rows) + num_left_out
+    more = [f"... and {num_more:,} more"] if num_more else []
+    return "\n".join([facts(pairs), "", *lines, *more])

@@ -1,0 +1,232 @@
+"""A storage of decoded shards; see [Note: Where a row lies] in `formats.chunks`.
+
+A read has its chunks fetched from the shards, by the storage that has these, and decoded by another
+process into memory that it shares with the daemon. From there the ranges are copied. Nothing is
+kept: that is what the node cache is for, whose blocks are whole chunks.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.decoders import Decoders
+from gyre_daemon.datasets.exchange import Exchange, Exchanges, pages
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.decoding import DecodeRequest
+from gyre_daemon.runtime.fair import FairExecutor, FairQueue, Flow
+from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
+from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.checksums import ShardChecksums
+from gyre_daemon.storage.local.gather import gather, is_allowed, memory_at
+from gyre_daemon.storage.shard import Shard
+
+# Memory of chunks that are being fetched and decoded, of all datasets; one larger chunk has its
+# turn alone. It is not part of any budget. Less would leave a slow storage idle.
+_MAX_BYTES_AT_ONCE = 128 << 20
+
+
+class DecodingRoom:
+    """What decoding takes from a daemon: processes, threads, and memory that is used again."""
+
+    def __init__(self, decoders: Decoders, workers: FairExecutor) -> None:
+        self.decoders = decoders
+        self.workers = workers
+        self._exchanges = Exchanges()
+        self._used_bytes = 0
+        self._line = FairQueue(1)  # chunks that wait for memory
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def exchange(self, num_bytes: int, flow: Flow, urgency: int) -> AsyncIterator[Exchange]:
+        """Memory for one chunk, inside the context.
+
+        Raises:
+            Overloaded: the machine has none.
+        """
+        async with self._line.turn(flow, num_bytes, urgency):
+            while self._used_bytes and self._used_bytes + num_bytes > _MAX_BYTES_AT_ONCE:
+                self._freed.clear()
+                await self._freed.wait()
+            self._used_bytes += num_bytes
+        exchange = None
+        try:
+            exchange = self._exchanges.take(num_bytes)
+            yield exchange
+            self._exchanges.give_back(exchange)
+        except BaseException:
+            # A storage or a process may still write to it: nobody else must get it.
+            if exchange:
+                exchange.close()
+            raise
+        finally:
+            self._used_bytes -= num_bytes
+            self._freed.set()
+
+    def close(self) -> None:
+        """End the processes and give back the memory."""
+        self.decoders.close()
+        self._exchanges.close()
+
+
+class _Decoding:
+    """A chunk that is being decoded, for all who read from it at the same time.
+
+    Attributes:
+        ready: the memory of the decoded chunk.
+        target: where the chunk begins there.
+        num_readers: who wait for it or copy from it.
+        unused: set when there are none any more.
+    """
+
+    def __init__(self) -> None:
+        self.ready: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+        self.target = 0
+        self.num_readers = 0
+        self.unused = asyncio.Event()
+
+
+class DecodedStorage:
+    """The decoded shards of a dataset.
+
+    Attributes:
+        shards: as large as they are decoded.
+    """
+
+    block_cache = None
+
+    def __init__(self, source: Storage, index: ChunkIndex, room: DecodingRoom) -> None:
+        """Decode nothing yet.
+
+        Args:
+            source: the shards as they are stored.
+            index: of their chunks.
+            room: the daemon's.
+        """
+        sizes = np.zeros(len(source.shards), np.int64)
+        np.add.at(sizes, index.shard, index.chunk_bytes)
+        digest = index.digest().hex()
+        self.shards: Sequence[Shard] = [
+            Shard(shard.name, size, f"{shard.version} {digest}" if shard.version else "")
+            for shard, size in zip(source.shards, sizes.tolist(), strict=True)
+        ]
+        self._source, self._index, self._room = source, index, room
+        self._bounds = ShardBounds(self.shards)
+        self._decodings: dict[int, tuple[_Decoding, asyncio.Task[None]]] = {}
+        self._may_gather = is_allowed()
+
+    @cached_property
+    def chunks(self) -> BlockMap:
+        """Where the chunks lie in the decoded shards."""
+        index = self._index
+        return BlockMap.of(index.shard, index.base, index.base + index.chunk_bytes)
+
+    @property
+    def is_node_local(self) -> bool:
+        """See `Storage.is_node_local`."""
+        return self._source.is_node_local
+
+    @property
+    def checksums(self) -> ShardChecksums | None:
+        """See `Storage.checksums`: of the shards as they are stored."""
+        return self._source.checksums
+
+    async def read(self, plan: ReadPlan) -> None:
+        """See `Storage.read`; each chunk is decoded once for all of the plan."""
+        reads = plan.part(slice(None))
+        self._bounds.check(reads)
+        reads = reads.nonempty()
+        chunks = self.chunks.blocks_of(reads)
+        async with asyncio.TaskGroup() as group:
+            for chunk in np.unique(chunks).tolist():
+                group.create_task(self._read_chunk(chunk, reads.part(chunks == chunk)))
+
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        """See `Storage.stream`: the shard as it is stored."""
+        return self._source.stream(shard)
+
+    def path(self, shard: int) -> str:
+        """See `Storage.path`."""
+        return self._source.path(shard)
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        """See `Storage.local_file`: decoded shards are no files."""
+        return None
+
+    async def _read_chunk(self, chunk: int, reads: Reads) -> None:
+        """Do reads from one chunk."""
+        if chunk not in self._decodings:
+            decoding = _Decoding()
+            decode = self._decode(chunk, decoding, reads)
+            self._decodings[chunk] = decoding, asyncio.create_task(decode, name="decode chunk")
+        decoding, task = self._decodings[chunk]
+        decoding.num_readers += 1
+        try:
+            exchange = await asyncio.shield(decoding.ready)
+            await self._copy(chunk, exchange, decoding.target, reads)
+        finally:
+            decoding.num_readers -= 1
+            if not decoding.num_readers:
+                del self._decodings[chunk]
+                decoding.unused.set()
+                if not decoding.ready.done():
+                    task.cancel()
+
+    async def _decode(self, chunk: int, decoding: _Decoding, reads: Reads) -> None:
+        """Fetch and decode a chunk, and keep it while it is read."""
+        index = self._index
+        shard, pieces = int(index.shard[chunk]), index.pieces(chunk)
+        sizes = [stop - start for start, stop in pieces]
+        decoding.target = pages(sum(sizes))
+        num_bytes = decoding.target + pages(int(index.chunk_bytes[chunk]))
+        try:
+            async with self._room.exchange(num_bytes, reads.flow, reads.urgency) as exchange:
+                ends = np.cumsum(sizes).tolist()
+                memories = [
+                    exchange.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)
+                ]
+                fetch = Reads.into(memories, [shard] * len(pieces), [start for start, _ in pieces])
+                await self._source.read(
+                    replace(fetch, flow=reads.flow, urgency=reads.urgency, delays=reads.delays)
+                )
+                listed = self._source.shards[shard]
+                request = DecodeRequest(
+                    index.decode,
+                    index.noun,
+                    index.number(chunk),
+                    listed.size_bytes,
+                    pieces,
+                    index.expected(chunk),
+                    decoding.target,
+                    exchange.num_bytes,
+                )
+                await self._room.decoders.decode(
+                    request, listed.name, exchange, reads.flow, reads.urgency
+                )
+                decoding.ready.set_result(exchange)
+                await decoding.unused.wait()
+        except Exception as error:
+            if not decoding.ready.done():
+                decoding.ready.set_exception(error)
+
+    async def _copy(self, chunk: int, exchange: Exchange, target: int, reads: Reads) -> None:
+        """Copy ranges of a decoded chunk, in a thread."""
+        memory = exchange.memory
+        begin = reads.start - int(self._index.base[chunk]) + target
+        sources = begin.astype(np.uint64) + np.uint64(memory.ctypes.data)
+        work = partial(self._copy_all, memory, sources, reads)
+        await self._room.workers.run(reads.flow, reads.num_bytes, reads.urgency, work)
+
+    def _copy_all(self, _owner: object, sources: npt.NDArray[np.uint64], reads: Reads) -> None:
+        with reads.lease():
+            if self._may_gather:
+                gather(sources, reads.size, reads.target)
+                return
+            ranges = zip(sources.tolist(), reads.size.tolist(), reads.target.tolist(), strict=True)
+            for source, size, target in ranges:
+                memory_at(target, size)[:] = memory_at(source, size)

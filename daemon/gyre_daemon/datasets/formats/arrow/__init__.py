@@ -1,0 +1,10 @@
+"""The format `arrow`: each row of an Arrow IPC file or stream is one sample.
+
+`flatbuffer` reads the tables that Arrow's metadata consists of, `messages` finds the record batches
+of a file and their buffers, `scan` finds the rows in them, and `format` makes one index from all
+shards. Record batches must be uncompressed, so that a row is byte ranges.
+"""
+
+from gyre_daemon.datasets.formats.arrow.format import ArrowFormat, ArrowOptions
+
+__all__ = ["ArrowFormat", "ArrowOptions"]

@@ -1,0 +1,177 @@
+"""The options of `arrow`, and checks of what its scans found."""
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.arrow.index import RecordBatchIndex
+from gyre_daemon.datasets.formats.base import Arrays, Scan, array_of
+from gyre_daemon.datasets.formats.names import is_servable, renamed
+from gyre_daemon.datasets.formats.npy import is_number_type
+from gyre_daemon.datasets.formats.stored import json_of
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.storage.shard import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowOptions:
+    """The keys of an `arrow` dataset.
+
+    Attributes:
+        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
+            `class` under the name `label`; empty for all.
+    """
+
+    columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse fields that no batch can have."""
+        renamed(self.columns, "columns")
+
+
+class ArrowFormat:
+    """A `Format` that reads the metadata of record batches, and where their rows begin."""
+
+    pattern = "*.{arrow,arrows,ipc,feather}"
+    unpacks_gzip = False
+
+    def __init__(self, options: ArrowOptions) -> None:
+        """Refuse to start without what reads schemas.
+
+        Raises:
+            ConfigError: the extra `arrow` is not installed.
+        """
+        if importlib.util.find_spec("pyarrow") is None:
+            raise ConfigError(
+                'the format arrow needs the extra of that name: pip install "gyre-ml[arrow]"'
+            )
+        self._columns = tuple(renamed(options.columns, "columns"))
+
+    @property
+    def inspection(self) -> Scan:
+        """See `Format.inspection`."""
+        wanted = " ".join(f"{field}={column}" for field, column in self._columns)
+        return Scan(
+            f"arrow/1 {wanted}".strip(),
+            RecordBatchScan(self._columns),
+            lambda scan: int(scan["rows"].sum()),
+            check_scan,
+            seeks=True,
+        )
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> RecordBatchIndex:
+        """See `Format.assemble`."""
+        return RecordBatchIndex(shards, inspected)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBatchScan:
+    """Scans a file; the `run` of a `Scan`.
+
+    Attributes:
+        wanted: names of the fields and the columns; empty for all.
+    """
+
+    wanted: tuple[tuple[str, str], ...]
+
+    def __call__(self, shard: str, file: BinaryIO) -> Arrays:
+        """See `scan_arrow`, which needs pyarrow and is imported when a file is read."""
+        from gyre_daemon.datasets.formats.arrow.scan import scan_arrow  # noqa: PLC0415
+
+        return scan_arrow(self.wanted, shard, file)
+
+
+def check_scan(arrays: Arrays, file_bytes: int) -> None:
+    """Refuse arrays that `scan_arrow` cannot have returned for a file of this size.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    rows, optional = array_of(arrays, "rows", np.int64), array_of(arrays, "optional", np.int64)
+    body, base, first, ends = (
+        array_of(arrays, name, np.int64, 2) for name in ("body", "base", "first", "ends")
+    )
+    present, bits = (array_of(arrays, name, np.bool_, 2) for name in ("present", "bits"))
+    columns = json_of(arrays, "columns")
+    if not isinstance(columns, list) or not all(map(_is_column, columns)):
+        raise ValueError("its columns are none")
+    is_bit = [column[1] == "|b1" and not column[2] for column in columns]
+    ragged = [place for place, column in enumerate(columns) if column[3]]
+    if (rows < 1).any() or (rows > 8 * file_bytes).any():
+        raise ValueError("its numbers of rows are impossible")
+    count, num_rows = len(rows), int(rows.sum())
+    shapes = (
+        (body, (count, 2)),
+        (base, (count, len(columns))),
+        (first, (count, len(ragged))),
+        (ends, (num_rows, len(ragged))),
+        (present, (num_rows, len(optional))),
+        (bits, (num_rows, sum(is_bit))),
+    )
+    if any(array.shape != shape for array, shape in shapes):
+        raise ValueError("its arrays do not have the sizes of its rows")
+    if not set(optional.tolist()) <= set(range(len(columns))):
+        raise ValueError("it has nulls in columns that are not there")
+    if count:
+        _check_places(arrays, columns, is_bit, ragged, file_bytes)
+
+
+def _check_places(
+    arrays: Arrays, columns: list[Any], is_bit: list[bool], ragged: list[int], file_bytes: int
+) -> None:
+    """Check that all columns lie in the shard."""
+    rows, body, base = arrays["rows"], arrays["body"], arrays["base"]
+    first, ends = arrays["first"], arrays["ends"]
+    edges = body.ravel()
+    if edges[0] < 0 or edges[-1] > file_bytes or (np.diff(edges) < 0).any():
+        raise ValueError("its record batches do not lie in the shard one after the other")
+    if (base < 0).any() or (base > file_bytes).any():
+        raise ValueError("its columns do not lie in the shard")
+    _check_ends(rows, base[:, ragged], first, ends, file_bytes)
+    for place, (_, dtype, shape, is_ragged, *_) in enumerate(columns):
+        if not is_ragged and not is_bit[place]:
+            _check_regular(rows, base[:, place], np.dtype(dtype).itemsize, shape, file_bytes)
+
+
+def _check_regular(
+    rows: np.ndarray, base: np.ndarray, itemsize: int, shape: list[int], file_bytes: int
+) -> None:
+    """Check that a column whose rows have one size ends within the shard."""
+    size = itemsize * math.prod(shape)
+    if size < 1 or size > file_bytes or (base > file_bytes - rows * size).any():
+        raise ValueError("its columns do not lie in the shard")
+
+
+def _check_ends(
+    rows: np.ndarray, base: np.ndarray, first: np.ndarray, ends: np.ndarray, file_bytes: int
+) -> None:
+    """Check that ragged columns rise, and end within the shard."""
+    last = np.cumsum(rows) - 1
+    begin = np.empty_like(ends)
+    begin[1:] = ends[:-1]
+    begin[last - rows + 1] = first
+    if (first < 0).any() or (ends < begin).any() or (ends[last] > file_bytes - base).any():
+        raise ValueError("its rows do not lie in the shard one after the other")
+
+
+def _is_column(column: object) -> bool:
+    """Whether this is a column as `scan_arrow` describes it."""
+    if not isinstance(column, list) or len(column) != 6:
+        return False
+    name, dtype, shape, ragged, codec, categories = column
+    return (
+        isinstance(name, str)
+        and is_servable(name)
+        and isinstance(dtype, str)
+        and is_number_type(dtype)
+        and isinstance(shape, list)
+        and all(type(size) is int and 0 < size < 1 << 40 for size in shape)
+        and isinstance(ragged, bool)
+        and codec in ("bytes", "text")
+        and isinstance(categories, list)
+        and all(isinstance(each, str) for each in categories)
+    )

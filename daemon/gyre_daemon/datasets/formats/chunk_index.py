@@ -1,0 +1,239 @@
+"""The index of rows of chunks; see [Note: Where a row lies] in `chunks`. Pure."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Arrays, Extents, FieldSpec
+from gyre_daemon.datasets.formats.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.chunks import (
+    Decode,
+    Expected,
+    checksum,
+    field_bytes,
+    fields_of,
+    num_rows,
+)
+from gyre_daemon.errors import CorruptSample
+from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.storage.shard import Shard
+
+
+class ChunkIndex:
+    """A `SampleIndex` of rows of C chunks; see [Note: Where a row lies] in `chunks`.
+
+    It takes 4 bytes for each row and ragged field, and one for each row and field that rows lack.
+
+    Attributes:
+        noun: what the format calls a chunk.
+        decode: decodes one.
+        num_chunks: C.
+        shard: int64 [C], of each chunk.
+        base: int64 [C], where it begins in its decoded shard.
+        chunk_bytes: int64 [C], its size there.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        inspected: Sequence[Arrays],
+        decode: Decode,
+        noun: str,
+        identity: bytes,
+    ) -> None:
+        """Join the scans of all shards.
+
+        Args:
+            shards: of the dataset.
+            inspected: from `chunk_arrays`, for each shard.
+            decode: decodes a chunk.
+            noun: what the format calls one.
+            identity: what changes the decoded bytes, beside the fields.
+
+        Raises:
+            CorruptSample: a shard has other fields than the first with rows.
+        """
+        self.decode, self.noun = decode, noun
+        self._stored = _common_fields(shards, inspected)
+        full = [(number, scan) for number, scan in enumerate(inspected) if len(scan["rows"])]
+        scans = [scan for _, scan in full]
+        num_chunks = [len(scan["rows"]) for scan in scans]
+        self.num_chunks = sum(num_chunks)
+        self.shard = np.repeat(np.array([number for number, _ in full], np.int64), num_chunks)
+        self._number = _joined([scan["numbers"] for scan in scans], np.int64)
+        self._rows = _joined([scan["rows"] for scan in scans], np.int64)
+        self._pieces = _joined([scan["pieces"] for scan in scans], np.int64, 2)
+        counts = _joined([scan["num_pieces"] for scan in scans], np.int64)
+        self._first_piece = np.concatenate(([0], np.cumsum(counts)))
+        self._shared = {number: scan["shared"].tolist() for number, scan in full}
+        self._ragged = [place for place, spec in enumerate(self._stored) if spec.ragged]
+        self._ends = _joined([scan["ends"] for scan in scans], np.uint32, len(self._ragged))
+        self._optional = sorted({place for scan in scans for place in scan["optional"].tolist()})
+        self._present = _joined(
+            [_of_all(scan, self._optional) for scan in scans], np.bool_, len(self._optional)
+        )
+        self._first = np.concatenate(([0], np.cumsum(self._rows))).astype(np.int64)
+        self._field_bytes = field_bytes(self._stored, self._rows, self._ends)
+        self.chunk_bytes: Int64Array = self._field_bytes.sum(axis=1)
+        ends = np.cumsum(self.chunk_bytes)
+        starts = ends - self.chunk_bytes
+        first_of_shard = np.searchsorted(self.shard, self.shard)
+        self.base: Int64Array = starts - starts[first_of_shard]
+        self._field_start = self.base[:, None] + np.cumsum(self._field_bytes, axis=1)
+        self._field_start -= self._field_bytes
+        self._digest = self._make_digest(identity)
+
+    @property
+    def num_samples(self) -> int:
+        """See `SampleIndex.num_samples`."""
+        return int(self._first[-1])
+
+    @cached_property
+    def fields(self) -> Sequence[FieldSpec]:
+        """See `SampleIndex.fields`; a field that some row lacks has one more, `NAME.present`."""
+        return [
+            *self._stored,
+            *(
+                FieldSpec(
+                    self._stored[place].name + PRESENT_SUFFIX,
+                    np.dtype(np.bool_),
+                    (),
+                    ragged=False,
+                    codec="indexed",
+                )
+                for place in self._optional
+            ),
+        ]
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        chunk = np.searchsorted(self._first, sample_ids, side="right") - 1
+        row = sample_ids - self._first[chunk]
+        start, ragged = self._field_start[chunk], 0
+        size = np.empty_like(start)
+        for place, spec in enumerate(self._stored):
+            if spec.ragged:
+                ends = self._ends[:, ragged]
+                begin = np.where(row > 0, ends[sample_ids - 1], 0).astype(np.int64)
+                size[:, place] = ends[sample_ids] - begin
+                start[:, place] += begin
+                ragged += 1
+            else:
+                size[:, place] = spec.element_bytes
+                start[:, place] += row * spec.element_bytes
+        indexed = tuple(self._present[sample_ids, k] for k in range(len(self._optional)))
+        return Extents(self.shard[chunk], start, size, indexed=indexed)
+
+    @cached_property
+    def _bounds(self) -> RaggedBounds:
+        return RaggedBounds(self._ragged_bytes)
+
+    def _ragged_bytes(self) -> Int64Array:
+        """Int64 [N], the bytes of all ragged fields of each row."""
+        sizes = self._ends.astype(np.int64)
+        begins = sizes[:-1].copy()
+        begins[self._first[1:-1] - 1] = 0  # of the first row of each further chunk
+        sizes[1:] -= begins
+        total: Int64Array = sizes.sum(axis=1)
+        return total
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`."""
+        return self._bounds.largest(num_samples) if self._ragged else 0
+
+    @cached_property
+    def _table(self) -> BlockTable:
+        sizes, counts = np.unique(self._rows, return_counts=True)
+        regular = int(sizes[counts.argmax()]) if len(sizes) else 1
+        return BlockTable(regular, np.arange(self.num_chunks + 1), self._first)
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`: a block is a chunk, however large that is."""
+        return self._table
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        return self._digest
+
+    def pieces(self, chunk: int) -> list[tuple[int, int]]:
+        """The bytes of its shard that a chunk is decoded from: first those that all chunks need."""
+        start, stop = self._shared[int(self.shard[chunk])]
+        some = self._pieces[self._first_piece[chunk] : self._first_piece[chunk + 1]].tolist()
+        return [(start, stop)] * (start < stop) + [(begin, end) for begin, end in some]
+
+    def number(self, chunk: int) -> int:
+        """The number of a chunk in its shard."""
+        return int(self._number[chunk])
+
+    def expected(self, chunk: int) -> list[Expected]:
+        """What each stored field of a chunk must decode to."""
+        rows = slice(int(self._first[chunk]), int(self._first[chunk + 1]))
+        expected, ragged = [], 0
+        for place, spec in enumerate(self._stored):
+            ends = present = 0
+            if spec.ragged:
+                ends = checksum(self._ends[rows, ragged])
+                ragged += 1
+            if place in self._optional:
+                its = self._present[rows, self._optional.index(place)]
+                present = 0 if its.all() else checksum(its)
+            expected.append(Expected(int(self._field_bytes[chunk, place]), ends, present))
+        return expected
+
+    def _make_digest(self, identity: bytes) -> bytes:
+        digest = hashlib.blake2b(identity, digest_size=16)
+        described = [(spec.name, spec.dtype.str, spec.shape, spec.codec) for spec in self.fields]
+        digest.update(json.dumps(described).encode())
+        for table in (self.shard, self._rows, self._pieces, self._ends, self._present):
+            digest.update(np.ascontiguousarray(table).data)
+        return digest.digest()
+
+
+def _common_fields(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list[FieldSpec]:
+    """The fields, which all shards with rows must share."""
+    first: list[FieldSpec] | None = None
+    owner = ""
+    for shard, scan in zip(shards, inspected, strict=True):
+        if not len(scan["rows"]):
+            continue
+        fields = fields_of(scan)
+        if first is not None and fields != first:
+            reason = f"it has {_describe(fields)}, and shard {owner} has {_describe(first)}"
+            raise CorruptSample(
+                f"shard {shard.name} does not fit: {reason}; serve them as two datasets, or name "
+                "the columns that they share in `columns`",
+                {"shard": shard.name, "reason": reason},
+            )
+        if first is None:
+            first, owner = fields, shard.name
+    return first or []
+
+
+def _describe(fields: Sequence[FieldSpec]) -> str:
+    def kind(spec: FieldSpec) -> str:
+        name = spec.codec if spec.codec != "bytes" else spec.dtype.name
+        shape = "".join(f"[{size}]" for size in spec.shape)
+        return f"{spec.name} ({name}{shape}{', ragged' * spec.ragged})"
+
+    return "the columns " + ", ".join(map(kind, fields))
+
+
+def _of_all(scan: Arrays, optional: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """Which rows of a shard have each of these fields."""
+    present = np.ones((num_rows(scan), len(optional)), np.bool_)
+    for column, place in enumerate(scan["optional"].tolist()):
+        present[:, optional.index(place)] = scan["present"][:, column]
+    return present
+
+
+def _joined(
+    arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike, num_columns: int | None = None
+) -> npt.NDArray[Any]:
+    shape = (0,) if num_columns is None else (0, num_columns)
+    return np.concatenate([np.empty(shape, dtype), *arrays])

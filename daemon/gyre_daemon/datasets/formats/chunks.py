@@ -1,0 +1,248 @@
+"""The second seam: formats whose samples are rows of chunks that must be decoded whole. Pure.
+
+[Note: Where a row lies]
+
+A format of chunks describes the *decoded shard*: the decoded chunks of a shard, back to back. A
+decoded chunk has its fields one after the other, and each field the values of all rows. So a row
+is byte ranges again, and all that batches are made of works as for other formats. Only two things
+differ. A read of a decoded shard has its chunk decoded first (`datasets.decoded`), and a block of
+the cache and of the order `block` is a chunk.
+
+Where the rows of ragged fields begin is found when the shards are scanned, with the same code that
+decodes them later. A chunk that decodes to other lengths than then is refused.
+
+The format's side is a `Scan` that returns `chunk_arrays`, and a function `Decode`. Both run in
+processes that may be killed.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    CodecName,
+    FieldSpec,
+    array_of,
+)
+from gyre_daemon.datasets.formats.names import is_servable
+from gyre_daemon.datasets.formats.stored import json_of
+from gyre_daemon.order.permutation import Int64Array
+
+# The most that a decoded chunk may have. It lies in memory as a whole, once in the process that
+# decodes it and once in the cache; and rows within it are counted with 32 bits.
+MAX_CHUNK_BYTES = 2 << 30
+_CODECS: frozenset[CodecName] = frozenset(("bytes", "text", "json"))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One field of all R rows of a chunk.
+
+    Attributes:
+        data: uint8, the values of all rows, back to back.
+        ends: int64 [R], where each row ends in the data; None if the field is not ragged.
+        present: bool [R], which rows have a value; None if all do. Others have zeros or no bytes.
+    """
+
+    data: npt.NDArray[np.uint8]
+    ends: Int64Array | None = None
+    present: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk as it is stored.
+
+    Attributes:
+        shard: the name of its shard.
+        number: of the chunk in its shard.
+        shard_bytes: the size of the shard.
+        pieces: of the shard, by the byte where each begins; at first the part that all chunks of
+            the shard need, if there is one.
+    """
+
+    shard: str
+    number: int
+    shard_bytes: int
+    pieces: Sequence[tuple[int, memoryview]]
+
+
+# Returns a column for each field, in the order of `chunk_arrays`. It must be picklable.
+Decode = Callable[[StoredChunk], Sequence[Column]]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a field of a decoded chunk must be.
+
+    Attributes:
+        num_bytes: of all rows.
+        ends: a checksum of where the rows end; 0 if the field is not ragged.
+        present: a checksum of which rows have it; 0 if all do.
+    """
+
+    num_bytes: int
+    ends: int
+    present: int
+
+    @classmethod
+    def of(cls, column: Column) -> "Expected":
+        """What a column is."""
+        ends = 0 if column.ends is None else checksum(column.ends.astype(np.uint32))
+        has_all = column.present is None or column.present.all()
+        present = 0 if has_all else checksum(np.asarray(column.present))
+        return cls(column.data.nbytes, ends, present)
+
+
+def checksum(values: npt.NDArray[np.generic]) -> int:
+    """A checksum that is not 0."""
+    return zlib.crc32(np.ascontiguousarray(values).data) | 1 << 32
+
+
+def chunk_arrays(
+    fields: Sequence[FieldSpec],
+    num_rows: Sequence[int],
+    pieces: Sequence[Sequence[tuple[int, int]]],
+    columns: Sequence[Sequence[Column | None]],
+    shared: tuple[int, int] = (0, 0),
+    numbers: Sequence[int] | None = None,
+) -> Arrays:
+    """What the scan of a shard with C chunks of together R rows returns.
+
+    Args:
+        fields: of a row; of a ragged one every row has a length, also if it is not present.
+        num_rows: of each chunk.
+        pieces: of each chunk, the bytes `[start, stop)` of the shard that it is decoded from.
+        columns: of each chunk, a column for each field; their data is not looked at. None for a
+            field that is not ragged and that all rows have.
+        shared: bytes `[start, stop)` of the shard that all chunks need.
+        numbers: of the chunks in their shard, if it has others without a row.
+
+    Returns:
+        fields: JSON of name, dtype, shape, raggedness and codec of each field.
+        numbers, rows, num_pieces: int64 [C]; pieces: int64 [P, 2]; shared: int64 [2].
+        ends: uint32 [R, ragged fields], where each row ends among the field's bytes of its chunk.
+        optional: int64 [K], the fields that some row lacks; present: bool [R, K].
+    """
+    total, ragged = sum(num_rows), [place for place, spec in enumerate(fields) if spec.ragged]
+    ends = np.zeros((total, len(ragged)), np.uint32)
+    present = np.ones((total, len(fields)), np.bool_)
+    begin = 0
+    for count, its in zip(num_rows, columns, strict=True):
+        for column, place in enumerate(ragged):
+            found = its[place]
+            assert found is not None
+            assert found.ends is not None
+            ends[begin : begin + count, column] = found.ends
+        for place, found in enumerate(its):
+            if found is not None and found.present is not None:
+                present[begin : begin + count, place] = found.present
+        begin += count
+    optional = np.flatnonzero(~present.all(axis=0)).astype(np.int64)
+    described = [
+        [spec.name, spec.dtype.str, list(spec.shape), spec.ragged, spec.codec] for spec in fields
+    ]
+    ranges = [piece for its in pieces for piece in its]
+    return {
+        "fields": np.frombuffer(json.dumps(described).encode(), np.uint8),
+        "numbers": np.array(range(len(num_rows)) if numbers is None else numbers, np.int64),
+        "rows": np.array(num_rows, np.int64),
+        "num_pieces": np.array([len(its) for its in pieces], np.int64),
+        "pieces": np.array(ranges, np.int64).reshape(-1, 2),
+        "shared": np.array(shared, np.int64),
+        "ends": ends,
+        "optional": optional,
+        "present": present[:, optional],
+    }
+
+
+def num_rows(arrays: Arrays) -> int:
+    """The rows of a shard."""
+    return int(arrays["rows"].sum())
+
+
+def check_chunks(arrays: Arrays, file_bytes: int) -> None:
+    """Check that `chunk_arrays` can have returned these arrays for a shard of this size.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    fields = fields_of(arrays)
+    numbers, rows, counts = (
+        array_of(arrays, name, np.int64) for name in ("numbers", "rows", "num_pieces")
+    )
+    pieces = array_of(arrays, "pieces", np.int64, 2)
+    shared, optional = (array_of(arrays, name, np.int64) for name in ("shared", "optional"))
+    ends = array_of(arrays, "ends", np.uint32, 2)
+    present = array_of(arrays, "present", np.bool_, 2)
+    if {len(numbers), len(counts)} != {len(rows)} or (np.diff(numbers, prepend=-1) < 1).any():
+        raise ValueError("its chunks are not numbered")
+    if (rows < 1).any() or (rows > MAX_CHUNK_BYTES).any():
+        raise ValueError("its chunks have no rows")
+    total, num_ragged = int(rows.sum()), sum(spec.ragged for spec in fields)
+    if ends.shape != (total, num_ragged) or present.shape != (total, len(optional)):
+        raise ValueError("its rows are not those of its chunks")
+    if (counts < 1).any() or counts.sum() != len(pieces) or pieces.shape[1:] != (2,):
+        raise ValueError("its chunks have no bytes")
+    ranges = np.concatenate((pieces, shared.reshape(-1, 2)))
+    is_inside = (ranges[:, 0] >= 0) & (ranges[:, 0] <= ranges[:, 1]) & (ranges[:, 1] <= file_bytes)
+    if shared.shape != (2,) or not is_inside.all() or (pieces[:, 0] == pieces[:, 1]).any():
+        raise ValueError("its chunks do not lie in the shard")
+    if len(optional) and not (optional.min() >= 0 and optional.max() < len(fields)):
+        raise ValueError("its fields are not those of its rows")
+    if (np.diff(optional) < 1).any():
+        raise ValueError("its fields are not those of its rows")
+    first = np.cumsum(rows) - rows
+    inner = np.ones(total, np.bool_)
+    inner[first] = False
+    if (ends[1:] < ends[:-1])[inner[1:]].any():
+        raise ValueError("its rows do not follow each other")
+    if (field_bytes(fields, rows, ends).sum(axis=1) > MAX_CHUNK_BYTES).any():
+        raise ValueError("its chunks are too large")
+
+
+def fields_of(arrays: Arrays) -> list[FieldSpec]:
+    """The fields of a shard.
+
+    Raises:
+        ValueError: they are none that a format of chunks has.
+    """
+    fields = []
+    try:
+        for name, dtype, shape, ragged, codec in json_of(arrays, "fields"):
+            is_shape = all(type(size) is int and 0 < size <= MAX_CHUNK_BYTES for size in shape)
+            kind = np.dtype(dtype)
+            is_number = kind.kind in "biuf" and kind.isnative
+            if not (is_shape and is_number and is_servable(name) and codec in _CODECS):
+                raise ValueError("its fields are no tensors")
+            fields.append(FieldSpec(name, kind, tuple(shape), ragged=bool(ragged), codec=codec))
+    except TypeError as error:
+        raise ValueError("its fields are no tensors") from error
+    return fields
+
+
+def field_bytes(
+    fields: Sequence[FieldSpec], rows: Int64Array, ends: npt.NDArray[np.uint32]
+) -> Int64Array:
+    """Int64 [C, F], the bytes of each of F fields in each of C chunks.
+
+    Args:
+        fields: F.
+        rows: int64 [C], of each chunk.
+        ends: of `chunk_arrays`, for the rows of all chunks.
+    """
+    last = np.cumsum(rows) - 1
+    sizes = np.empty((len(rows), len(fields)), np.int64)
+    ragged = 0
+    for place, spec in enumerate(fields):
+        if spec.ragged:
+            sizes[:, place] = ends[last, ragged]
+            ragged += 1
+        else:
+            sizes[:, place] = np.minimum(rows, MAX_CHUNK_BYTES + 1) * spec.element_bytes
+    return sizes

@@ -1,0 +1,77 @@
+"""Decodes one chunk, in a process of its own.
+
+The process gets a memory file that it shares with the daemon. The pieces of the chunk lie at its
+beginning, and the decoded chunk goes behind them.
+"""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.chunks import Decode, Expected, StoredChunk
+from gyre_daemon.errors import CorruptSample
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """One chunk to be decoded; called with the shard's name and the memory file, as a `Scan.run`.
+
+    Attributes:
+        decode: the format's.
+        noun: what the format calls a chunk.
+        number: of the chunk in its shard.
+        shard_bytes: the size of the shard.
+        pieces: bytes `[start, stop)` of the shard, back to back at the beginning of the file.
+        expected: what each field must be.
+        target: where the decoded chunk goes in the file.
+        file_bytes: the size of the file.
+    """
+
+    decode: Decode
+    noun: str
+    number: int
+    shard_bytes: int
+    pieces: Sequence[tuple[int, int]]
+    expected: Sequence[Expected]
+    target: int
+    file_bytes: int
+
+    def __call__(self, shard: str, file: BinaryIO) -> Arrays:
+        """Write the decoded chunk.
+
+        Raises:
+            CorruptSample: it cannot be decoded, or is not what it was when it was indexed.
+        """
+        memory = memoryview(mmap.mmap(file.fileno(), self.file_bytes))
+        pieces, begin = [], 0
+        for start, stop in self.pieces:
+            end = begin + stop - start
+            pieces.append((start, memory[begin:end].toreadonly()))
+            begin = end
+        try:
+            columns = self.decode(StoredChunk(shard, self.number, self.shard_bytes, pieces))
+        except CorruptSample:
+            raise
+        except MemoryError as error:
+            raise self._corrupt(shard, "it needs too much memory") from error
+        except Exception as error:
+            raise self._corrupt(shard, f"it cannot be decoded: {error!s:.500}") from error
+        if [Expected.of(column) for column in columns] != list(self.expected):
+            raise self._corrupt(shard, "its rows are not those that were indexed")
+        begin = self.target
+        for column in columns:
+            end = begin + column.data.nbytes
+            np.frombuffer(memory[begin:end], np.uint8)[:] = column.data
+            begin = end
+        return {}
+
+    def _corrupt(self, shard: str, reason: str) -> CorruptSample:
+        offset = self.pieces[-1][0]
+        return CorruptSample(
+            f"{self.noun} {self.number} of shard {shard} (at byte {offset}): {reason}",
+            {"shard": shard, "chunk": self.number, "offset": offset, "reason": reason},
+        )

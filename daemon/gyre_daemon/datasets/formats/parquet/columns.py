@@ -1,0 +1,126 @@
+"""Which tensor each column of a Parquet file becomes. Only processes that decode import it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import types
+
+from gyre_daemon.datasets.formats.base import FieldSpec
+from gyre_daemon.datasets.formats.names import check_names
+from gyre_daemon.errors import ConfigError
+
+_TIMES = {"date32": "<i4", "time32": "<i4", "date64": "<i8", "time64": "<i8"}
+# Structs of exactly these are how Hugging Face datasets store images, audio and other files.
+_FILE_FIELDS = {"bytes", "path"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedColumn:
+    """A column that is served.
+
+    Attributes:
+        spec: its field.
+        name: of the column.
+        is_file: whether it is a struct of an encoded file and its path, of which the file counts.
+        is_nullable: whether a row may lack it, by the schema.
+    """
+
+    spec: FieldSpec
+    name: str
+    is_file: bool
+    is_nullable: bool
+
+    @property
+    def path(self) -> str:
+        """What is read of it."""
+        return f"{self.name}.bytes" if self.is_file else self.name
+
+    def owns(self, leaf: str) -> bool:
+        """Whether a column chunk of this path belongs to it."""
+        return leaf == self.path or leaf.startswith(self.path + ".")
+
+
+def served_columns(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[ServedColumn]:
+    """The columns that are served.
+
+    Args:
+        schema: of pyarrow.
+        wanted: name of the field and of the column; empty for all columns.
+
+    Raises:
+        ConfigError: there is no such column, or it is none that a batch can have.
+    """
+    names = list(schema.names)
+    wanted = wanted or [(name, name) for name in names]
+    check_names([field for field, _ in wanted], "columns")
+    columns = []
+    for field, name in wanted:
+        if names.count(name) != 1:
+            raise ConfigError(
+                f"there {'is no column' if name not in names else 'are several columns'} "
+                f"{name!r:.100}; the files have {', '.join(names):.1000}"
+            )
+        column = schema.field(name)
+        spec = field_of(field, column.type)
+        if spec is None:
+            raise ConfigError(
+                f"column {name!r:.100} has the type {column.type!s:.200}, which becomes no "
+                "tensor; leave it out: name the others in `columns`, or write it as numbers, "
+                "text or bytes"
+            )
+        is_file = types.is_struct(column.type)
+        columns.append(ServedColumn(spec, name, is_file, column.nullable))
+    return columns
+
+
+def field_of(name: str, kind: Any) -> FieldSpec | None:
+    """The field for a type of pyarrow; None if there is none."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return field_of(name, kind.storage_type)
+    if types.is_dictionary(kind):
+        return field_of(name, kind.value_type)
+    if _is_text(kind):
+        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="text")
+    if _is_bytes(kind) or (types.is_struct(kind) and _is_file(kind)):
+        return FieldSpec(name, np.dtype(np.uint8), (), ragged=True, codec="bytes")
+    if types.is_fixed_size_binary(kind):
+        shape = (kind.byte_width,)
+        is_one = kind.byte_width > 0
+        spec = FieldSpec(name, np.dtype(np.uint8), shape, ragged=False, codec="bytes")
+        return spec if is_one else None
+    if types.is_fixed_size_list(kind):
+        inner = field_of(name, kind.value_type)
+        if inner is None or inner.ragged or not kind.list_size:
+            return None
+        return replace(inner, shape=(kind.list_size, *inner.shape))
+    if types.is_list(kind) or types.is_large_list(kind):
+        inner = field_of(name, kind.value_type)
+        return None if inner is None or inner.ragged else replace(inner, ragged=True)
+    dtype = _number(kind)
+    return None if dtype is None else FieldSpec(name, dtype, (), ragged=False, codec="bytes")
+
+
+def _number(kind: Any) -> np.dtype[np.generic] | None:
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
+        found: np.dtype[np.generic] = np.dtype(kind.to_pandas_dtype())
+        return found
+    if types.is_timestamp(kind) or types.is_duration(kind):
+        return np.dtype("<i8")
+    name = str(kind).partition("[")[0]
+    return np.dtype(_TIMES[name]) if name in _TIMES else None
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_bytes(kind: Any) -> bool:
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _is_file(kind: Any) -> bool:
+    names = {kind.field(place).name for place in range(kind.num_fields)}
+    return names == _FILE_FIELDS and _is_bytes(kind.field("bytes").type)

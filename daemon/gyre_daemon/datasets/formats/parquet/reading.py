@@ -1,0 +1,270 @@
+"""Scans Parquet files and decodes their row groups, by pyarrow.
+
+pyarrow is imported when the first file is read: see `scan_server`, which runs this in processes
+that may be killed. Nothing is read ahead and no thread is started.
+"""
+
+import io
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.chunks import (
+    MAX_CHUNK_BYTES,
+    Column,
+    StoredChunk,
+    chunk_arrays,
+)
+from gyre_daemon.errors import ConfigError, CorruptSample
+
+if TYPE_CHECKING:
+    from gyre_daemon.datasets.formats.parquet.columns import ServedColumn
+
+# Column chunks this close together are read as one range.
+_MAX_GAP_BYTES = 64 << 10
+# Footers that a process keeps parsed. Parsing one takes milliseconds if the file has a thousand row
+# groups; a job that mixes many files needs another one for nearly every row group.
+_MAX_FOOTERS = 64
+_TAIL = struct.Struct("<I4s")
+# pyarrow reads this much behind column chunks of old writers, which recorded too small sizes.
+_SLACK_BYTES = 128
+
+_footers: dict[tuple[str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroupScan:
+    """Scans a file; the `run` of a `Scan`.
+
+    Attributes:
+        wanted: names of the fields and the columns; empty for all.
+    """
+
+    wanted: tuple[tuple[str, str], ...]
+
+    def __call__(self, shard: str, file: BinaryIO) -> Arrays:
+        """What `chunk_arrays` returns for a file.
+
+        Raises:
+            CorruptSample: it is damaged; with the row group, if the footer is not.
+            ConfigError: the columns do not fit.
+        """
+        where = "its footer"
+        try:
+            opened = _open(file)
+            # a table without rows may have columns of unknown types
+            has_rows = opened.metadata.num_rows > 0
+            columns = _served(opened.schema_arrow, self.wanted) if has_rows else []
+            rows, pieces, found, numbers = [], [], [], []
+            shard_bytes = file.seek(0, os.SEEK_END)
+            for number in range(opened.metadata.num_row_groups):
+                group = opened.metadata.row_group(number)
+                if not group.num_rows:
+                    continue
+                where = f"row group {number}"
+                rows.append(group.num_rows)
+                numbers.append(number)
+                pieces.append(_pieces(group, columns, shard_bytes))
+                _check_size(columns, group.num_rows)
+                found.append(_inspect(opened, number, columns))
+            where = "its footer"
+            shared = _footer_range(file, shard_bytes)
+            specs = [column.spec for column in columns]
+            return chunk_arrays(specs, rows, pieces, found, shared, numbers)
+        except (CorruptSample, ConfigError):
+            raise
+        except MemoryError as error:
+            raise _corrupt(shard, f"{where} needs too much memory") from error
+        except Exception as error:
+            raise _corrupt(shard, f"{where} cannot be read: {error!s:.500}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroupDecoder:
+    """Decodes row groups; a `Decode`.
+
+    Attributes:
+        wanted: names of the fields and the columns; empty for all.
+    """
+
+    wanted: tuple[tuple[str, str], ...]
+
+    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
+        """The columns of a row group."""
+        (_, footer), *pieces = chunk.pieces
+        metadata, columns = self._footer(chunk.shard, footer)
+        opened = _open(_Pieces(pieces, chunk.shard_bytes), metadata)
+        return _read(opened, chunk.number, columns)
+
+    def _footer(self, shard: str, footer: memoryview) -> "tuple[Any, list[ServedColumn]]":
+        key = (shard, len(footer), zlib.crc32(footer))
+        if key not in _footers:
+            if len(_footers) >= _MAX_FOOTERS:
+                del _footers[next(iter(_footers))]
+            opened = _open(io.BytesIO(footer))
+            _footers[key] = opened.metadata, _served(opened.schema_arrow, self.wanted)
+        return _footers[key]
+
+
+class _Pieces(io.RawIOBase):
+    """A file of which only some pieces are there."""
+
+    def __init__(self, pieces: Sequence[tuple[int, memoryview]], num_bytes: int) -> None:
+        self._pieces, self._num_bytes, self._position = pieces, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> memoryview:  # not a copy
+        for start, data in self._pieces:
+            if start <= self._position <= start + len(data):
+                begin = self._position - start
+                piece = data[begin : begin + size if size >= 0 else None]
+                self._position += len(piece)
+                return piece
+        raise ValueError(f"byte {self._position} belongs to no column that was indexed")
+
+
+def _open(file: Any, metadata: Any = None) -> Any:
+    """A `ParquetFile`."""
+    import pyarrow as pa  # noqa: PLC0415  # only these processes need it
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    pa.set_cpu_count(1)
+    return pq.ParquetFile(
+        file, metadata=metadata, pre_buffer=False, page_checksum_verification=True
+    )
+
+
+def _served(schema: Any, wanted: Sequence[tuple[str, str]]) -> "list[ServedColumn]":
+    from gyre_daemon.datasets.formats.parquet.columns import served_columns  # noqa: PLC0415
+
+    return served_columns(schema, wanted)
+
+
+def _read(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[Column]:
+    """Some columns of a row group."""
+    from gyre_daemon.datasets.formats.parquet.arrays import column_of  # noqa: PLC0415
+
+    paths = list(dict.fromkeys(column.path for column in columns))
+    table = opened.read_row_group(number, columns=paths, use_threads=False)
+    stated = opened.metadata.row_group(number).num_rows
+    if table.num_rows != stated:
+        raise ValueError(f"it has {table.num_rows} rows, and {stated} by the footer")
+    read = []
+    for column in columns:
+        try:
+            read.append(column_of(table.column(column.name).chunks, column.spec))
+        except ValueError as error:
+            raise ValueError(f"column {column.name!r:.100}: {error}") from error
+    return read
+
+
+def _inspect(opened: Any, number: int, columns: "Sequence[ServedColumn]") -> list[Column | None]:
+    """The columns of a row group that must be read to index it, and None for each other one."""
+    group = opened.metadata.row_group(number)
+    unknown = [column for column in columns if column.spec.ragged or _may_lack(group, column)]
+    read = (
+        dict(
+            zip(
+                [column.spec.name for column in unknown],
+                _read(opened, number, unknown),
+                strict=True,
+            )
+        )
+        if unknown
+        else {}
+    )
+    for column in unknown:
+        present = read[column.spec.name].present
+        if column.is_file and present is not None:
+            _check_no_paths(opened, number, column, present)
+    found = [read.get(column.spec.name) for column in columns]
+    if sum(each.data.nbytes for each in found if each is not None) > MAX_CHUNK_BYTES:
+        raise ValueError(_TOO_LARGE)
+    return found
+
+
+def _may_lack(group: Any, column: "ServedColumn") -> bool:
+    """Whether a row of the group may lack a column, for all that the footer says."""
+    if not column.is_nullable:
+        return False
+    leaves = (group.column(place) for place in range(group.num_columns))
+    statistics = [leaf.statistics for leaf in leaves if column.owns(leaf.path_in_schema)]
+    return any(its is None or not its.has_null_count or its.null_count for its in statistics)
+
+
+def _check_no_paths(opened: Any, number: int, column: "ServedColumn", present: Any) -> None:
+    """Refuse files that are not in the row group, but somewhere else."""
+    table = opened.read_row_group(number, columns=[f"{column.name}.path"], use_threads=False)
+    (paths,) = table.column(column.name).combine_chunks().flatten()[:1]
+    outside = np.flatnonzero(~present & paths.is_valid().to_numpy(zero_copy_only=False))
+    if len(outside):
+        raise ValueError(
+            f"column {column.name!r:.100} has no bytes in row {outside[0]}, only the path "
+            f"{paths[int(outside[0])]!s:.200}; write the files into the table "
+            "(`Dataset.to_parquet` of `datasets` does)"
+        )
+
+
+_TOO_LARGE = (
+    f"it has more than {MAX_CHUNK_BYTES >> 30} GiB; write the table with smaller row groups "
+    "(`row_group_size`)"
+)
+
+
+def _check_size(columns: "Sequence[ServedColumn]", num_rows: int) -> None:
+    fixed = sum(column.spec.element_bytes for column in columns if not column.spec.ragged)
+    if num_rows * max(fixed, 1) > MAX_CHUNK_BYTES:
+        raise ValueError(_TOO_LARGE)
+
+
+def _pieces(
+    group: Any, columns: "Sequence[ServedColumn]", shard_bytes: int
+) -> list[tuple[int, int]]:
+    """The ranges of the file that have these columns."""
+    ranges = []
+    for place in range(group.num_columns):
+        leaf = group.column(place)
+        if any(column.owns(leaf.path_in_schema) for column in columns):
+            start = leaf.data_page_offset
+            if leaf.has_dictionary_page and leaf.dictionary_page_offset:
+                start = min(start, leaf.dictionary_page_offset)
+            stop = start + leaf.total_compressed_size
+            if not 0 <= start <= stop <= shard_bytes:
+                raise ValueError("it lies outside of the file")
+            ranges.append((start, min(stop + _SLACK_BYTES, shard_bytes)))
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start - merged[-1][1] <= _MAX_GAP_BYTES:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _footer_range(file: BinaryIO, shard_bytes: int) -> tuple[int, int]:
+    file.seek(shard_bytes - _TAIL.size)
+    num_bytes, _ = _TAIL.unpack(file.read(_TAIL.size))
+    return shard_bytes - _TAIL.size - num_bytes, shard_bytes
+
+
+def _corrupt(shard: str, reason: str) -> CorruptSample:
+    return CorruptSample(f"shard {shard}: {reason}", {"shard": shard, "reason": reason})

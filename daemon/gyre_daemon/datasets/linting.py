@@ -1,0 +1,309 @@
+"""Reads every shard of a dataset and checks every sample, and says what is corrupt or odd.
+
+Two passes: the shards are scanned again, whatever indexes there are, and then the samples of those
+shards that can be read are checked. All formats go through the same two seams, `Format` and
+`codecs`. A damaged shard does not end the work.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+import numpy as np
+
+from gyre_daemon.config import DatasetConfig
+from gyre_daemon.datasets.damage import Damage
+from gyre_daemon.datasets.decoded import DecodedStorage
+from gyre_daemon.datasets.decoded_checks import DecodedShards
+from gyre_daemon.datasets.formats import SampleIndex
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.indexing import Indexer
+from gyre_daemon.datasets.sample_checks import CheckedShard
+from gyre_daemon.datasets.shard_indexing import OpeningDataset
+from gyre_daemon.datasets.unpacked import unpacked_name
+from gyre_daemon.errors import CorruptSample
+from gyre_daemon.storage.base import BlockCache, ReadPlan
+from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.checksums import ShardChecksums
+from gyre_daemon.storage.local.listing import stat_shard
+from gyre_daemon.storage.shard import Shard
+
+FindingKind = Literal["corrupt", "odd"]
+
+# Findings of one shard that are named; the rest are counted. One message holds all of a shard's.
+_MAX_FINDINGS = 1000
+# Findings of a dataset that are named: a client keeps all of them.
+_MAX_NAMED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with a shard or a sample.
+
+    Attributes:
+        kind: `corrupt`, or `odd`: it can be served, and is probably not what was meant.
+        shard: the name of the shard.
+        offset: the byte at which it begins.
+        sample_id: of a sample; None where it is about the shard, or where a shard before cannot be
+            read, so that ids are not known.
+        reason: what is wrong.
+    """
+
+    kind: FindingKind
+    shard: str
+    offset: int
+    sample_id: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LintProgress:
+    """One more shard was scanned or checked.
+
+    Attributes:
+        num_scanned: shards whose structure was read so far.
+        num_checked: shards whose samples were checked so far, or cannot be.
+        num_shards: of the dataset.
+        num_samples: that were checked so far.
+        num_bytes: of the samples that were checked so far.
+        findings: that are new.
+        num_left_out: findings that are new and not named.
+    """
+
+    num_scanned: int
+    num_checked: int
+    num_shards: int
+    num_samples: int = 0
+    num_bytes: int = 0
+    findings: Sequence[Finding] = ()
+    num_left_out: int = 0
+
+
+async def lint_dataset(
+    indexer: Indexer, name: str | None, config: DatasetConfig
+) -> AsyncGenerator[LintProgress, None]:
+    """Check a dataset, and report each shard once it is scanned and once it is checked.
+
+    Args:
+        indexer: opens datasets.
+        name: for messages; None for an ad-hoc dataset.
+        config: its definition.
+
+    Raises:
+        ConfigError, InvalidRequest: the definition makes no sense.
+        ShardMissing, NotAllowed, StorageUnavailable: a shard cannot be read.
+    """
+    opening = await indexer.begin(name, config)
+    opening.damaged = {}
+    tally = _Tally(LintProgress(0, 0, len(opening.source.shards)))
+    async with contextlib.aclosing(indexer.scan(opening, None)) as scanning:
+        async for scanned in scanning:
+            failure = opening.damaged.get(scanned.number)
+            yield tally.scanned(opening, scanned.number, failure)
+    if tally.progress.num_scanned == 0:  # nothing is scanned in this format
+        tally.all_scanned()
+    sound = [each for each in range(tally.progress.num_shards) if each not in opening.damaged]
+    shards = _SoundShards(opening, sound)
+    try:
+        index, damaged = await _assemble(indexer, opening, shards)
+    except CorruptSample as failure:
+        yield tally.unfit(failure)
+        return
+    known = np.array([each.sample for each in damaged], np.int64)
+    by_shard: dict[int, list[DamagedSample]] = {}
+    for each in damaged:
+        by_shard.setdefault(each.shard, []).append(each)
+    if not index.num_samples:
+        for number in range(len(shards.shards)):
+            yield tally.checked(shards, CheckedShard(number, 0, 0, 0, ()), (), None)
+        return
+    decoded: DecodedShards | None = None
+    if isinstance(index, ChunkIndex):
+        decoded = DecodedShards(DecodedStorage(shards, index, indexer.decoding), index)
+    checking = indexer.checker.run(opening.location, decoded or shards, index, known, refresh=True)
+    async with contextlib.aclosing(checking) as checked:
+        async for shard in checked:
+            if decoded:
+                yield tally.checked(shards, await _with_chunks(decoded, shard), (), None)
+                continue
+            empty = await asyncio.to_thread(_first_empty, index, shard)
+            yield tally.checked(shards, shard, by_shard.get(shard.number, ()), empty)
+
+
+async def _with_chunks(decoded: DecodedShards, shard: CheckedShard) -> CheckedShard:
+    """What was found in a shard of chunks, with the chunks that cannot be decoded."""
+    number = shard.number
+    if not shard.num_bytes:  # it has no field with checks, so it was not read
+        await decoded.drain(number)
+    damages = [
+        Damage(each.sample, decoded.stored_offset(number, each.offset), each.reason)
+        for each in shard.damages
+        if not decoded.has_failed_at(number, each.offset)
+    ]
+    return replace(shard, damages=damages, chunk_failures=decoded.failures_of(number))
+
+
+async def _assemble(
+    indexer: Indexer, opening: OpeningDataset, shards: "_SoundShards"
+) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+    """The index of the shards that can be read, and its samples that are damaged.
+
+    Raises:
+        CorruptSample: they do not make one dataset.
+    """
+    if opening.scan is None:
+        if opening.files:
+            return await asyncio.to_thread(opening.files.assemble), ()
+        inspected = await indexer.probed(opening, opening.source, refresh=True)
+    else:
+        inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]
+    if isinstance(opening.format, TolerantFormat):
+        return await asyncio.to_thread(opening.format.assemble_tolerantly, shards.shards, inspected)
+    return await asyncio.to_thread(opening.format.assemble, shards.shards, inspected), ()
+
+
+@dataclass(slots=True)
+class _SoundShards:
+    """The shards that can be read, uncompressed: a `Storage` of them without checksums."""
+
+    opening: OpeningDataset
+    numbers: Sequence[int]
+    shards: Sequence[Shard] = field(init=False)
+
+    def __post_init__(self) -> None:
+        opening = self.opening
+        shards = []
+        for number in self.numbers:
+            listed, unpacked = opening.source.shards[number], opening.paths.get(number)
+            shards.append(stat_shard(unpacked, unpacked_name(listed.name)) if unpacked else listed)
+        self.shards = shards
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every shard can be read, so that ids are those of the dataset."""
+        return not self.opening.damaged
+
+    checksums: ShardChecksums | None = field(default=None, init=False)
+    block_cache: BlockCache | None = field(default=None, init=False)
+
+    @property
+    def is_node_local(self) -> bool:
+        return self.opening.source.is_node_local
+
+    async def read(self, plan: ReadPlan) -> None:
+        reads = plan.part(slice(None))
+        numbers = np.array(self.numbers, np.int64)
+        await self.opening.source.read(replace(reads, shard=numbers[reads.shard]))
+
+    def path(self, shard: int) -> str:
+        return self.opening.source.path(self.numbers[shard])
+
+    def stream(self, shard: int) -> AsyncIterator[bytes]:
+        return self.opening.source.stream(self.numbers[shard])
+
+    def local_file(self, shard: int) -> LocalFile | None:
+        number = self.numbers[shard]
+        return self.opening.paths.get(number) or self.opening.source.local_file(number)
+
+
+class _Tally:
+    """The progress so far; every method returns the next message."""
+
+    def __init__(self, progress: LintProgress) -> None:
+        self.progress = progress
+        self._num_named = 0
+
+    def all_scanned(self) -> None:
+        self.progress = replace(self.progress, num_scanned=self.progress.num_shards)
+
+    def scanned(
+        self, opening: OpeningDataset, number: int, failure: CorruptSample | None
+    ) -> LintProgress:
+        num_scanned, findings = self.progress.num_scanned + 1, []
+        num_checked = self.progress.num_checked
+        if failure:
+            findings.append(_of_shard(opening.source.shards[number].name, failure))
+            num_checked += 1  # no sample of it can be
+        return self._next(findings, num_scanned=num_scanned, num_checked=num_checked)
+
+    def unfit(self, failure: CorruptSample) -> LintProgress:
+        """The shards do not make one dataset, so no sample is checked."""
+        findings = [_of_shard(str(failure.facts.get("shard", "")), failure)]
+        return self._next(findings, num_checked=self.progress.num_shards)
+
+    def checked(
+        self,
+        shards: _SoundShards,
+        shard: CheckedShard,
+        damaged: Sequence[DamagedSample],
+        empty: tuple[int, int, int] | None,
+    ) -> LintProgress:
+        name = shards.shards[shard.number].name
+
+        def id_of(sample: int) -> int | None:
+            return sample if shards.are_all else None
+
+        findings = [
+            Finding("corrupt", name, each.offset, id_of(each.sample), each.reason)
+            for each in damaged
+        ]
+        findings += [
+            Finding(
+                "corrupt", name, each.offset, id_of(shard.first_sample + each.sample), each.reason
+            )
+            for each in shard.damages
+        ]
+        findings.sort(key=lambda each: each.offset)
+        for failure in (*shard.chunk_failures, *([shard.failure] if shard.failure else ())):
+            findings.append(_of_shard(name, failure))
+        if not shard.num_samples:
+            findings.append(Finding("odd", name, 0, None, "it has no sample"))
+        if empty:
+            sample, offset, num_empty = empty
+            reason = f"{num_empty} samples have nothing in any field; this is the first"
+            findings.append(Finding("odd", name, offset, id_of(sample), reason))
+        progress = self.progress
+        return self._next(
+            findings,
+            num_checked=progress.num_checked + 1,
+            num_samples=progress.num_samples + shard.num_samples,
+            num_bytes=progress.num_bytes + shard.num_bytes,
+        )
+
+    def _next(self, findings: Sequence[Finding], **counts: int) -> LintProgress:
+        self.progress = replace(self.progress, **counts)  # type: ignore[arg-type]
+        num_kept = min(_MAX_FINDINGS, _MAX_NAMED - self._num_named)
+        named, num_left_out = findings[:num_kept], max(0, len(findings) - num_kept)
+        self._num_named += len(named)
+        return replace(self.progress, findings=named, num_left_out=num_left_out)
+
+
+def _of_shard(name: str, failure: CorruptSample) -> Finding:
+    facts = failure.facts
+    offset, reason = str(facts.get("offset", 0)), str(facts.get("reason", failure))
+    return Finding(
+        "corrupt",
+        str(facts.get("shard", name)) or name,
+        int(offset) if offset.isdecimal() else 0,
+        None,
+        reason,
+    )
+
+
+def _first_empty(index: SampleIndex, shard: CheckedShard) -> tuple[int, int, int] | None:
+    """Of the samples in which nothing is stored: the first one's id and offset, and their number.
+
+    None if there are none, or if the format stores nothing in samples.
+    """
+    ids = np.arange(shard.first_sample, shard.first_sample + shard.num_samples)
+    extents = index.locate(ids)
+    if not extents.size.shape[1]:
+        return None
+    empty = np.flatnonzero(~extents.size.any(axis=1))
+    if not len(empty):
+        return None
+    first = int(empty[0])
+    return int(ids[first]), int(extents.start[first, 0]), len(empty)

@@ -1,0 +1,180 @@
+"""Initial values as a model's own `_init_weights(module)` gives them, shard by shard.
+
+Transformers' models have such a method, and many others: it is called for each module, children
+first, and changes parameters of that module in place. Each call is made twice. The first one runs
+on `meta`, where nothing is computed, and shows which parameters change. The second one changes
+whole parameters in memory that is given back after it, when each rank has taken its shard. So the
+values are those of a single process, and a rank holds one module's parameters whole at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gyre_trainer.errors import RotationError
+from gyre_trainer.shards.layout import slice_bounds
+
+_Init = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A parameter, and what stands in its place meanwhile.
+
+    Attributes:
+        parameter: as the rank keeps it.
+        twin: of its shape and dtype, on `meta`.
+        places: the modules that have it, by their paths, and its name in each.
+    """
+
+    parameter: nn.Parameter
+    twin: nn.Parameter
+    places: list[tuple[str, nn.Module, str]]
+
+    @property
+    def name(self) -> str:
+        path, _, name = self.places[0]
+        return f"{path}.{name}".removeprefix(".")
+
+    def put(self, parameter: nn.Parameter) -> None:
+        for _, module, name in self.places:
+            module._parameters[name] = parameter
+
+    def is_first_in(self, path: str) -> bool:
+        """Whether its first place is in the module of this path."""
+        return not path or f"{self.places[0][0]}.".startswith(f"{path}.")
+
+
+def has_own_init(model: nn.Module) -> bool:
+    """Whether a model has a method `_init_weights`."""
+    return callable(getattr(model, "_init_weights", None))
+
+
+@torch.no_grad()
+def fill_by_own_init(model: nn.Module, *, seed: int) -> set[str]:
+    """Fill this rank's shards with the values of `_init_weights`, after `torch.manual_seed(seed)`.
+
+    A tied parameter has the values of its first place, as if it had been tied afterwards. Random
+    numbers are drawn on the CPU, and later ones are as if none had been drawn here.
+
+    Returns:
+        The names of the parameters that it has filled.
+
+    Raises:
+        RotationError: a value depends on one that the parameter had before.
+    """
+    targets = _targets(model)
+    filled: set[str] = set()
+    with torch.random.fork_rng(devices=[]), _replaced(targets):
+        torch.manual_seed(seed)
+        for path, module, init in _calls("", model, model._init_weights):  # type: ignore[arg-type]
+            changed = _changed_by(init, module, targets)
+            wholes = [_whole(target) for target in changed]
+            init(module)
+            for target, whole in zip(changed, wholes, strict=True):
+                target.put(target.twin)
+                if target.is_first_in(path):
+                    _take_shard(target, whole)
+                    filled.add(target.name)
+    return filled
+
+
+def _targets(model: nn.Module) -> list[_Target]:
+    found: dict[nn.Parameter, _Target] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in found:
+                meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                found[parameter] = _Target(parameter, nn.Parameter(meta), [])
+            found[parameter].places.append((path, module, name))
+    return list(found.values())
+
+
+@contextmanager
+def _replaced(targets: Sequence[_Target]) -> Iterator[None]:
+    """A context in which the twins are the model's parameters."""
+    for target in targets:
+        target.put(target.twin)
+    try:
+        yield
+    finally:
+        for target in targets:
+            target.put(target.parameter)
+
+
+def _calls(path: str, module: nn.Module, init: _Init) -> Iterator[tuple[str, nn.Module, _Init]]:
+    """The calls of `_init_weights`, in their order; a module that has its own uses that."""
+    init = getattr(module, "_init_weights", init)
+    for name, child in module.named_children():
+        yield from _calls(f"{path}.{name}".removeprefix("."), child, init)
+    yield path, module, init
+
+
+class _Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the storages of the tensors that operators write to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self.storages.add(args[0].untyped_storage()._cdata)
+        return func(*args, **kwargs or {})
+
+
+def _changed_by(init: _Init, module: nn.Module, targets: Sequence[_Target]) -> list[_Target]:
+    """The parameters that a call changes; found on `meta`, without random numbers."""
+    state = torch.get_rng_state()
+    with _Written() as written:
+        init(module)
+    torch.set_rng_state(state)
+    replaced = [
+        t for t in targets for _, owner, n in t.places if owner._parameters[n] is not t.twin
+    ]
+    if replaced:
+        raise RotationError(
+            f"_init_weights puts another parameter in the place of {replaced[0].name}; "
+            "let it change the values in place"
+        )
+    return [t for t in targets if t.twin.untyped_storage()._cdata in written.storages]
+
+
+def _whole(target: _Target) -> Tensor:
+    """Memory for the whole parameter, in its place; NaN."""
+    whole = torch.full(target.parameter.shape, torch.nan, dtype=target.parameter.dtype)
+    target.put(nn.Parameter(whole))
+    return whole
+
+
+def _take_shard(target: _Target, whole: Tensor) -> None:
+    parameter = target.parameter
+    if not isinstance(parameter, DTensor):
+        local, own = parameter.data, whole
+    else:
+        local, (placement,) = parameter.to_local(), parameter.placements
+        own, mesh = whole, parameter.device_mesh
+        if isinstance(placement, Shard):
+            size = whole.shape[placement.dim]
+            start, stop = slice_bounds(size, mesh.get_local_rank(), mesh.size())
+            own = whole.narrow(placement.dim, start, stop - start)
+    if bool(own.isnan().any()):
+        raise RotationError(
+            f"_init_weights changes {target.name}, but not all of it, or by what it was before; "
+            "give the model a method inits()"
+        )
+    local.copy_(own)
