@@ -72,7 +72,7 @@ def of_google(modules: set[str]) -> set[str]:
     ("room", "extras"),
     [
         ("daemon", ["daemon", "s3", "tfrecord", "parquet", "zstd"]),
-        ("client", ["client", "huggingface"]),
+        ("client", ["client", "huggingface", "images"]),
         ("trainer", ["trainer"]),
         ("protos", []),
     ],
