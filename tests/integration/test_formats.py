@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import re
 import shutil
@@ -80,8 +81,10 @@ def store_compressed_jsonl(folder: Path) -> Stored:
     for path, some in parts(folder, "jsonl.zst"):
         lines = "".join(json.dumps({"id": row[0], "text": row[1]}) + "\n" for row in some)
         path.write_bytes(b"".join(zstandard.compress(each) for each in cut(lines.encode(), 900)))
-        with zstandard.open(path, "rt", encoding="utf-8", read_across_frames=True) as file:
-            samples += [{"json": line.removesuffix("\n")} for line in file]
+        with path.open("rb") as stored:
+            reader = zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True)
+            with io.TextIOWrapper(reader, encoding="utf-8") as file:
+                samples += [{"json": line.removesuffix("\n")} for line in file]
     return Stored({"format": "jsonl"}, samples)
 
 
