@@ -180,8 +180,11 @@ def own_memory_bytes(pid: int) -> int:
 
 
 def private_bytes(pid: int) -> int:
-    """Memory that no other process has."""
-    return _kib_fields(Path(f"/proc/{pid}/smaps_rollup"))["Private_Dirty"]
+    """Memory that no other process has; none if the process is gone."""
+    try:
+        return _kib_fields(Path(f"/proc/{pid}/smaps_rollup"))["Private_Dirty"]
+    except ProcessLookupError:
+        return 0
 
 
 def _kib_fields(path: Path) -> dict[str, int]:

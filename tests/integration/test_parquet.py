@@ -92,6 +92,24 @@ def test_rows_are_those_of_pyarrow_from_every_storage(
         before += NUM_CHUNKS
 
 
+def test_the_order_block_decodes_each_chunk_once_while_the_cache_holds_a_window(
+    gyred: StartDaemon, tmp_path: Path
+) -> None:
+    rows = store(tmp_path / "set")
+    data = sum(16 + len(row["text"].encode()) + len(row["image"]["bytes"]) for row in rows)
+    daemon = gyred(
+        {"datasets": {"set": {"uri": str(tmp_path / "set")}}, "cache_memory": data * 3 // 4}
+    )
+    common: dict[str, Any] = {"batch_size": 16, "tail": "pad", "order": "block"}
+    common |= {"window_blocks": 3, "prefetch_batches": 1, "address": daemon.address}
+    with Loader("set", **common) as loader:
+        seen = [each for batch in loader for each in check(batch, rows)]
+    assert set(seen) == set(range(len(rows)))
+    cache = status(daemon).cache
+    assert (cache.num_blocks_fetched, cache.num_past) == (NUM_CHUNKS, 0)
+    assert cache.num_evicted > 0, "the cache cannot hold all"
+
+
 def test_a_job_resumes_exactly_on_other_ranks(gyred: StartDaemon, tmp_path: Path) -> None:
     rows = store(tmp_path / "set")
     daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "set")}}, "cache_memory": 0})

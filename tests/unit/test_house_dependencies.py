@@ -72,7 +72,7 @@ def of_google(modules: set[str]) -> set[str]:
     ("room", "extras"),
     [
         ("daemon", ["daemon", "s3", "tfrecord", "parquet"]),
-        ("client", ["client", "huggingface"]),
+        ("client", ["client", "huggingface", "images"]),
         ("trainer", ["trainer"]),
         ("protos", []),
     ],

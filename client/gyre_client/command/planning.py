@@ -88,12 +88,15 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
             price_per_gb=args.egress_price,
         )
     )
-    header = ("ORDER", "REQUESTS", "BYTES", "AMPLIFICATION", "MEMORY", *_QUALITY, "MONEY")
+    decodes = any(each.num_chunks_decoded for each in response.estimates)
+    decoded = ("CHUNKS DECODED", "BYTES DECODED") if decodes else ()
+    header = ("ORDER", "REQUESTS", "BYTES", *decoded, "AMPLIFICATION", "MEMORY", *_QUALITY, "MONEY")
     rows = [
         (
             _name(each),
             f"{each.num_requests:,}",
             size(each.num_bytes),
+            *((f"{each.num_chunks_decoded:,}", size(each.num_bytes_decoded)) if decodes else ()),
             f"{each.amplification:.2f}",
             size(each.memory_bytes),
             f"{each.quality.displacement:.2f}",

@@ -80,10 +80,13 @@ class Estimate:
         order: its name.
         num_requests: in all epochs.
         num_bytes: read in all epochs.
-        amplification: bytes read for each byte that is served.
+        amplification: bytes read for each byte that is served; where chunks are decoded, bytes
+            decoded.
         memory_bytes: beside the prefetch window, which all orders need.
         quality: of the shuffle.
         money: None if no price is known.
+        num_chunks_decoded: in all epochs; 0 where samples are byte ranges of shards.
+        num_bytes_decoded: of these chunks.
     """
 
     order: str
@@ -93,6 +96,8 @@ class Estimate:
     memory_bytes: int
     quality: ShuffleQuality
     money: float | None
+    num_chunks_decoded: int = 0
+    num_bytes_decoded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

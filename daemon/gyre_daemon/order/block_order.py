@@ -52,6 +52,16 @@ def default_io_block_bytes(window_blocks: int) -> int:
     return min(max(_WINDOW_BYTES // window_blocks, _MIN_IO_BLOCK_BYTES), _MAX_IO_BLOCK_BYTES)
 
 
+def window_of_chunks(window_blocks: int, chunk_bytes: float) -> int:
+    """The default window where blocks are chunks: no more of them than take 512 MiB, if two do.
+
+    Args:
+        window_blocks: the default for the size of a batch.
+        chunk_bytes: of a decoded chunk, on average.
+    """
+    return min(window_blocks, max(2, int(_WINDOW_BYTES // max(chunk_bytes, 1))))
+
+
 class BlockOrder:
     """A bijection from the places of one epoch to sample ids, with its inverse."""
 

@@ -13,6 +13,7 @@ from gyre_daemon.datasets.changes import Change
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.lengths import LengthHistogram
 from gyre_daemon.datasets.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
@@ -53,8 +54,11 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
     ]
 
 
-def from_dataset(dataset: Dataset) -> pb.DatasetDescription:
+def from_dataset(
+    dataset: Dataset, lengths: Iterable[LengthHistogram] = ()
+) -> pb.DatasetDescription:
     """The description of an open dataset."""
+    shard_bytes = [shard.size_bytes for shard in dataset.storage.shards]
     return pb.DatasetDescription(
         name=dataset.name,
         format=dataset.format,
@@ -64,6 +68,9 @@ def from_dataset(dataset: Dataset) -> pb.DatasetDescription:
         num_bytes=dataset.num_bytes,
         fingerprint=dataset.fingerprint,
         fields=from_fields(dataset.fields),
+        least_shard_bytes=min(shard_bytes, default=0),
+        greatest_shard_bytes=max(shard_bytes, default=0),
+        lengths=[pb.LengthHistogram(**asdict(each)) for each in lengths],
     )
 
 
@@ -125,6 +132,8 @@ def from_cost_report(
                 io_block_bytes=block_bytes[each.order],
                 window_blocks=question.order.window_blocks if each.order == "block" else 0,
                 money=each.money,
+                num_chunks_decoded=each.num_chunks_decoded,
+                num_bytes_decoded=each.num_bytes_decoded,
             )
             for each in report.estimates
         ],

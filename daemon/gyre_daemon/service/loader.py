@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -13,7 +13,8 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
-from gyre_daemon.datasets.cost import estimate_costs
+from gyre_daemon.datasets.chunk_cost import estimate_all
+from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.order.planner import check_ranks, planner_for
 from gyre_daemon.runtime.audit import audit_event
@@ -93,7 +94,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Describe one dataset; opens it."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
-        return convert.from_dataset(await self._catalog.open(name, config))
+        dataset = await self._catalog.open(name, config)
+        lengths: Sequence[LengthHistogram] = ()
+        if request.lengths:
+            lengths = await asyncio.to_thread(length_histograms, dataset.index)
+        return convert.from_dataset(dataset, lengths)
 
     @answers_errors
     async def IndexDataset(
@@ -125,6 +130,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         order, world_size = requests.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
         dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        order = requests.fitted(order, request.order, dataset)
         if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
             raise InvalidRequest(
                 f"an answer holds at most {_MAX_PLANNED_SAMPLES} sample ids; "
@@ -152,7 +158,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
         question = requests.to_cost_question(request, dataset)
-        report = await asyncio.to_thread(estimate_costs, dataset.index, question)
+        report = await asyncio.to_thread(estimate_all, dataset.index, question)
         return convert.from_cost_report(report, question, dataset)
 
     @answers_errors

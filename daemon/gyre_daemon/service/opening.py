@@ -54,6 +54,7 @@ class SessionOpener:
         name, config = self._find(request.dataset, owner)
         self._policy.check_job(owner, name, reader.job)
         dataset = await self._catalog.open(name, config)
+        order = requests.fitted(order, request.order, dataset)
         session = await self._sessions.open(
             SessionRequest(
                 owner,

@@ -1,6 +1,7 @@
 """From a client's requests, which are checked here, to the daemon's own values."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
@@ -8,8 +9,13 @@ from gyre_protos.v1 import loader_pb2 as pb
 from gyre_daemon.config import DatasetConfig, parse_dataset
 from gyre_daemon.datasets.cost import CostQuery, StoragePrices
 from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.errors import InvalidRequest
-from gyre_daemon.order.block_order import default_io_block_bytes, default_window_blocks
+from gyre_daemon.order.block_order import (
+    default_io_block_bytes,
+    default_window_blocks,
+    window_of_chunks,
+)
 from gyre_daemon.order.planner import Order, OrderMode, Tail
 from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
 from gyre_daemon.storage.cache.cached import shared_block_bytes
@@ -64,6 +70,23 @@ def to_order(message: pb.OrderSpec) -> Order:
             f"the order `{mode}` has neither blocks nor a window of them; ask for the order `block`"
         )
     return Order(mode, _TAILS[message.tail], message.seed, message.global_batch_size, *blocks)
+
+
+def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset) -> Order:
+    """The order on a dataset: where blocks are chunks, their size decides the default window.
+
+    All daemons choose the same, because equal datasets have equal chunks.
+
+    Args:
+        order: from `to_order`.
+        message: what the client asked for.
+        dataset: whose samples it goes through.
+    """
+    index = dataset.index
+    if order.mode != "block" or message.window_blocks or not isinstance(index, ChunkIndex):
+        return order
+    mean_bytes = float(index.chunk_bytes.mean())
+    return replace(order, window_blocks=window_of_chunks(order.window_blocks, mean_bytes))
 
 
 def _to_blocks(message: pb.OrderSpec) -> tuple[int, int]:
@@ -183,7 +206,7 @@ def to_cost_question(message: pb.PlanCostRequest, dataset: Dataset) -> CostQuery
         _to_price(message, "price_per_1000_requests"), _to_price(message, "price_per_gb")
     )
     return CostQuery(
-        to_order(spec),
+        fitted(to_order(spec), spec, dataset),
         message.num_epochs or 1,
         message.cache_bytes,
         shared_block_bytes(dataset.storage.shards),

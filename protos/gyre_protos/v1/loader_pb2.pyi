@@ -416,16 +416,20 @@ class DescribeDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    lengths: _builtins.bool
+    """take the histograms of lengths, which looks at up to a million samples of the index"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     def __init__(
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
+        lengths: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "lengths", b"lengths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -443,6 +447,9 @@ class DatasetDescription(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    LEAST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    GREATEST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     format: _builtins.str
     uri: _builtins.str
@@ -451,8 +458,14 @@ class DatasetDescription(_message.Message):
     num_shards: _builtins.int
     num_bytes: _builtins.int
     fingerprint: _builtins.str
+    least_shard_bytes: _builtins.int
+    greatest_shard_bytes: _builtins.int
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthHistogram]:
+        """of the ragged fields, if asked for"""
+
     def __init__(
         self,
         *,
@@ -464,14 +477,63 @@ class DatasetDescription(_message.Message):
         num_bytes: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
         fields: _abc.Iterable[Global___Field] | None = ...,
+        least_shard_bytes: _builtins.int = ...,
+        greatest_shard_bytes: _builtins.int = ...,
+        lengths: _abc.Iterable[Global___LengthHistogram] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "name", b"name", "num_bytes", b"num_bytes", "num_samples", b"num_samples", "num_shards", b"num_shards", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "greatest_shard_bytes", b"greatest_shard_bytes", "least_shard_bytes", b"least_shard_bytes", "lengths", b"lengths", "name", b"name", "num_bytes", b"num_bytes", "num_samples", b"num_samples", "num_shards", b"num_shards", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DatasetDescription: _TypeAlias = DatasetDescription  # noqa: Y015
+
+@_typing.final
+class LengthHistogram(_message.Message):
+    """The lengths of one ragged field, in elements."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    GREATEST_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    least: _builtins.int
+    greatest: _builtins.int
+    mean: _builtins.float
+    num_samples: _builtins.int
+    """that were looked at, evenly spaced"""
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rising; bin i counts the lengths in [bounds[i], bounds[i + 1])"""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one less than bounds"""
+
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        bounds: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        least: _builtins.int = ...,
+        greatest: _builtins.int = ...,
+        mean: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "field", b"field", "greatest", b"greatest", "least", b"least", "mean", b"mean", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthHistogram: _TypeAlias = LengthHistogram  # noqa: Y015
 
 @_typing.final
 class Field(_message.Message):
@@ -843,6 +905,8 @@ class CostEstimate(_message.Message):
     IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     MONEY_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_DECODED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_DECODED_FIELD_NUMBER: _builtins.int
     order: _builtins.str
     """"full", "block", "full with the cache" """
     num_requests: _builtins.int
@@ -850,12 +914,15 @@ class CostEstimate(_message.Message):
     num_bytes: _builtins.int
     """read in all epochs"""
     amplification: _builtins.float
-    """bytes read per byte served"""
+    """bytes read per byte served; where chunks are decoded, bytes decoded per byte served"""
     memory_bytes: _builtins.int
     """of the blocks of the window, or of the cache; the prefetch window comes on top"""
     io_block_bytes: _builtins.int
     window_blocks: _builtins.int
     money: _builtins.float
+    num_chunks_decoded: _builtins.int
+    """in all epochs; 0 where samples are byte ranges of shards"""
+    num_bytes_decoded: _builtins.int
     @_builtins.property
     def quality(self) -> Global___ShuffleQuality: ...
     def __init__(
@@ -870,10 +937,12 @@ class CostEstimate(_message.Message):
         io_block_bytes: _builtins.int = ...,
         window_blocks: _builtins.int = ...,
         money: _builtins.float | None = ...,
+        num_chunks_decoded: _builtins.int = ...,
+        num_bytes_decoded: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "money", b"money", "quality", b"quality"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_money", b"_money", "amplification", b"amplification", "io_block_bytes", b"io_block_bytes", "memory_bytes", b"memory_bytes", "money", b"money", "num_bytes", b"num_bytes", "num_bytes_decoded", b"num_bytes_decoded", "num_chunks_decoded", b"num_chunks_decoded", "num_requests", b"num_requests", "order", b"order", "quality", b"quality", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__money: _TypeAlias = _typing.Literal["money"]  # noqa: Y015
     _WhichOneofArgType__money: _TypeAlias = _typing.Literal["_money", b"_money"]  # noqa: Y015

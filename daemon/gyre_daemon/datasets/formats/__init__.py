@@ -5,11 +5,9 @@ and which fields it has. Everything here is pure. `base` defines the interface a
 write a format; `table` has the index that most formats need; each format is a package of its own.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from gyre_daemon.config import DatasetConfig, parse_options
+from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats.arrow import ArrowFormat, ArrowOptions
 from gyre_daemon.datasets.formats.base import (
     MASK,
@@ -23,7 +21,9 @@ from gyre_daemon.datasets.formats.base import (
     stored_fields,
 )
 from gyre_daemon.datasets.formats.delimited import CsvFormat, DelimitedOptions, TsvFormat
+from gyre_daemon.datasets.formats.entry import FormatEntry
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
+from gyre_daemon.datasets.formats.installed import installed_format, installed_names
 from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
 from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
 from gyre_daemon.datasets.formats.parquet import ParquetFormat, ParquetOptions
@@ -42,6 +42,7 @@ __all__ = [
     "Extents",
     "FieldSpec",
     "Format",
+    "FormatEntry",
     "SampleIndex",
     "indexed_fields",
     "make_format",
@@ -49,41 +50,20 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class FormatEntry:
-    """A known format.
-
-    Attributes:
-        pattern: of the names of its shards.
-        make: takes the keys of a dataset's configuration, and the place of the keys for error
-            messages.
-    """
-
-    pattern: str
-    make: Callable[[Mapping[str, Any], str], Format]
-
-
-def _entry(format_class: type[Any], options: type[Any]) -> FormatEntry:
-    return FormatEntry(
-        format_class.pattern,
-        lambda keys, where: format_class(parse_options(options, keys, where)),
-    )
-
-
 SINGLE_FILES = "files"  # the format of a folder whose files lie in folders
 FORMATS: Mapping[str, FormatEntry] = {
-    "tokens": _entry(TokensFormat, TokensOptions),
-    "webdataset": _entry(WebdatasetFormat, WebdatasetOptions),
-    "text": _entry(TextFormat, LinesOptions),
-    "jsonl": _entry(JsonlFormat, LinesOptions),
-    "csv": _entry(CsvFormat, DelimitedOptions),
-    "tsv": _entry(TsvFormat, DelimitedOptions),
-    "mds": _entry(MdsFormat, MdsOptions),
-    "npy": _entry(RowsFormat, RowsOptions),
-    "parquet": _entry(ParquetFormat, ParquetOptions),
-    "tfrecord": _entry(TfrecordFormat, TfrecordOptions),
-    "arrow": _entry(ArrowFormat, ArrowOptions),
-    SINGLE_FILES: _entry(FilesFormat, FilesOptions),
+    "tokens": FormatEntry.of(TokensFormat, TokensOptions),
+    "webdataset": FormatEntry.of(WebdatasetFormat, WebdatasetOptions),
+    "text": FormatEntry.of(TextFormat, LinesOptions),
+    "jsonl": FormatEntry.of(JsonlFormat, LinesOptions),
+    "csv": FormatEntry.of(CsvFormat, DelimitedOptions),
+    "tsv": FormatEntry.of(TsvFormat, DelimitedOptions),
+    "mds": FormatEntry.of(MdsFormat, MdsOptions),
+    "npy": FormatEntry.of(RowsFormat, RowsOptions),
+    "parquet": FormatEntry.of(ParquetFormat, ParquetOptions),
+    "tfrecord": FormatEntry.of(TfrecordFormat, TfrecordOptions),
+    "arrow": FormatEntry.of(ArrowFormat, ArrowOptions),
+    SINGLE_FILES: FormatEntry.of(FilesFormat, FilesOptions),
 }
 
 
@@ -91,12 +71,13 @@ def make_format(name: str, config: DatasetConfig) -> Format:
     """The format that a dataset's configuration names, with its options checked.
 
     Raises:
-        ConfigError: the format or an option is unknown, or a value makes no sense.
+        ConfigError: the format or an option is unknown, or cannot be loaded, or a value makes no
+            sense.
     """
-    entry = FORMATS.get(config.format)
+    entry = FORMATS.get(config.format) or installed_format(config.format)
     if entry is None:
         raise ConfigError(
             f"dataset `{name}` has the unknown format `{config.format}`; known are "
-            f"{', '.join(FORMATS)}"
+            f"{', '.join([*FORMATS, *installed_names()])}"
         )
     return entry.make(config.options, f"dataset `{name}` of format {config.format}")

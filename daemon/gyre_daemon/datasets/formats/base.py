@@ -11,9 +11,13 @@ To open a dataset, the daemon uses a `Format` in this order:
 3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
    shards, or of decoded shards where samples are rows of chunks (see `chunks`).
 
-A new format consists of a module or package here, an entry in `FORMATS`, and a subclass of
-`FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's name, its
-options or its arrays. This is a complete format, in which every line of a text file is a sample:
+A format may come from another package: an entry point of the group `gyre.formats`, of the format's
+name, that leads to a `FormatEntry`; see `installed`.
+
+A new format of this package consists of a module or package here, an entry in `FORMATS`, and a
+subclass of `FormatContract` in `tests/contract`. Nothing else in the daemon knows the format's
+name, its options or its arrays. This is a complete format, in which every line of a
+text file is a sample:
 
     import numpy as np
     from gyre_daemon.datasets.formats.base import FieldSpec, Scan, array_of

@@ -1,0 +1,114 @@
+"""Estimates what reading a dataset of chunks costs in each order: how often chunks are decoded.
+
+Pure; no sample is read. A batch decodes each chunk that it touches once, unless the cache has it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from gyre_daemon.datasets.cost import GOOD_QUALITY, CostQuery, CostReport, Estimate, estimate_costs
+from gyre_daemon.datasets.formats import SampleIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.order.planner import planner_for
+from gyre_daemon.order.quality import ShuffleQuality, expected_quality
+
+
+def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:
+    """What each order costs, for samples of any kind.
+
+    Raises:
+        InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
+    """
+    if isinstance(index, ChunkIndex):
+        return estimate_chunk_costs(index, query)
+    return estimate_costs(index, query)
+
+
+def estimate_chunk_costs(index: ChunkIndex, query: CostQuery) -> CostReport:
+    """What each order costs on a dataset of chunks.
+
+    Raises:
+        InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
+    """
+    order, epochs, num_chunks = query.order, query.num_epochs, index.num_chunks
+    pieces = [index.pieces(chunk) for chunk in range(num_chunks)]
+    requests = sum(map(len, pieces)) / num_chunks
+    stored = sum(stop - start for its in pieces for start, stop in its) / num_chunks
+    decoded = float(index.chunk_bytes.mean())
+    data_bytes = decoded * num_chunks
+    num_batches = epochs * index.num_samples / order.global_batch_size
+    batch, window = order.global_batch_size, min(order.window_blocks + 2, num_chunks)
+
+    def touched(chunks: int) -> float:
+        """How many chunks a batch touches that comes evenly from so many."""
+        return float(chunks * -np.expm1(batch * np.log1p(-1 / chunks))) if chunks > 1 else 1.0
+
+    def held(num_bytes: float) -> float:
+        return min(1.0, query.cache_bytes / max(num_bytes, 1)) if query.cache_bytes else 1.0
+
+    def estimate(
+        name: str, num_decoded: float, memory_bytes: float, quality: ShuffleQuality
+    ) -> Estimate:
+        num_requests, num_bytes = round(num_decoded * requests), round(num_decoded * stored)
+        return Estimate(
+            name,
+            num_requests,
+            num_bytes,
+            num_decoded * decoded / max(epochs * data_bytes, 1),
+            round(memory_bytes),
+            quality,
+            query.prices.of(num_requests, num_bytes),
+            round(num_decoded),
+            round(num_decoded * decoded),
+        )
+
+    full_order = replace(order, mode="full", io_block_bytes=0, window_blocks=0)
+    full_quality = expected_quality(planner_for(full_order, index))
+    block_quality = expected_quality(planner_for(order, index))
+    of_full, in_window = num_batches * touched(num_chunks), held(window * decoded)
+    in_cache = held(data_bytes)
+    of_block = in_window * epochs * num_chunks + (1 - in_window) * num_batches * touched(window)
+    of_cached = in_cache * num_chunks + (1 - in_cache) * of_full
+    estimates = [
+        estimate("full", of_full, 0, full_quality),
+        estimate("block", of_block, window * decoded, block_quality),
+        estimate("full with the cache", of_cached, in_cache * data_bytes, full_quality),
+    ]
+    advice = _recommend(index, query, estimates, in_window, in_cache)
+    return CostReport(estimates, advice, round(epochs * data_bytes))
+
+
+def _recommend(
+    index: ChunkIndex,
+    query: CostQuery,
+    estimates: list[Estimate],
+    in_window: float,
+    in_cache: float,
+) -> str:
+    full, block, _ = estimates
+    needed, window = f"{index.chunk_bytes.sum() / 1e9:,.1f} GB", query.order.window_blocks
+    fewer = f"{full.num_chunks_decoded / max(block.num_chunks_decoded, 1):,.0f}"
+    quality = block.quality.worst
+    if query.cache_bytes and in_cache == 1.0:
+        return (
+            f"Take `full` with the cache: it holds all of the decoded data ({needed}), so each "
+            f"{index.noun} is decoded once, and the shuffle is global."
+        )
+    if in_window < 1.0:
+        return (
+            f"Take `block` with a narrower window than {window} blocks, or a larger cache: this "
+            f"window takes {block.memory_bytes / 1e9:,.1f} GB, and what the cache does not hold of "
+            "it is decoded again and again."
+        )
+    if quality < GOOD_QUALITY:
+        return (
+            f"Take `block` with a wider window than {window} blocks, or write smaller chunks: this "
+            f"window shuffles only {quality:.2f} as well as a global shuffle. `full` decodes "
+            f"{fewer} times as much without a cache."
+        )
+    return (
+        f"Take `block`: it decodes each {index.noun} once per epoch, {fewer} times fewer than "
+        f"`full`, and shuffles {quality:.2f} as well; where there are {needed} for a cache, `full` "
+        "decodes each only once."
+    )

@@ -1,0 +1,35 @@
+"""How a format is found by its name: what the list of formats has for each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gyre_daemon.config import parse_options
+from gyre_daemon.datasets.formats.base import Format
+
+
+@dataclass(frozen=True, slots=True)
+class FormatEntry:
+    """A known format.
+
+    Attributes:
+        pattern: of the names of its shards.
+        make: takes the keys of a dataset's configuration, and the place of the keys for error
+            messages.
+    """
+
+    pattern: str
+    make: Callable[[Mapping[str, Any], str], Format]
+
+    @classmethod
+    def of(cls, format_class: type[Any], options: type[Any]) -> "FormatEntry":
+        """The entry of a class of formats.
+
+        Args:
+            format_class: has a `pattern`, and is made from its options.
+            options: a dataclass with the keys of a dataset, and their defaults.
+        """
+        return cls(
+            format_class.pattern,
+            lambda keys, where: format_class(parse_options(options, keys, where)),
+        )
