@@ -29,9 +29,9 @@ def made() -> Any:
 
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=61, tie_word_embeddings=True, use_cache=False, **heads, **sizes)
-    )
+    make: Any = LlamaForCausalLM
+    config: Any = LlamaConfig
+    return make(config(vocab_size=61, tie_word_embeddings=True, use_cache=False, **heads, **sizes))
 
 
 @pytest.fixture(scope="module")
