@@ -157,8 +157,8 @@ class CurlSource:
             self._timer.cancel()
         self._timer = None
         if timeout_ms >= 0:
-            act = (self._act, pycurl.SOCKET_TIMEOUT, 0)
-            self._timer = self._loop.call_later(timeout_ms / 1000, *act)
+            delay_s = timeout_ms / 1000
+            self._timer = self._loop.call_later(delay_s, self._act, pycurl.SOCKET_TIMEOUT, 0)
 
     def _act(self, descriptor: int, events: int) -> None:
         self._multi.socket_action(descriptor, events)

@@ -30,6 +30,7 @@ from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
 
 from benchmarks.loader import clients, objects
 from benchmarks.loader.clients import FIRST_BYTE, OBJECT_BYTES
+from benchmarks.loader.objectreport import Result
 from benchmarks.loader.objects import OBJECT_SAMPLES, SAMPLE_BYTES, Reader, Scale
 from benchmarks.loader.othersources import AiohttpSource, CurlSource, RangesSource
 from benchmarks.loader.processes import load_average
@@ -141,7 +142,7 @@ def by_client(num_rounds: int, num_requests: int) -> str:
 def by_daemon(num_rounds: int, folder: Path, scale: Scale) -> str:
     """A table in Markdown of a job's rate, and of the CPU time of its daemon and of the server."""
     objects.write_objects(folder / "objects", scale.num_samples)
-    found: dict[tuple[str, str], list[objects.Result]] = {}
+    found: dict[tuple[str, str], list[Result]] = {}
     orders = {"full": Reader("full"), "block": Reader("block", "block")}
     with places(folder / "objects") as both:
         for place in both.values():

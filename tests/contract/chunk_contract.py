@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -112,7 +113,7 @@ class ChunkContract(FormatContract):
                 try:
                     assert await read(bytes(damaged)) == whole, f"byte {place} changed a value"
                 except* CorruptSample as caught:
-                    for error in caught.exceptions:
+                    for error in cast("Sequence[CorruptSample]", caught.exceptions):
                         assert {"shard", "chunk", "offset", "reason"} <= error.facts.keys()
                         assert "of shard 000" in str(error)
 
