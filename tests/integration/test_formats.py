@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import zstandard
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
@@ -72,6 +74,22 @@ def store_jsonl(folder: Path) -> Stored:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             samples += [{"json": line.removesuffix("\n")} for line in file]
     return Stored({"format": "jsonl"}, samples)
+
+
+def store_compressed_jsonl(folder: Path) -> Stored:
+    samples: list[Sample] = []
+    for path, some in parts(folder, "jsonl.zst"):
+        lines = "".join(json.dumps({"id": row[0], "text": row[1]}) + "\n" for row in some)
+        path.write_bytes(b"".join(zstandard.compress(each) for each in cut(lines.encode(), 900)))
+        with path.open("rb") as stored:
+            reader = zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True)
+            with io.TextIOWrapper(reader, encoding="utf-8") as file:
+                samples += [{"json": line.removesuffix("\n")} for line in file]
+    return Stored({"format": "jsonl"}, samples)
+
+
+def cut(data: bytes, num_bytes: int) -> list[bytes]:
+    return [data[begin : begin + num_bytes] for begin in range(0, len(data), num_bytes)]
 
 
 def store_csv(folder: Path) -> Stored:
@@ -164,6 +182,7 @@ def store_files(folder: Path) -> Stored:
 FORMATS: list[Callable[[Path], Stored]] = [
     store_text,
     store_jsonl,
+    store_compressed_jsonl,
     store_csv,
     store_mds,
     store_npy,

@@ -71,7 +71,7 @@ def of_google(modules: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("room", "extras"),
     [
-        ("daemon", ["daemon", "s3", "tfrecord", "parquet"]),
+        ("daemon", ["daemon", "s3", "tfrecord", "parquet", "zstd"]),
         ("client", ["client", "huggingface", "images", "text", "parquet", "mosaicml"]),
         ("trainer", ["trainer"]),
         ("protos", []),
