@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.contract.chunk_contract import ChunkContract, decode_all
 from tests.contract.format_contract import Sample, inspect, listed
+from tests.contract.test_more_formats import TestMds
 
 
 def parquet(table: Any, **options: Any) -> bytes:
@@ -99,6 +100,23 @@ class TestCompressedJsonl(ChunkContract):
     @pytest.fixture(autouse=True)
     def _small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 3000)
+
+
+class TestCompressedMds(ChunkContract):
+    """Shards by the library's own writer; each is a chunk."""
+
+    name = "mds"
+    options: ClassVar = {"columns": ["id", "image", "tokens"]}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        shards, samples = TestMds().shards()
+        return [compressed(shard) for shard in shards], samples
+
+    def empty_shard(self) -> bytes:
+        return compressed(TestMds().empty_shard())
+
+    def damaged_shard(self) -> bytes:
+        return self.shards()[0][0][:-1]
 
 
 def compressed(data: bytes) -> bytes:

@@ -108,7 +108,20 @@ def store_csv(folder: Path) -> Stored:
     return Stored({"format": "csv", "columns": columns, "types": types}, samples)
 
 
-def store_mds(folder: Path) -> Stored:
+def unpacked(folder: Path) -> Path:
+    """The same shards, decompressed by the library: its local reader takes no others."""
+    raw, decompress = folder.with_name("raw"), streaming.base.compression.decompress
+    shutil.copytree(folder, raw)
+    for path in raw.glob("*.zstd"):
+        path.with_suffix("").write_bytes(decompress("zstd", path.read_bytes()))
+    return raw
+
+
+def store_compressed_mds(folder: Path) -> Stored:
+    return store_mds(folder, "zstd")
+
+
+def store_mds(folder: Path, compression: str | None = None) -> Stored:
     columns = {
         "a_number": "int",
         "bytes": "bytes",
@@ -119,7 +132,9 @@ def store_mds(folder: Path) -> Stored:
         "digits": "str_int",
         "document": "json",
     }
-    with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=8192) as writer:
+    with streaming.MDSWriter(
+        out=str(folder), columns=columns, size_limit=8192, compression=compression
+    ) as writer:
         for number, text, score in rows():
             array = np.full((2, 3), score, np.float32)
             document = {"text": text}
@@ -129,10 +144,10 @@ def store_mds(folder: Path) -> Stored:
                     "score": score, "array": array, "digits": number, "document": document,
                 }
             )  # fmt: skip
-    assert len(list(folder.glob("*.mds"))) > 1
+    assert len(list(folder.glob("*.mds*"))) > 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # it leaves its index open
-        reader = streaming.LocalDataset(str(folder))
+        reader = streaming.LocalDataset(str(unpacked(folder) if compression else folder))
     samples = [dict(reader[number]) for number in range(len(reader))]
     for sample in samples:
         sample["bytes"] = sample["bytes"].decode(errors="surrogateescape")
@@ -185,6 +200,7 @@ FORMATS: list[Callable[[Path], Stored]] = [
     store_compressed_jsonl,
     store_csv,
     store_mds,
+    store_compressed_mds,
     store_npy,
     store_tfrecord,
     store_files,

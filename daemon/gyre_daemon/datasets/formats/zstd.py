@@ -4,14 +4,17 @@ A file is one frame after the other. Those that a decoder must skip, such as the
 seekable format, lie between them or at the end.
 """
 
+import contextlib
+import io
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from gyre_daemon.errors import ConfigError
 
 # Compressed bytes that are given to the decoder at once: they may become 16,000 times as many.
 _PIECE_BYTES = 64 << 10
+_BUFFER_BYTES = 1 << 20
 # The most that one frame may have, decompressed. It lies in memory several times while its lines
 # are found.
 MAX_FRAME_BYTES = 1 << 30
@@ -33,9 +36,15 @@ class Frame(NamedTuple):
     data: bytes
 
 
-def is_zstd(name: str, head: bytes) -> bool:
-    """Whether a file is compressed with zstd, by its name or its first bytes."""
-    return name.endswith(".zst") or head[: _HEAD.size] == _HEAD.pack(_MAGIC)
+@contextlib.contextmanager
+def recognised(name: str, file: BinaryIO) -> Iterator[tuple[BinaryIO, bool]]:
+    """A file from its beginning, and whether zstd compressed it, by its name or its first bytes."""
+    buffered = io.BufferedReader(cast("io.RawIOBase", file), _BUFFER_BYTES)
+    try:
+        is_compressed = buffered.peek(_HEAD.size)[: _HEAD.size] == _HEAD.pack(_MAGIC)
+        yield buffered, is_compressed or name.endswith((".zst", ".zstd"))
+    finally:
+        buffered.detach()  # the file stays the caller's
 
 
 def frames(file: BinaryIO) -> Iterator[Frame]:

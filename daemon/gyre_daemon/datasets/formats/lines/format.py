@@ -1,10 +1,9 @@
 """The options of `text` and `jsonl`, and the index of all their shards."""
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
@@ -16,11 +15,10 @@ from gyre_daemon.datasets.formats.lines.scan import scan_lines
 from gyre_daemon.datasets.formats.stored import check_extents
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.datasets.formats.values import check_json, check_text
-from gyre_daemon.datasets.formats.zstd import is_zstd
+from gyre_daemon.datasets.formats.zstd import recognised
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
-_BUFFER_BYTES = 1 << 20
 _UINT8 = np.dtype(np.uint8)
 
 
@@ -71,16 +69,14 @@ class TextFormat:
         return LineFrames(self._field, self._keeps_empty)
 
     def _scan_any(self, shard: str, file: BinaryIO) -> Arrays:
-        buffered = io.BufferedReader(cast("io.RawIOBase", file), _BUFFER_BYTES)
         try:
-            if not is_zstd(shard, buffered.peek(4)):
-                return self._scan(shard, buffered)
-            return self._frames.scan(buffered, partial(_check_first, shard, self._check_line))
+            with recognised(shard, file) as (opened, is_compressed):
+                if not is_compressed:
+                    return self._scan(shard, opened)
+                return self._frames.scan(opened, partial(_check_first, shard, self._check_line))
         except ValueError as error:
             facts = {"shard": shard, "reason": str(error)}
             raise CorruptSample(f"shard {shard}: {error}", facts) from error
-        finally:
-            buffered.detach()  # the file stays the caller's
 
     def _scan(self, shard: str, file: BinaryIO) -> Arrays:
         return scan_lines(file, partial(_check_first, shard, self._check_line))
