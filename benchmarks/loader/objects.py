@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -129,12 +129,21 @@ def write_objects(
 
 
 def read(
-    reader: Reader, server: ObjectServerProcess, folder: Path, scale: Scale, seed: int
+    reader: Reader,
+    server: ObjectServerProcess,
+    folder: Path,
+    scale: Scale,
+    seed: int,
+    storage: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run one reader's turn, with a new daemon that has opened the dataset."""
+    """Run one reader's turn, with a new daemon that has opened the dataset.
+
+    `storage` is the dataset's table of that name.
+    """
     config: dict[str, object] = {
         "uri": f"{server.url}/data/{{0000..{scale.num_objects - 1:04}}}.bin",
         "cache": reader.kind == "block",
+        **{f"storage.{key}": value for key, value in (storage or {}).items()},
     }
     more = [f"hedge = {json.dumps(reader.hedge)}", f"prefetch_batches = {reader.prefetch_batches}"]
     num_batches = round(scale.num_batches * reader.share)

@@ -48,7 +48,7 @@ class CopyHop(Hop):
         stream: torch.cuda.Stream | None,
         ring: Ring,
     ) -> None:
-        super().__init__((), ring, 0)
+        super().__init__((), ring, 0, {})
         self._arrived: torch.cuda.Event | None = None
         size = min(outgoing.numel(), incoming.numel())
         if stream is None:
@@ -80,7 +80,7 @@ def simulated_ring(num_ranks: int, device: torch.device, *, hops: bool) -> Itera
         kind: Stream,
         identity: int = 0,
     ) -> Hop:
-        return CopyHop(outgoing, incoming, stream, ring) if hops else Hop((), ring, 0)
+        return CopyHop(outgoing, incoming, stream, ring) if hops else Hop((), ring, 0, {})
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:

@@ -118,7 +118,7 @@ def _hopping(hops: Hops) -> AbstractContextManager[object]:
         stream: Stream,
         identity: int = 0,
     ) -> Hop:
-        return Hop((), ring, 0)
+        return Hop((), ring, 0, {})
 
     match hops:
         case Hops.LEFT_OUT:

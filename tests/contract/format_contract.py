@@ -218,7 +218,7 @@ class FormatContract:
         shards, _ = self.shards()
         dataset_format, store = self.format(), SidecarStore(str(tmp_path), tmp_path)
         inspection = dataset_format.inspection
-        if inspection is None:
+        if not isinstance(inspection, Scan | Probe):
             return
         key = SidecarKey("/data", "a", len(shards[0]), "1", inspection.version)
         loaded: list[Any] = []

@@ -182,7 +182,7 @@ def test_many_names_are_found_by_listing_their_folder(
     found = run(listing(f"{place.root}/list.csv", place.settings))
     table = found.storage.table
     assert [table.name(n) for n in range(len(table))] == [row["file_name"] for row in ROWS]
-    assert np.array_equal(table.sizes, [len(FILES[row["file_name"]]) for row in ROWS])
+    assert np.array_equal(table.sizes, [len(FILES[str(row["file_name"])]) for row in ROWS])
     place.put("list.csv", b"path\n" + b"a/2.png\n" * 4 + b"a/absent.png\n")
     with pytest.raises(Exception, match=r"a/absent\.png, which does not exist"):
         run(listing(f"{place.root}/list.csv", place.settings))

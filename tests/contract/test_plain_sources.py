@@ -8,8 +8,8 @@ from gyre_daemon.storage.response import Response
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources import plain_source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.http_options import take_http_options
 from gyre_daemon.storage.sources.plain_source import PlainSource
-from gyre_daemon.storage.sources.redirects import RedirectPolicy
 
 from tests.contract.objects import ObjectServer
 from tests.contract.places import noise, run
@@ -47,7 +47,9 @@ async def ask(source: PlainSource, *paths: str) -> list[Response]:
 
 
 def source_of(signer: Signer) -> PlainSource:
-    return PlainSource(cast("Source", General()), signer, ConnectionBudget(1000), RedirectPolicy())
+    return PlainSource(
+        cast("Source", General()), signer, ConnectionBudget(1000), take_http_options({})[1]
+    )
 
 
 def test_many_requests_wait_for_one_signature(object_server: ObjectServer) -> None:

@@ -1,10 +1,8 @@
 """Web servers that send the daemon elsewhere: only to themselves, or where the operator said so."""
 
 import re
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +18,8 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
-from gyre_daemon.storage.sources import plain_http
 
+from tests.certificates import Authority
 from tests.contract.places import Targets, first_of, noise, openers, run
 
 DATA = noise(1, 10_000)
@@ -238,7 +236,9 @@ def test_the_list_must_be_a_list_of_hosts(storage_opener: StorageOpener, hosts: 
 
 
 def test_a_web_server_has_no_other_settings(storage_opener: StorageOpener) -> None:
-    with pytest.raises(ConfigError, match="`token` is unknown; known is redirect_hosts") as refused:
+    with pytest.raises(
+        ConfigError, match="`token` is unknown; known are redirect_hosts and ca_file"
+    ) as refused:
         read(storage_opener, "http://127.0.0.1:1/a.bin", {"token": "hunter2"})
     assert "hunter2" not in str(refused.value)
 
@@ -320,38 +320,24 @@ def test_what_is_no_host(uri: str, sentence: str) -> None:
 
 
 @pytest.fixture
-def https(
-    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Server]:
-    """A server whose certificate the daemon trusts."""
-    if not shutil.which("openssl"):
-        pytest.skip("openssl is not installed")
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
-    command += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=127.0.0.1"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
+def https(make_server: MakeServer, tmp_path: Path) -> Server:
+    pair = Authority(tmp_path).sign("server")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    plain_http._tls_context.cache_clear()
-    yield make_server("127.0.0.1", context)
-    plain_http._tls_context.cache_clear()
+    context.load_cert_chain(pair.certificate, pair.key)
+    return make_server("127.0.0.1", context)
 
 
-def test_https(storage_opener: StorageOpener, https: Server, other: Server) -> None:
+def test_https(storage_opener: StorageOpener, https: Server, other: Server, tmp_path: Path) -> None:
+    settings = {"ca_file": str(tmp_path / "authority.pem")}
     https.objects["/a.bin"] = DATA
-    assert read(storage_opener, f"{https.url}/a.bin") == ["a.bin"]
+    assert read(storage_opener, f"{https.url}/a.bin", settings) == ["a.bin"]
     https.redirects["/a.bin"] = 302, f"{other.url}/secret.bin"
     with pytest.raises(NotAllowed, match="redirects from https to http"):
-        read(storage_opener, f"{https.url}/a.bin", {"redirect_hosts": ["*"]})
+        read(storage_opener, f"{https.url}/a.bin", {**settings, "redirect_hosts": ["*"]})
 
 
-def test_a_certificate_that_is_not_trusted(
-    storage_opener: StorageOpener, https: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_certificate_that_is_not_trusted(storage_opener: StorageOpener, https: Server) -> None:
     https.objects["/a.bin"] = DATA
-    monkeypatch.delenv("SSL_CERT_FILE")
-    plain_http._tls_context.cache_clear()
-    with pytest.raises(GyreError, match=r"CERTIFICATE_VERIFY_FAILED"):
+    told = rf"certificate of {https.host} is not trusted \(.*\); .*name a file .* `ca_file`"
+    with pytest.raises(NotAllowed, match=told):
         read(storage_opener, f"{https.url}/a.bin")

@@ -258,7 +258,7 @@ class TestFiles(FormatContract):
 
     def test_the_digest_covers_meaning_and_not_versions(self) -> None:
         tree = {"a/b/1.jpg": b"1", "c/2.jpg": b"2"}
-        both = {"fields": ["file", "class"]}
+        both: dict[str, Any] = {"fields": ["file", "class"]}
         first, *others = [
             index_of(tree, **both).digest(),
             index_of({"a/b/1.jpg": b"1", "c/3.jpg": b"2"}, **both).digest(),

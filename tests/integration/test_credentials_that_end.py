@@ -6,6 +6,7 @@ import queue
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -61,6 +62,7 @@ def opened(channel: grpc.Channel, token: str, silence: "queue.SimpleQueue[None]"
     read_payload = channel.unary_stream(
         "/gyre_protos.v1.Loader/ReadPayload",
         request_serializer=pb.ReadPayloadRequest.SerializeToString,
+        response_deserializer=bytes,
     )
     with contextlib.suppress(grpc.RpcError):  # the credential has ended already
         session_id = stub.OpenSession(request, timeout=DEADLINE_S, metadata=header).session_id
@@ -71,7 +73,7 @@ def opened(channel: grpc.Channel, token: str, silence: "queue.SimpleQueue[None]"
     return {}
 
 
-def ended(call: Iterator[object]) -> tuple[grpc.StatusCode, str]:
+def ended(call: Any) -> tuple[grpc.StatusCode, str]:
     """How a stream ends."""
     with pytest.raises(grpc.RpcError) as refused:
         for _ in call:

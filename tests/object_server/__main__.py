@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 from pathlib import Path
 
 import uvloop
@@ -26,16 +27,29 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=0, help="0 for any that is free")
+    parser.add_argument(
+        "--tls",
+        nargs=2,
+        metavar=("CERTIFICATE", "KEY"),
+        help="PEM files: the shared port speaks TLS, as 127.0.0.1",
+    )
     args = parser.parse_args()
+    context = None
+    if args.tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*args.tls)
     shared = [_listen(args.port)]
     shared += [_listen(shared[0].getsockname()[1]) for _ in range(args.processes - 1)]
     own = [_listen(0) for _ in range(args.processes)]
-    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (shared[0], *own)]
-    print(json.dumps({"url": urls[0], "admin": urls[1:]}), flush=True)
+    places = [f"://127.0.0.1:{one.getsockname()[1]}" for one in (shared[0], *own)]
+    url = ("https" if context else "http") + places[0]
+    admin = ["http" + place for place in places[1:]]
+    print(json.dumps({"url": url, "admin": admin}), flush=True)
     children: list[int] = []
     number = _fork(args.processes, children)
     try:
-        uvloop.run(_serve([shared[number], own[number]], args.root, args.seed + number))
+        sockets = {shared[number]: context, own[number]: None}
+        uvloop.run(_serve(sockets, args.root, args.seed + number))
     finally:
         for child in children:
             os.kill(child, signal.SIGTERM)
@@ -61,7 +75,9 @@ def _listen(port: int) -> socket.socket:
     return listening
 
 
-async def _serve(sockets: list[socket.socket], root: Path | None, seed: int) -> None:
+async def _serve(
+    sockets: dict[socket.socket, ssl.SSLContext | None], root: Path | None, seed: int
+) -> None:
     objects, director = Objects(), Director(Script(), seed)
     if root:
         objects.map_folder(root)
@@ -72,8 +88,10 @@ async def _serve(sockets: list[socket.socket], root: Path | None, seed: int) -> 
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     servers = [
-        await loop.create_server(lambda: Connection(objects, director), sock=one, backlog=_BACKLOG)
-        for one in sockets
+        await loop.create_server(
+            lambda: Connection(objects, director), sock=one, backlog=_BACKLOG, ssl=context
+        )
+        for one, context in sockets.items()
     ]
     await stopping.wait()
     for server in servers:

@@ -88,7 +88,11 @@ class ObjectServerProcess:
 
 @contextmanager
 def object_server(
-    root: Path | None = None, num_processes: int = 1, seed: int = 0, port: int = 0
+    root: Path | None = None,
+    num_processes: int = 1,
+    seed: int = 0,
+    port: int = 0,
+    tls: tuple[Path, Path] | None = None,
 ) -> Iterator[ObjectServerProcess]:
     """A server for as long as the block lasts.
 
@@ -97,6 +101,7 @@ def object_server(
         num_processes: that share the port.
         seed: of what is drawn at random.
         port: where it listens; 0 for any that is free.
+        tls: files with the certificate and the key with which it speaks TLS.
     """
     command = [
         sys.executable,
@@ -109,6 +114,7 @@ def object_server(
     ]
     command += ["--port", str(port)]
     command += ["--root", str(root)] if root else []
+    command += ["--tls", *map(str, tls)] if tls else []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_REPOSITORY) as process:
         try:
             yield ObjectServerProcess(process)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 from gyre_daemon.order.blocks import BlockTable, blocks_of_equal_samples
-from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.planner import BatchPlanner, Order, OrderMode, Tail
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -26,18 +26,15 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: st.DrawFn, tails: tuple[str, ...] = ("wrap", "drop", "pad")) -> Case:
+def cases(draw: st.DrawFn, tails: tuple[Tail, ...] = ("wrap", "drop", "pad")) -> Case:
     num_samples = draw(st.integers(2, 60))
-    mode, tail = (
-        draw(st.sampled_from(("full", "block", "sequential"))),
-        draw(st.sampled_from(tails)),
-    )
+    modes: tuple[OrderMode, ...] = ("full", "block", "sequential")
+    mode, tail = draw(st.sampled_from(modes)), draw(st.sampled_from(tails))
     size = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
     assume(size <= num_samples)
     blocks = (300, 3) if mode == "block" else (0, 0)
-    order = Order(
-        mode, tail, draw(st.integers(0, 2**64 - 1)), size, *blocks, draw(st.integers(0, 99))
-    )  # type: ignore[arg-type]
+    seed, start = draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 99))
+    order = Order(mode, tail, seed, size, *blocks, start)
     ids = st.integers(0, num_samples - 1)
     corrupt = draw(st.lists(ids, min_size=1, max_size=num_samples // 2, unique=True))
     return Case(order, num_samples, sorted(corrupt))

@@ -18,7 +18,7 @@ NOT_USERS = {
     "UID:1004": "a user is named `uid:1004`",
     "uid:": "a user is named `uid:1004`",
     "uid": "a user is named `uid:1004`",
-    "anonymou": "a user is named `uid:1004`",
+    "anyon": "a user is named `uid:1004`",
     "anyone": "a user is named `uid:1004`",
     "b*": "a user is named `uid:1004`",
     "uid:alice": "`uid:` takes a user's number",

@@ -16,9 +16,11 @@ from gyre_client import __version__
 from gyre_client.command.arguments import add_dataset_arguments, interval_s
 from gyre_client.command.bench import add_bench_arguments, bench
 from gyre_client.command.cat import cat
-from gyre_client.command.datasets import datasets, describe
+from gyre_client.command.convert import add_convert_arguments, convert
+from gyre_client.command.datasets import datasets
+from gyre_client.command.describe import add_describe_arguments, describe
 from gyre_client.command.drain import drain
-from gyre_client.command.formatting import CommandOutput, emit, to_json
+from gyre_client.command.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.lint import lint
 from gyre_client.command.planning import add_plan_arguments, plan
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = _run(args)
         if output is not None:
             emit(to_json(output.value) if args.json else output.text)
+            emit_more(() if args.json else output.more)
             return output.status
     except GyreError as error:
         print(f"gyre: {' '.join(str(error).split())}", file=sys.stderr)
@@ -109,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add(datasets, common, "what a daemon serves by name")
-    add(describe, dataset, "what a dataset is")
+    add_describe_arguments(
+        add(describe, dataset, "what a dataset is: fields, lengths, and some samples")
+    )
     add_index_arguments(
         add(index, dataset, "build what is missing of a dataset's index, say what changed")
     )
@@ -125,5 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     samples = add(cat, shuffle, "print the first samples of the shuffle")
     samples.add_argument("--num", type=int, default=3, help="how many")
+    add_convert_arguments(
+        add(convert, dataset, "write a dataset again in another format, with that format's writer")
+    )
     add_bench_arguments(add(bench, shuffle, "compare with the DataLoader on the same data"))
     return parser

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 
 from gyre_client.command.colour import painted
+from gyre_client.command.media import Picture, shows_pictures
 from gyre_client.printable import printable
 
 _ELLIPSIS = "\u2026"
@@ -27,11 +28,13 @@ class CommandOutput(NamedTuple):
         value: JSON-ready values for programs.
         text: Text for people.
         status: The exit status.
+        more: Further text, and pictures, below the text.
     """
 
     value: Any
     text: str
     status: int = 0
+    more: Sequence[str | Picture] = ()
 
 
 def emit(text: str) -> None:
@@ -41,6 +44,19 @@ def emit(text: str) -> None:
         OSError: The output cannot be written; see `program.run_program`.
     """
     print(painted(printable(text, kept="\n"), sys.stdout), flush=True)
+
+
+def emit_more(parts: Sequence[str | Picture]) -> None:
+    """Prints further text as `emit` does, and pictures on a terminal that shows them.
+
+    Raises:
+        OSError: The output cannot be written.
+    """
+    for part in parts:
+        if isinstance(part, str):
+            emit(part)
+        elif shows_pictures(sys.stdout):
+            print(part.drawn(), flush=True)
 
 
 def show_progress(line: str) -> None:

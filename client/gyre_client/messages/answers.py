@@ -23,6 +23,7 @@ _MAX_ID_CHARS = 128
 # Of an index: a daemon lists a million shards, and each has a path of at most 4 KiB.
 _MAX_SHARDS = 1 << 24
 _MAX_NAMES_CHARS = 1 << 30
+_MAX_BOUNDS = 100  # of a histogram; a daemon sends 21
 _MAX_FINDINGS = 100_000  # of the checks of a dataset; a daemon names no more
 
 
@@ -53,6 +54,12 @@ def check_description(description: pb.DatasetDescription) -> None:
     if not description.num_samples or not description.fields or not description.fingerprint:
         raise DaemonFault("the daemon describes a dataset without samples, fields or fingerprint")
     check_fields(description.fields)
+    for each in description.lengths:
+        bounds = list(each.bounds)
+        if not 2 <= len(bounds) <= _MAX_BOUNDS or len(bounds) != len(each.counts) + 1:
+            raise DaemonFault(f"the daemon's histogram of {each.field!r} has wrong bounds")
+        if bounds != sorted(bounds) or bounds[-1] > MAX_COUNT or max(each.counts) > MAX_COUNT:
+            raise DaemonFault(f"the daemon's histogram of {each.field!r} cannot be one")
 
 
 def check_plan(response: pb.PlanStepResponse, request: pb.PlanStepRequest) -> None:

@@ -183,12 +183,15 @@ class Connection:
         return self._call(self._stub.ListDatasets, pb.ListDatasetsRequest(), CALL_TIMEOUT_S)
 
     def describe(
-        self, dataset: pb.DatasetRef, timeout_s: float = OPEN_TIMEOUT_S
+        self,
+        dataset: pb.DatasetRef,
+        timeout_s: float = OPEN_TIMEOUT_S,
+        *,
+        with_lengths: bool = False,
     ) -> pb.DatasetDescription:
         """Returns the dataset's description; the daemon opens the dataset for it."""
-        description = self._call(
-            self._stub.DescribeDataset, pb.DescribeDatasetRequest(dataset=dataset), timeout_s
-        )
+        request = pb.DescribeDatasetRequest(dataset=dataset, lengths=with_lengths)
+        description = self._call(self._stub.DescribeDataset, request, timeout_s)
         check_description(description)
         return description
 

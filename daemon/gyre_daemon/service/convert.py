@@ -13,6 +13,7 @@ from gyre_daemon.datasets.changes import Change
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.lengths import LengthHistogram
 from gyre_daemon.datasets.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
@@ -48,13 +49,17 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
             ragged=spec.ragged,
             token_ids=spec.token_ids,
             categories=spec.categories,
+            text=spec.codec in ("text", "quoted", "json"),
         )
         for spec in fields
     ]
 
 
-def from_dataset(dataset: Dataset) -> pb.DatasetDescription:
+def from_dataset(
+    dataset: Dataset, lengths: Iterable[LengthHistogram] = ()
+) -> pb.DatasetDescription:
     """The description of an open dataset."""
+    shard_bytes = [shard.size_bytes for shard in dataset.storage.shards]
     return pb.DatasetDescription(
         name=dataset.name,
         format=dataset.format,
@@ -64,6 +69,9 @@ def from_dataset(dataset: Dataset) -> pb.DatasetDescription:
         num_bytes=dataset.num_bytes,
         fingerprint=dataset.fingerprint,
         fields=from_fields(dataset.fields),
+        least_shard_bytes=min(shard_bytes, default=0),
+        greatest_shard_bytes=max(shard_bytes, default=0),
+        lengths=[pb.LengthHistogram(**asdict(each)) for each in lengths],
     )
 
 

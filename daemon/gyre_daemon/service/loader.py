@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 from gyre_protos.v1 import loader_pb2 as pb
@@ -14,6 +14,7 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunk_cost import estimate_all
+from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.order.planner import check_ranks, planner_for
 from gyre_daemon.runtime.audit import audit_event
@@ -93,7 +94,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Describe one dataset; opens it."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
-        return convert.from_dataset(await self._catalog.open(name, config))
+        dataset = await self._catalog.open(name, config)
+        lengths: Sequence[LengthHistogram] = ()
+        if request.lengths:
+            lengths = await asyncio.to_thread(length_histograms, dataset.index)
+        return convert.from_dataset(dataset, lengths)
 
     @answers_errors
     async def IndexDataset(

@@ -52,7 +52,7 @@ from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 from gyre_daemon.storage.sources.driver_source import DriverSource
-from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
+from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
 from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
 from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
 
@@ -112,7 +112,7 @@ class StorageOpener:
             ConfigError: no driver for the scheme is installed, or it does not know a setting.
         """
         scheme = location.scheme
-        settings, policy = take_redirect_hosts(settings)
+        settings, options = await self._in_thread(take_http_options, settings)
         if scheme == "file":
             list_all = functools.partial(
                 list_shards, location.paths, pattern, follow_links=follow_links
@@ -137,7 +137,7 @@ class StorageOpener:
             ]
 
         return await self._open_remote(
-            location, settings, list_all_shards, policy, may_be_absent=may_be_absent
+            location, settings, list_all_shards, options, may_be_absent=may_be_absent
         )
 
     async def open_files(
@@ -170,7 +170,7 @@ class StorageOpener:
                 f"{location.text} is a pattern; the single files of one folder are a dataset, with "
                 "those of all folders below it: name that folder, or a manifest"
             )
-        settings, policy = take_redirect_hosts(settings)
+        settings, options = await self._in_thread(take_http_options, settings)
         path = location.paths[0]
         if location.scheme == "file":
             root = Root(Path(path), follow_links)
@@ -191,7 +191,7 @@ class StorageOpener:
                 table = await stat_names(filesystem, folder, names, self._max_listings)
             return FilePaths(folder, table), FileShards(table)
 
-        storage = await self._open_remote(location, settings, list_files, policy)
+        storage = await self._open_remote(location, settings, list_files, options)
         return storage, cast("FileShards", storage.shards).table
 
     def local(
@@ -254,7 +254,7 @@ class StorageOpener:
         settings: Mapping[str, Any],
         path: str,
         num_connections: int,
-        policy: RedirectPolicy,
+        options: HttpOptions,
     ) -> Source:
         """What carries the reads of a listed dataset; opens this many connections at once."""
         if isinstance(filesystem, WebFileSystem):
@@ -268,9 +268,9 @@ class StorageOpener:
             plain_source,
         )
 
-        general = ObjectSource(scheme, settings, path)
+        general = ObjectSource(scheme, settings, path, options.roots)
         return await plain_source(
-            general, scheme, settings, path, self._budget, num_connections, policy
+            general, scheme, settings, path, self._budget, num_connections, options
         )
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
@@ -284,18 +284,18 @@ class StorageOpener:
         return self.endpoints[name]
 
     async def _make_filesystem(
-        self, location: Location, settings: Mapping[str, Any], policy: RedirectPolicy
+        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
     ) -> AsyncFileSystem:
         """A file system for one dataset; a shared one would share credentials."""
         scheme = location.scheme
         try:
-            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], policy):
-                return WebFileSystem(settings, policy, self._budget)
+            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
+                return WebFileSystem(settings, options, self._budget)
             if scheme in OBJECT_SCHEMES:
                 # See `_make_source`.
                 from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
 
-                return open_objects(scheme, settings, location.paths[0])
+                return open_objects(scheme, settings, location.paths[0], options.roots)
             driver = fsspec.get_filesystem_class(scheme)
             if driver.async_impl:
                 return driver(**settings, asynchronous=True, skip_instance_cache=True)
@@ -320,12 +320,12 @@ class StorageOpener:
         location: Location,
         settings: Mapping[str, Any],
         list_all: _ListAll,
-        policy: RedirectPolicy,
+        options: HttpOptions,
         *,
         may_be_absent: bool = False,
     ) -> RemoteStorage:
         """List what a location stands for, and make it readable."""
-        filesystem = await self._make_filesystem(location, settings, policy)
+        filesystem = await self._make_filesystem(location, settings, options)
         try:
             paths, shards = await self._listed(
                 location, list_all(filesystem), may_be_absent=may_be_absent
@@ -338,7 +338,7 @@ class StorageOpener:
         endpoint = self._endpoint(location.scheme, settings, paths[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
         source = await self._make_source(
-            filesystem, location.scheme, settings, paths[0], num_connections, policy
+            filesystem, location.scheme, settings, paths[0], num_connections, options
         )
         self._sources.add(source)
         return RemoteStorage(source, endpoint, paths, shards)

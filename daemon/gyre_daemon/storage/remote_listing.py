@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 from fsspec.asyn import AsyncFileSystem
 
-from gyre_daemon.errors import ConfigError, GyreError, ShardMissing, StorageUnavailable
+from gyre_daemon.errors import (
+    ConfigError,
+    GyreError,
+    NotAllowed,
+    ShardMissing,
+    StorageUnavailable,
+)
 from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.patterns import matches_any, patterns_of
@@ -185,6 +191,8 @@ async def _pages(filesystem: AsyncFileSystem, folder: str) -> AsyncIterator[Entr
 def listing_error(location: str, error: Exception) -> GyreError:
     """The error for a driver's exception about a location."""
     response, facts = response_from_error(error), {"location": location}
+    if response.refused:
+        return NotAllowed(f"{location} is refused: {response.refused}", facts)
     if (known := access_error(location, response.status, facts)) is not None:
         return known
     if isinstance(error, TimeoutError):

@@ -17,6 +17,7 @@ from gyre_daemon.runtime.printable import printable
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.shard import Shard, changed, truncated
 
+_BAD_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")  # as obstore writes it
 _STATUS = re.compile(r"status code: (\d{3})")
 # What an XML or JSON body of a storage says in one word, such as `SlowDown`; the rest of the body
 # repeats what was sent, credentials among it.
@@ -42,8 +43,8 @@ class Response:
         detail: the text of a failure.
         unreachable: no connection could be made, or the server stayed silent.
         location: where a redirect leads; empty if it does not say.
-        refused: why no other answer will come: a redirect is not followed, or a driver cannot do
-            what was asked; empty otherwise.
+        refused: why no other answer will come: a redirect is not followed, a certificate is not
+            trusted, or a driver cannot do what was asked; empty otherwise.
     """
 
     status: int
@@ -221,7 +222,17 @@ def response_from_error(error: BaseException) -> Response:
         found = _STATUS.search(str(error))
         status = getattr(error, "status", int(found[1]) if found else 0)
     detail = f"{type(error).__name__}: {error}"
+    if bad := _BAD_CERTIFICATE.search(detail):
+        return Response(0, refused=untrusted("the server", bad[1]))
     return Response(status if isinstance(status, int) else 0, detail=detail)
+
+
+def untrusted(server: str, reason: str) -> str:
+    """Why nothing is read from a server whose certificate is not valid."""
+    return (
+        f"the certificate of {server} is not trusted ({reason}); if it is the right server, name a "
+        "file with its root as `ca_file` in the `storage` table of the dataset"
+    )
 
 
 def _last_failure(last: Response | None) -> str:

@@ -416,16 +416,20 @@ class DescribeDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    lengths: _builtins.bool
+    """take the histograms of lengths, which looks at up to a million samples of the index"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     def __init__(
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
+        lengths: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "lengths", b"lengths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -443,6 +447,9 @@ class DatasetDescription(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    LEAST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    GREATEST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     format: _builtins.str
     uri: _builtins.str
@@ -451,8 +458,14 @@ class DatasetDescription(_message.Message):
     num_shards: _builtins.int
     num_bytes: _builtins.int
     fingerprint: _builtins.str
+    least_shard_bytes: _builtins.int
+    greatest_shard_bytes: _builtins.int
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthHistogram]:
+        """of the ragged fields, if asked for"""
+
     def __init__(
         self,
         *,
@@ -464,14 +477,63 @@ class DatasetDescription(_message.Message):
         num_bytes: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
         fields: _abc.Iterable[Global___Field] | None = ...,
+        least_shard_bytes: _builtins.int = ...,
+        greatest_shard_bytes: _builtins.int = ...,
+        lengths: _abc.Iterable[Global___LengthHistogram] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "name", b"name", "num_bytes", b"num_bytes", "num_samples", b"num_samples", "num_shards", b"num_shards", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "greatest_shard_bytes", b"greatest_shard_bytes", "least_shard_bytes", b"least_shard_bytes", "lengths", b"lengths", "name", b"name", "num_bytes", b"num_bytes", "num_samples", b"num_samples", "num_shards", b"num_shards", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DatasetDescription: _TypeAlias = DatasetDescription  # noqa: Y015
+
+@_typing.final
+class LengthHistogram(_message.Message):
+    """The lengths of one ragged field, in elements."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    GREATEST_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    least: _builtins.int
+    greatest: _builtins.int
+    mean: _builtins.float
+    num_samples: _builtins.int
+    """that were looked at, evenly spaced"""
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rising; bin i counts the lengths in [bounds[i], bounds[i + 1])"""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one less than bounds"""
+
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        bounds: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        least: _builtins.int = ...,
+        greatest: _builtins.int = ...,
+        mean: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "field", b"field", "greatest", b"greatest", "least", b"least", "mean", b"mean", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthHistogram: _TypeAlias = LengthHistogram  # noqa: Y015
 
 @_typing.final
 class Field(_message.Message):
@@ -484,6 +546,7 @@ class Field(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     RAGGED_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     CATEGORIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
@@ -492,6 +555,8 @@ class Field(_message.Message):
     """samples differ in length: `shape` is one element's, and the tensor NAME.offsets has the lengths"""
     token_ids: _builtins.bool
     """the elements are token ids, so a client may widen an unsigned dtype"""
+    text: _builtins.bool
+    """the bytes are UTF-8: text, or a JSON document"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one sample; empty for a scalar"""
@@ -508,11 +573,12 @@ class Field(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         ragged: _builtins.bool = ...,
         token_ids: _builtins.bool = ...,
+        text: _builtins.bool = ...,
         categories: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,8 +23,8 @@ from gyre_daemon.storage.location import endpoints_in, redact
 from gyre_daemon.storage.response import Response, no_listing, response_from_error
 from gyre_daemon.storage.source import OnResponse, SentRequest, Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.plain_source import PlainSource
-from gyre_daemon.storage.sources.redirects import RedirectPolicy
 
 _NO_LISTING = ("http", "https")
 _LISTING_RETRIES = 4  # reads are retried by the engine, listings by the driver
@@ -84,10 +84,12 @@ class ObjectFileSystem(FsspecStore):
 class ObjectSource:
     """Reads with obstore; see `Source`."""
 
-    def __init__(self, scheme: str, settings: Mapping[str, Any], path: str) -> None:
+    def __init__(
+        self, scheme: str, settings: Mapping[str, Any], path: str, roots: str = ""
+    ) -> None:
         """Read the objects of a dataset; see `open_objects` for arguments and errors."""
-        self._arguments = scheme, settings, path
-        self._filesystem = open_objects(scheme, settings, path, max_retries=0)
+        self._arguments = scheme, settings, path, roots
+        self._filesystem = open_objects(*self._arguments, max_retries=0)
 
     def get(self, path: str, start: int, stop: int, on_response: OnResponse) -> SentRequest:
         """See `Source.get`."""
@@ -163,7 +165,11 @@ class _ObjectRequest:
 
 
 def open_objects(
-    scheme: str, settings: Mapping[str, Any], path: str, max_retries: int = _LISTING_RETRIES
+    scheme: str,
+    settings: Mapping[str, Any],
+    path: str,
+    roots: str = "",
+    max_retries: int = _LISTING_RETRIES,
 ) -> ObjectFileSystem:
     """A file system for one dataset; nothing connects yet.
 
@@ -171,6 +177,7 @@ def open_objects(
         scheme: of the dataset.
         settings: endpoint, region and credentials, with the names and values of obstore.
         path: of the dataset.
+        roots: see `HttpOptions`.
         max_retries: of each request.
 
     Raises:
@@ -181,11 +188,14 @@ def open_objects(
         _check_endpoint(endpoint)
     max_idle = max(1, descriptor_shares().connections // _SHARE_OF_IDLE)
     allow_http = scheme == "http" or any(each.startswith("http://") for each in endpoints)
+    client_options = {"pool_max_idle_per_host": str(max_idle), "allow_http": allow_http}
+    if roots:
+        client_options["root_certificate"] = roots
     make: Any = ObjectFileSystem  # its constructor's overloads lack fsspec's arguments
     filesystem: ObjectFileSystem = make(
         "gs" if scheme == "gcs" else scheme,
         config=dict(settings) or None,
-        client_options={"pool_max_idle_per_host": str(max_idle), "allow_http": allow_http},
+        client_options=client_options,
         retry_config={"max_retries": max_retries},
         asynchronous=True,
         skip_instance_cache=True,
@@ -220,9 +230,9 @@ async def plain_source(
     path: str,
     budget: ConnectionBudget,
     num_connections: int,
-    policy: RedirectPolicy,
+    options: HttpOptions,
 ) -> Source:
-    """The cheapest source for an object storage: plain HTTP if possible, or the general client.
+    """The cheapest source for an object storage: our own client if possible, or the general one.
 
     Args:
         general: that client.
@@ -231,7 +241,7 @@ async def plain_source(
         path: of one of its objects.
         budget: of connections.
         num_connections: to open at once, so that a first batch need not wait for them.
-        policy: which redirects are followed.
+        options: which redirects are followed, and whose certificates are trusted.
     """
     names = {key.lower().removeprefix("aws_") for key in settings}
     if scheme not in ("s3", "s3a") or not names <= _PLAIN_SETTINGS:
@@ -240,9 +250,8 @@ async def plain_source(
         url = urlsplit(await general.signed_url(path))
     except BaseError:  # there are no credentials to sign with
         return general
-    is_proxied = "http" in getproxies() and not proxy_bypass(url.hostname or "")
-    if url.scheme != "http" or is_proxied:
+    if url.scheme in getproxies() and not proxy_bypass(url.hostname or ""):
         return general
-    source = PlainSource(general, general.signed_url, budget, policy)
+    source = PlainSource(general, general.signed_url, budget, options)
     source.connect(url, num_connections)
     return source

@@ -1,4 +1,4 @@
-"""Ranges over plain HTTP/1.1, on connections that stay open.
+"""Ranges over HTTP/1.1, with TLS or without, on connections that stay open.
 
 It takes a third of the processor time of a general client. RFC 9110 and 9112, as far as a GET with
 one range or a HEAD goes: a response has a `Content-Length`, or its connection is not used again.
@@ -6,7 +6,6 @@ Redirects are told to whoever asked, and proxies are left to the general client.
 """
 
 import asyncio
-import functools
 import re
 import ssl
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import SplitResult
 
-from gyre_daemon.storage.response import Response
+from gyre_daemon.storage.response import Response, untrusted
 from gyre_daemon.storage.source import OnResponse
 from gyre_daemon.storage.sources.connections import ConnectionBudget
 
@@ -81,16 +80,19 @@ class PlainHttp:
     has just delivered a response. So few are opened where responses come fast.
     """
 
-    def __init__(self, url: SplitResult, budget: ConnectionBudget) -> None:
+    def __init__(
+        self, url: SplitResult, budget: ConnectionBudget, tls: ssl.SSLContext | None = None
+    ) -> None:
         """Nothing is open yet.
 
         Args:
             url: of an object on the host.
             budget: of the connections to all hosts.
+            tls: whose certificates are trusted; None for a host without TLS.
         """
         self._budget = budget
-        self._tls = _tls_context() if url.scheme == "https" else None
-        self._host, self._port = url.hostname or "", url.port or (443 if self._tls else 80)
+        self._tls = tls
+        self._host, self._port = url.hostname or "", url.port or (443 if tls else 80)
         self._loop = asyncio.get_running_loop()
         self._idle: list[_Connection] = []  # the last used are last
         self._open: set[_Connection] = set()
@@ -179,14 +181,21 @@ class PlainHttp:
                 await self._loop.create_connection(
                     lambda: connection, self._host, self._port, ssl=self._tls
                 )
+        except ssl.SSLCertVerificationError as error:
+            server = f"{self._host}:{self._port}"
+            self._fail_one(Response(0, refused=untrusted(server, error.verify_message)))
         except (OSError, TimeoutError) as error:
-            get = self._next_waiting()
-            if get and get.on_response:
-                reason = str(error) or "no connection in time"
-                detail = f"{type(error).__name__}: {reason}"
-                get.on_response(Response(0, detail=detail, unreachable=True))
+            reason = str(error) or "no connection in time"
+            detail = f"{type(error).__name__}: {reason}"
+            self._fail_one(Response(0, detail=detail, unreachable=True))
         else:
             self.freed(connection)
+
+    def _fail_one(self, response: Response) -> None:
+        """No connection could be made for the request that has waited longest."""
+        get = self._next_waiting()
+        if get and get.on_response:
+            get.on_response(response)
 
     def _connected(self, task: asyncio.Task[None]) -> None:
         if not self._connecting.pop(task).was_made:
@@ -341,11 +350,6 @@ class _Connection(asyncio.Protocol):
 
 def _is_redirect(response: Response) -> bool:
     return response.status in (301, 302, 303, 307, 308) and bool(response.location)
-
-
-@functools.cache
-def _tls_context() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 def _is_number(text: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Objects that are read by our own HTTP client: web servers', and those of storages without TLS.
+"""Objects that are read by our own HTTP client: web servers', and those of S3.
 
 The storage's own driver signs a URL for each object, with credentials wherever they come from, and
 ranges of that URL are read. So nothing here knows how a request is signed.
@@ -14,8 +14,9 @@ from urllib.parse import SplitResult, urlsplit
 from gyre_daemon.storage.response import Response, response_from_error
 from gyre_daemon.storage.source import OnResponse, SentRequest, Source
 from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.http_options import HttpOptions
 from gyre_daemon.storage.sources.plain_http import HttpGet, PlainHttp
-from gyre_daemon.storage.sources.redirects import MAX_REDIRECTS, RedirectPolicy, Refused
+from gyre_daemon.storage.sources.redirects import MAX_REDIRECTS, Refused
 
 _SIGN_AGAIN_S = 1800.0  # half of what a signature lasts
 _MAX_TARGETS = 1 << 16  # objects whose signed URLs are kept, of some 500 bytes each
@@ -24,7 +25,7 @@ Sign = Callable[[str], Awaitable[str]]
 
 
 class PlainSource:
-    """Reads objects over plain HTTP, or HTTPS of web servers; see `Source`.
+    """Reads objects over HTTP or HTTPS; see `Source`.
 
     The first redirect of an object that may be followed holds for all later requests for it, until
     its URL is signed again.
@@ -35,7 +36,7 @@ class PlainSource:
         general: Source | None,
         sign: Sign,
         budget: ConnectionBudget,
-        policy: RedirectPolicy,
+        options: HttpOptions,
     ) -> None:
         """Read what `sign` knows URLs for.
 
@@ -43,7 +44,7 @@ class PlainSource:
             general: the client whose credentials sign; None if there is none.
             sign: returns an object's signed URL.
             budget: of connections.
-            policy: which redirects are followed.
+            options: which redirects are followed, and whose certificates are trusted.
         """
         self._general = general
         self._sign = sign
@@ -51,7 +52,7 @@ class PlainSource:
         self._loop = asyncio.get_running_loop()
         self._targets: dict[str, _SignedTarget] = {}  # by path
         self._hosts: dict[str, PlainHttp] = {}  # by scheme and network location
-        self._policy = policy
+        self._options = options
 
     def connect(self, url: SplitResult, num_connections: int) -> None:
         """Open the first connections to a host."""
@@ -119,7 +120,7 @@ class PlainSource:
         try:
             if get.num_redirects > MAX_REDIRECTS:
                 raise Refused(f"it was redirected {MAX_REDIRECTS} times, which is probably a loop")
-            url = self._policy.follow(get.url, response.location)
+            url = self._options.redirects.follow(get.url, response.location)
         except Refused as refused:
             response.refused = str(refused)
             if get.on_response:
@@ -131,7 +132,9 @@ class PlainSource:
     def _host(self, url: SplitResult) -> PlainHttp:
         where = f"{url.scheme}://{url.netloc}"
         if where not in self._hosts:
-            self._hosts[where] = PlainHttp(url, self._budget)
+            self._hosts[where] = PlainHttp(
+                url, self._budget, self._options.tls if url.scheme == "https" else None
+            )
         return self._hosts[where]
 
 

@@ -11,6 +11,7 @@ from fsspec.asyn import AsyncFileSystem
 from gyre_daemon.errors import ConfigError, NotAllowed
 from gyre_daemon.storage.response import Response, no_listing
 from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.http_options import CA_FILE, HttpOptions
 from gyre_daemon.storage.sources.plain_source import PlainSource
 from gyre_daemon.storage.sources.redirects import ANY_HOST, KEY, RedirectPolicy
 
@@ -42,13 +43,13 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
     cachable = False  # codespell:ignore cachable
 
     def __init__(
-        self, settings: Mapping[str, Any], policy: RedirectPolicy, budget: ConnectionBudget
+        self, settings: Mapping[str, Any], options: HttpOptions, budget: ConnectionBudget
     ) -> None:
         """Connect to nothing yet; see `PlainSource`.
 
         Args:
             settings: of the driver; it has none.
-            policy: which redirects are followed.
+            options: which redirects are followed, and whose certificates are trusted.
             budget: of connections.
 
         Raises:
@@ -57,10 +58,10 @@ class WebFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if settings:
             raise ConfigError(
                 f"the storage settings of a dataset on a web server cannot be used: "
-                f"`{min(settings)}` is unknown; known is {KEY}"
+                f"`{min(settings)}` is unknown; known are {KEY} and {CA_FILE}"
             )
         super().__init__(asynchronous=True)
-        self.source = PlainSource(None, web_url, budget, policy)
+        self.source = PlainSource(None, web_url, budget, options)
 
     async def _info(self, path: str, **_: Any) -> dict[str, Any]:
         if not path.partition("://")[2].partition("/")[2].strip("/"):

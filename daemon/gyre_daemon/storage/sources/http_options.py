@@ -1,0 +1,63 @@
+"""What a dataset's `storage` table says to Gyre's own HTTP client."""
+
+import functools
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.storage.sources.redirects import RedirectPolicy, take_redirect_hosts
+
+CA_FILE = "ca_file"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """How web servers and object storages are spoken to.
+
+    Attributes:
+        redirects: which are followed.
+        tls: trusts the certificates of servers.
+        roots: roots of certificates that are trusted beside the system's, in PEM; empty for none.
+    """
+
+    redirects: RedirectPolicy
+    tls: ssl.SSLContext
+    roots: str = ""
+
+
+def take_http_options(settings: Mapping[str, Any]) -> tuple[dict[str, Any], HttpOptions]:
+    """Split storage settings into the driver's own and ours. Reads files.
+
+    Raises:
+        ConfigError: one of ours is not valid, or its file cannot be read.
+    """
+    rest, redirects = take_redirect_hosts(settings)
+    ca_file = rest.pop(CA_FILE, "")
+    if not isinstance(ca_file, str):
+        raise ConfigError(f"{CA_FILE} must be the path of a file with certificates in PEM")
+    if not ca_file:
+        return rest, HttpOptions(redirects, _system_tls())
+    try:
+        roots = Path(ca_file).read_text("ascii")
+        tls = ssl.create_default_context()
+        tls.load_verify_locations(cadata=roots)
+    except (OSError, UnicodeError, ValueError) as error:
+        raise ConfigError(
+            f"{CA_FILE} of a dataset's storage names {ca_file!r}, which cannot be used: it must be "
+            f"a file with certificates in PEM ({_reason(error)})"
+        ) from error
+    return rest, HttpOptions(redirects, tls, roots)
+
+
+@functools.cache
+def _system_tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and not isinstance(error, ssl.SSLError):
+        return error.strerror or type(error).__name__
+    return "there is no certificate in it"
