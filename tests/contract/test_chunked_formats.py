@@ -128,6 +128,7 @@ class TestCompressedArrow(ChunkContract):
         dataset_format = self.format(columns=[])
         shards = [arrow(pa.table({"word": column}), "zstd")]
         index = dataset_format.assemble(listed(shards), inspect(dataset_format, shards))
+        assert isinstance(index, ChunkIndex)
         assert decode_all(shards, index) == [b"aba"]
 
 
