@@ -337,6 +337,14 @@ def test_a_file_that_lies_elsewhere_is_refused() -> None:
         scan_of(pa.table({"image": column}))
 
 
+def test_names_of_classes_are_those_of_hugging_face() -> None:
+    features = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "id": None}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"id": [7, 8], "label": [1, 0]}).replace_schema_metadata(metadata)
+    fields = scan_of(table).fields
+    assert [spec.categories for spec in fields] == [(), ("cat", "dog")]
+
+
 def test_a_list_with_nulls_is_refused() -> None:
     with pytest.raises(CorruptSample, match="column 'a': a list has nulls"):
         scan_of(pa.table({"a": [[1, None]]}))

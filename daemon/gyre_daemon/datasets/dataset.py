@@ -38,6 +38,7 @@ class Dataset:
     index: SampleIndex
     fingerprint: str
     corrupt: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
+    stored_bytes: int = 0
     what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)
 
     @property
@@ -58,7 +59,7 @@ class Dataset:
     @property
     def num_bytes(self) -> int:
         """The size of all shards together."""
-        return sum(shard.size_bytes for shard in self.storage.shards)
+        return self.stored_bytes or sum(shard.size_bytes for shard in self.storage.shards)
 
 
 @dataclass(frozen=True, slots=True)

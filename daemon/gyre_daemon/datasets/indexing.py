@@ -178,7 +178,14 @@ class Indexer:
         if served.checksums:
             await self._in_thread(self._checksums.begin, opening.location, served.checksums)
         dataset = Dataset(
-            opening.name, opening.config.format, opening.location, storage, index, identity, corrupt
+            opening.name,
+            opening.config.format,
+            opening.location,
+            storage,
+            index,
+            identity,
+            corrupt,
+            sum(shard.size_bytes for shard in shards) if isinstance(index, ChunkIndex) else 0,
         )
         facts: dict[str, object] = {
             "dataset": opening.name,

@@ -115,7 +115,6 @@ def _served(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[ServedColumn
     Raises:
         ConfigError: with the column.
     """
-    features = _features(schema)
     columns = []
     for column in served_columns(schema, wanted):
         kind = _storage(schema.field(column.name).type)
@@ -125,21 +124,8 @@ def _served(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[ServedColumn
                 "not store as ranges of bytes; leave it out: name the others in `columns`, or cast "
                 "it when you write the file"
             )
-        feature = features.get(column.name)
-        names: Any = feature.get("names") if isinstance(feature, dict) else None
-        is_class = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        spec = replace(column.spec, categories=tuple(names) if is_class else ())
-        columns.append(replace(column, spec=spec))
+        columns.append(column)
     return columns
-
-
-def _features(schema: Any) -> dict[str, Any]:
-    """What Hugging Face datasets say of the columns."""
-    try:
-        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    except (KeyError, TypeError, ValueError):
-        return {}
-    return features if isinstance(features, dict) else {}
 
 
 def _is_addressable(kind: Any) -> bool:
