@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,8 @@ class Dataset:
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
         corrupt: int64 [C], ids of the samples that others replace, in rising order.
         chosen: the fields, where the operator renames or casts some; None for those of the index.
+        what_changed: takes an earlier fingerprint, and says how the shards differ from those that
+            had it; empty if that is not known.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Dataset:
     fingerprint: str
     corrupt: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
     chosen: Sequence[FieldSpec] | None = None
+    what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)
 
     @property
     def num_samples(self) -> int:
