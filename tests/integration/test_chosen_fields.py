@@ -87,7 +87,7 @@ def test_arrays_and_digits_are_cast_too(folder: Path) -> None:
         ({"cast": {"score": "int64"}}, CorruptSample, "0.5 does not fit into int64"),
         ({"cast": {"score": "float16"}}, CorruptSample, "does not fit into float16"),
         ({"cast": {"number": "int7"}}, ConfigError, "must be one of int8, int16"),
-        ({"cast": {"numbr": "int8"}}, ConfigError, "no such field"),
+        ({"cast": {"other": "int8"}}, ConfigError, "no such field"),
         ({"cast": {"list": "int8"}}, ConfigError, "only numbers, arrays of one shape"),
         ({"rename": {"x": "y"}}, ConfigError, "no such field; there are number"),
         ({"rename": {"number": "score"}}, ConfigError, "it is taken"),
