@@ -18,15 +18,14 @@ NUM_STEPS, BATCH = 12, 8
 
 
 def llama() -> Any:
-    import transformers  # seconds, for these tests alone
+    from transformers import LlamaConfig, LlamaForCausalLM  # seconds, for these tests alone
 
-    library: Any = transformers  # not all of it is typed
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return library.LlamaForCausalLM(
-        library.LlamaConfig(**sizes, **heads, num_hidden_layers=2, use_cache=False)
-    )
+    make: Any = LlamaForCausalLM
+    config: Any = LlamaConfig
+    return make(config(**sizes, **heads, num_hidden_layers=2, use_cache=False))
 
 
 def batch(step: int) -> Tensor:

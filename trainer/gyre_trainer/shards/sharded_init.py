@@ -109,8 +109,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str = "cp
         rotate_all(model, mesh=make_mesh("cuda"))
         materialize(model, seed=0, device="cuda")
     """
-    make_buffers(model, torch.device(device))
-    _allocate_meta_parameters(model, torch.device(device))
+    allocate(model, torch.device(device))
     filled: set[str] = set()
     if isinstance(model, HasInits):
         inits = model.inits()
@@ -138,8 +137,13 @@ def _clear_padding(model: nn.Module) -> None:
             local[max(module.padding_idx - first, 0) : max(module.padding_idx - first + 1, 0)] = 0
 
 
-def _allocate_meta_parameters(model: nn.Module, device: torch.device) -> None:
-    """Give parameters on `meta` memory; tied parameters stay tied."""
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on `meta` memory, and compute buffers; tied parameters stay tied.
+
+    Raises:
+        RotationError: a buffer on `meta` cannot be made; the message names it.
+    """
+    make_buffers(model, device)
     real: dict[nn.Parameter, nn.Parameter] = {}
     for child in model.modules():
         for name, parameter in list(child._parameters.items()):

@@ -1,0 +1,360 @@
+"""Weights in the layout of `transformers`: safetensors files, an index, and `config.json`.
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    rotate_all(model, mesh=mesh)
+    pretrained.load(model, path)
+    ...
+    pretrained.save_pretrained(model, "result")  # AutoModelForCausalLM.from_pretrained("result")
+
+A rank reads and writes the bytes of its own shards alone, so none ever holds the model. All ranks
+must see the same folder.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from gyre_trainer.comm.ring_registry import collective
+from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, TrainError
+from gyre_trainer.rotation.rotated_module import own_class
+from gyre_trainer.shards.layout import slice_bounds
+from gyre_trainer.shards.sharded_init import allocate
+from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.shards.tensor_files import (
+    Part,
+    StoredTensor,
+    layout_of,
+    read_header,
+    read_part,
+    write_part,
+)
+
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# As transformers has it. Smaller files load in parallel from object storage; each is one more open.
+_MAX_FILE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        names: all its names; a tied one has several, the first is the one that is saved.
+        whole: the tensor, a DTensor if it is sharded.
+        local: this rank's part.
+        part: where that is in the whole.
+        is_written_here: whether this rank writes its part; of replicated ones one rank does.
+    """
+
+    names: tuple[str, ...]
+    whole: Tensor
+    local: Tensor
+    part: Part
+    is_written_here: bool
+
+
+def load(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Copy the weights of a folder, or of one safetensors file, into a model, rotated or not.
+
+    Afterwards every parameter and persistent buffer has the values of the files, cast to its dtype.
+    On `meta`, it is given memory first, and other buffers are computed by their constructors.
+
+    Args:
+        model: rotated or not.
+        path: a folder with `model.safetensors`, or with its index and several files; or a file.
+        key_mapping: regular expressions of names in the files, and what replaces them; None for the
+            model's `_checkpoint_conversion_mapping`, if it has one.
+        device: where parameters on `meta` that are not rotated go.
+
+    Raises:
+        CheckpointRejected: on every rank: a file is damaged, a parameter is missing or of another
+            shape, or a file has tensors that the model has not; the message names them.
+    """
+    allocate(model, torch.device(device))
+    with _agreed("loading weights"):
+        stored = _renamed(model, _stored_tensors(Path(path)), key_mapping)
+        targets = list(_targets(model))
+        _require_all_used(model, targets, stored, path)
+        sources = [_found(target, stored, path) for target in targets]
+        with ExitStack() as files, torch.no_grad():
+            fds: dict[Path, int] = {}
+            for target, found in zip(targets, sources, strict=True):
+                if found.path not in fds:
+                    fds[found.path] = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
+                    files.callback(os.close, fds[found.path])
+                _read(fds[found.path], found, target)
+
+
+def save_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = _MAX_FILE_BYTES,
+) -> None:
+    """Write a model as `transformers` does; collective. The folder may exist.
+
+    Args:
+        model: rotated or not. Where it has a `config` and a `generation_config` of transformers,
+            these are written too.
+        path: the folder, the same for all ranks.
+        dtype: of the floating-point tensors in the files; None for that of each parameter.
+        max_file_bytes: a file is closed before it would become larger; a larger tensor has a file
+            of its own.
+
+    Raises:
+        CheckpointFailed: on every rank: a file could not be written; files of the same names that
+            were there before are as they were.
+    """
+    folder, targets = Path(path), list(_targets(model))
+    files = _files(folder, targets, dtype, max_file_bytes)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    temporary = {name: folder / f".{name}.incomplete" for name in files}
+    try:
+        with _agreed("creating the files of the weights"):
+            if is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                for name, (header, places) in files.items():
+                    _create(temporary[name], header, places)
+        with _agreed("writing weights"):
+            for name, (_, places) in files.items():
+                _write(temporary[name], targets, places)
+        with _agreed("finishing the files of the weights"):
+            if is_first:
+                _finish(model, folder, files, temporary, dtype)
+    except TrainError:
+        if is_first:
+            for each in temporary.values():
+                with suppress(OSError):  # the folder may not exist
+                    each.unlink()
+        raise
+
+
+@contextmanager
+def _agreed(what: str) -> Iterator[None]:
+    """A context for what all ranks do; where it fails on one, every rank raises that error."""
+    told: tuple[bool, str] | None = None
+    cause: Exception | None = None
+    try:
+        yield
+    except (TrainError, OSError) as error:
+        is_rejected = isinstance(error, CheckpointRejected)
+        told, cause = (is_rejected, str(error) if is_rejected else f"{what} failed: {error}"), error
+    everyone = [told]
+    if dist.is_initialized():
+        everyone *= dist.get_world_size()
+        with collective(what):
+            dist.all_gather_object(everyone, told)
+    for rank, each in enumerate(everyone):
+        if each is not None:
+            kind, where = (CheckpointRejected, CheckpointFailed)[not each[0]], f"rank {rank}: "
+            raise kind(f"{where if len(everyone) > 1 else ''}{each[1]}") from cause
+
+
+def _targets(model: nn.Module) -> Iterator[_Target]:
+    """Parameters and persistent buffers, each once."""
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            names.setdefault(tensor, []).append(name)
+    for whole, found in names.items():
+        shape = tuple(whole.shape) or (1,)
+        local, is_first = whole.detach(), not dist.is_initialized() or dist.get_rank() == 0
+        start, stop, dim = 0, shape[0], 0
+        if isinstance(whole, DTensor):
+            local = local_of(whole).detach()
+            (placement,), mesh = whole.placements, whole.device_mesh
+            if isinstance(placement, Shard):
+                dim, is_first = placement.dim, True
+                start, stop = slice_bounds(shape[dim], mesh.get_local_rank(), mesh.size())
+        yield _Target(tuple(found), whole, local, Part(shape, dim, start, stop), is_first)
+
+
+def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """All tensors of a folder or file."""
+    if path.is_file():
+        return read_header(path)
+    index = path / _INDEX
+    if not index.exists():
+        return read_header(path / _ONE_FILE)
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        if any(Path(name).name != name for name in names):
+            raise CheckpointRejected(f"{index} names files outside of its folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointRejected(f"{index} is no index of safetensors files") from error
+    files = {name: read_header(path / name) for name in names}
+    for key, name in weight_map.items():
+        if key not in files[name]:
+            raise CheckpointRejected(f"{index} says that {key} is in {name}, but it is not")
+    return {key: files[name][key] for key, name in weight_map.items()}
+
+
+def _renamed(
+    model: nn.Module, stored: dict[str, StoredTensor], key_mapping: Mapping[str, str] | None
+) -> dict[str, StoredTensor]:
+    """The tensors by the names that the model has for them."""
+    mapping = key_mapping
+    if mapping is None:
+        mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    for pattern, replacement in mapping.items():
+        stored = {re.sub(pattern, replacement, key): each for key, each in stored.items()}
+    known = model.state_dict(keep_vars=True)
+    prefix = getattr(model, "base_model_prefix", "") or ""
+    return {_with_prefix(key, prefix, known): each for key, each in stored.items()}
+
+
+def _with_prefix(key: str, prefix: str, known: Mapping[str, object]) -> str:
+    """A file may be of the base model alone, or of a model around it."""
+    if key in known or not prefix:
+        return key
+    other = f"{prefix}.{key}" if not key.startswith(f"{prefix}.") else key[len(prefix) + 1 :]
+    return other if other in known else key
+
+
+def _require_all_used(
+    model: nn.Module, targets: list[_Target], stored: Mapping[str, object], path: object
+) -> None:
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    known = {name for target in targets for name in target.names}
+    known |= {name for name, _ in model.named_buffers()}  # computed ones, of older versions
+    unknown = sorted(
+        key for key in stored if key not in known and not any(re.search(p, key) for p in ignored)
+    )
+    if unknown:
+        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise CheckpointRejected(
+            f"{path} has {unknown[0]}{more}, which {own_class(model).__name__} does not have; "
+            "use the model that it was saved from, or key_mapping for other names"
+        )
+
+
+def _found(target: _Target, stored: Mapping[str, StoredTensor], path: object) -> StoredTensor:
+    name = next((name for name in target.names if name in stored), None)
+    if name is None:
+        raise CheckpointRejected(f"{path} has no {target.names[0]}")
+    found = stored[name]
+    if found.shape != tuple(target.whole.shape):
+        raise CheckpointRejected(
+            f"{name} in {found.path} has the shape {list(found.shape)}, "
+            f"but {list(target.whole.shape)} in the model"
+        )
+    if found.dtype.is_floating_point != target.whole.dtype.is_floating_point:
+        raise CheckpointRejected(
+            f"{name} in {found.path} is {found.dtype}, but {target.whole.dtype} in the model"
+        )
+    return found
+
+
+def _read(fd: int, found: StoredTensor, target: _Target) -> None:
+    local = target.local
+    if local.dtype == found.dtype and local.device.type == "cpu" and local.is_contiguous():
+        read_part(fd, found, target.part, local)
+    else:
+        values = torch.empty(local.shape, dtype=found.dtype)
+        read_part(fd, found, target.part, values)
+        local.copy_(values)
+
+
+_Files = Mapping[str, tuple[bytes, dict[str, StoredTensor]]]
+
+
+def _files(
+    folder: Path, targets: list[_Target], dtype: torch.dtype | None, max_file_bytes: int
+) -> _Files:
+    """Header and places of each file, by its name."""
+    groups: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[]]
+    size = 0
+    for target in targets:
+        stored = _stored_dtype(target.whole, dtype)
+        num_bytes = target.whole.numel() * stored.itemsize
+        if groups[-1] and size + num_bytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append((target.names[0], tuple(target.whole.shape), stored))
+        size += num_bytes
+    names = [_ONE_FILE]
+    if len(groups) > 1:
+        names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+    return {
+        name: layout_of(folder / name, group) for name, group in zip(names, groups, strict=True)
+    }
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _create(path: Path, header: bytes, places: Mapping[str, StoredTensor]) -> None:
+    """A file of its final size, which other ranks can write to."""
+    with path.open("wb") as file:
+        file.write(header)
+        end = max((each.offset + each.num_bytes for each in places.values()), default=len(header))
+        file.truncate(end)
+
+
+def _write(path: Path, targets: list[_Target], places: Mapping[str, StoredTensor]) -> None:
+    """Write this rank's parts of the tensors in one file, and wait until they are stored."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for target in targets:
+            place = places.get(target.names[0])
+            if place is not None and target.is_written_here:
+                write_part(fd, place, target.part, target.local.cpu().to(place.dtype).contiguous())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _finish(
+    model: nn.Module,
+    folder: Path,
+    files: _Files,
+    temporary: Mapping[str, Path],
+    dtype: torch.dtype | None,
+) -> None:
+    """Give the files their names, remove those of an earlier save, and write the others."""
+    for name, path in temporary.items():
+        path.replace(folder / name)
+    if len(files) > 1:
+        total = sum(each.num_bytes for _, places in files.values() for each in places.values())
+        weight_map = {key: name for name, (_, places) in files.items() for key in places}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    else:
+        (folder / _INDEX).unlink(missing_ok=True)
+    for old in folder.glob("model*.safetensors"):
+        is_ours = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", old.name)
+        if is_ours and old.name not in files:
+            old.unlink()
+    config = getattr(model, "config", None)
+    save_config: Callable[[Path], Any] | None = getattr(config, "save_pretrained", None)
+    if save_config is not None:
+        described: Any = deepcopy(config)
+        described.architectures = [own_class(model).__name__]
+        described.dtype = str(_stored_dtype(next(model.parameters()), dtype)).removeprefix("torch.")
+        described.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        with suppress(ValueError):  # a combination that generation itself refuses later
+            generation.save_pretrained(folder)
