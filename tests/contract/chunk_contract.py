@@ -35,7 +35,13 @@ def decode_all(shards: Sequence[bytes], index: ChunkIndex) -> list[bytes]:
         pieces = [
             (start, memoryview(shards[shard])[start:stop]) for start, stop in index.pieces(chunk)
         ]
-        stored = StoredChunk(f"{shard:03}", index.number(chunk), len(shards[shard]), pieces)
+        stored = StoredChunk(
+            f"{shard:03}",
+            index.number(chunk),
+            len(shards[shard]),
+            pieces,
+            index.parameters(chunk),
+        )
         columns = index.decode(stored)
         assert [Expected.of(column) for column in columns] == index.expected(chunk)
         decoded[shard] += b"".join(column.data.tobytes() for column in columns)
@@ -81,7 +87,7 @@ class ChunkContract(FormatContract):
                 continue
             for forged in (array[:-1], np.full_like(array, 255), array.astype(np.float16)):
                 has_kind = forged.shape == array.shape and forged.dtype == array.dtype
-                if name in ("ends", "present", "shared") and has_kind:
+                if name in ("ends", "present", "shared", "parameters") and has_kind:
                     continue  # those of another shard: chunks do not decode to them
                 with pytest.raises(ValueError, match=r"."):
                     inspection.check({**arrays, name: forged}, size)

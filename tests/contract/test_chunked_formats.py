@@ -1,20 +1,25 @@
 """The formats of chunks under their contract, and what each refuses."""
 
 import io
+import json
+import struct
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.lines import frames
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.chunk_contract import ChunkContract, decode_all
 from tests.contract.format_contract import Sample, inspect, listed
+from tests.contract.test_more_formats import TestMds
 
 
 def parquet(table: Any, **options: Any) -> bytes:
@@ -62,6 +67,71 @@ class TestParquet(ChunkContract):
 
     def damaged_shard(self) -> bytes:
         return self.shards()[0][0][:-20]
+
+
+class TestCompressedJsonl(ChunkContract):
+    """Frames cut documents anywhere, as the seekable format has them, with a table at the end."""
+
+    name = "jsonl"
+    options: ClassVar = {}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        generator = np.random.default_rng(0)
+        lines = [
+            [
+                json.dumps({"id": number, "text": "wörd " * int(generator.integers(200))}).encode()
+                for number in range(count)
+            ]
+            for count in (40, 1, 35)
+        ]
+        shards = [
+            seekable(b"\xef\xbb\xbf" + b"\r\n\n".join(lines[0])),
+            compressed(lines[1][0]),
+            seekable(b"\n".join(lines[2]) + b"\n\n", 700),
+        ]
+        return shards, [{"json": line} for its in lines for line in its]
+
+    def empty_shard(self) -> bytes:
+        return compressed(b"\n\n")
+
+    def damaged_shard(self) -> bytes:
+        return self.shards()[0][0][:-30]
+
+    @pytest.fixture(autouse=True)
+    def _small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 3000)
+
+
+class TestCompressedMds(ChunkContract):
+    """Shards by the library's own writer; each is a chunk."""
+
+    name = "mds"
+    options: ClassVar = {"columns": ["id", "image", "tokens"]}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        shards, samples = TestMds().shards()
+        return [compressed(shard) for shard in shards], samples
+
+    def empty_shard(self) -> bytes:
+        return compressed(TestMds().empty_shard())
+
+    def damaged_shard(self) -> bytes:
+        return self.shards()[0][0][:-1]
+
+
+def compressed(data: bytes) -> bytes:
+    return bytes(zstandard.ZstdCompressor(write_checksum=True).compress(data))
+
+
+def seekable(data: bytes, frame_bytes: int = 1000) -> bytes:
+    """Frames of one size, and a skippable frame with the sizes of all."""
+    cut = [data[begin : begin + frame_bytes] for begin in range(0, len(data), frame_bytes)]
+    parts = [compressed(each) for each in cut]
+    entries = b"".join(
+        struct.pack("<II", len(part), len(each)) for part, each in zip(parts, cut, strict=True)
+    )
+    table = entries + struct.pack("<IBI", len(parts), 0, 0x8F92EAB1)
+    return b"".join(parts) + struct.pack("<II", 0x184D2A5E, len(table)) + table
 
 
 NUMBERS = [pa.int8(), pa.uint16(), pa.int64(), pa.float16(), pa.float64(), pa.bool_()]

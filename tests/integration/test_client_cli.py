@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.command.cli import main
+from gyre_client.messages.requests import dataset_ref
+from gyre_client.targets.target import find_target
+from gyre_client.transport.connection import Connection
 from webdataset import TarWriter
 
 
@@ -87,7 +90,7 @@ def test_describe(gyre: Gyre) -> None:
     found = gyre.json("describe", "numbers")
     assert (found["num_samples"], found["num_shards"], found["num_bytes"]) == (100, 1, 1600)
     field = {"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False}
-    assert found["fields"] == [{**field, "token_ids": True, "categories": []}]
+    assert found["fields"] == [{**field, "token_ids": True, "categories": [], "text": False}]
     text = gyre.text("describe", "texts")
     assert "samples      20\n" in text
     assert "txt    uint8  [*]" in text
@@ -324,3 +327,22 @@ def test_a_closed_pipe_is_no_error(daemon: Any) -> None:
         check=False,
     )
     assert (result.stdout, result.stderr) == ("step 0 beg", "")
+
+
+def test_an_index_that_was_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
+    for shard in range(6):
+        with TarWriter(str(tmp_path / f"{shard}.tar")) as writer:
+            for number in range(9):
+                writer.write({"__key__": f"{shard}-{number}", "txt": "text"})
+    target, dataset = find_target(None), dataset_ref(str(tmp_path))
+    try:
+        with Connection(target.address) as connection:
+            interrupted = connection.index(dataset)
+            before = next(interrupted)
+            interrupted.close()  # type: ignore[attr-defined]  # it is a generator
+            after = list(connection.index(dataset))
+    finally:
+        target.release()
+    assert not before.reused
+    assert [each.shard for each in after if each.reused].count(before.shard) == 1
+    assert (len(after), after[-1].num_samples) == (6, 54)

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import zstandard
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
@@ -74,6 +76,22 @@ def store_jsonl(folder: Path) -> Stored:
     return Stored({"format": "jsonl"}, samples)
 
 
+def store_compressed_jsonl(folder: Path) -> Stored:
+    samples: list[Sample] = []
+    for path, some in parts(folder, "jsonl.zst"):
+        lines = "".join(json.dumps({"id": row[0], "text": row[1]}) + "\n" for row in some)
+        path.write_bytes(b"".join(zstandard.compress(each) for each in cut(lines.encode(), 900)))
+        with path.open("rb") as stored:
+            reader = zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True)
+            with io.TextIOWrapper(reader, encoding="utf-8") as file:
+                samples += [{"json": line.removesuffix("\n")} for line in file]
+    return Stored({"format": "jsonl"}, samples)
+
+
+def cut(data: bytes, num_bytes: int) -> list[bytes]:
+    return [data[begin : begin + num_bytes] for begin in range(0, len(data), num_bytes)]
+
+
 def store_csv(folder: Path) -> Stored:
     samples: list[Sample] = []
     for path, some in parts(folder, "csv"):
@@ -90,7 +108,20 @@ def store_csv(folder: Path) -> Stored:
     return Stored({"format": "csv", "columns": columns, "types": types}, samples)
 
 
-def store_mds(folder: Path) -> Stored:
+def unpacked(folder: Path) -> Path:
+    """The same shards, decompressed by the library: its local reader takes no others."""
+    raw, decompress = folder.with_name("raw"), streaming.base.compression.decompress
+    shutil.copytree(folder, raw)
+    for path in raw.glob("*.zstd"):
+        path.with_suffix("").write_bytes(decompress("zstd", path.read_bytes()))
+    return raw
+
+
+def store_compressed_mds(folder: Path) -> Stored:
+    return store_mds(folder, "zstd")
+
+
+def store_mds(folder: Path, compression: str | None = None) -> Stored:
     columns = {
         "a_number": "int",
         "bytes": "bytes",
@@ -101,7 +132,9 @@ def store_mds(folder: Path) -> Stored:
         "digits": "str_int",
         "document": "json",
     }
-    with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=8192) as writer:
+    with streaming.MDSWriter(
+        out=str(folder), columns=columns, size_limit=8192, compression=compression
+    ) as writer:
         for number, text, score in rows():
             array = np.full((2, 3), score, np.float32)
             document = {"text": text}
@@ -111,10 +144,10 @@ def store_mds(folder: Path) -> Stored:
                     "score": score, "array": array, "digits": number, "document": document,
                 }
             )  # fmt: skip
-    assert len(list(folder.glob("*.mds"))) > 1
+    assert len(list(folder.glob("*.mds*"))) > 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # it leaves its index open
-        reader = streaming.LocalDataset(str(folder))
+        reader = streaming.LocalDataset(str(unpacked(folder) if compression else folder))
     samples = [dict(reader[number]) for number in range(len(reader))]
     for sample in samples:
         sample["bytes"] = sample["bytes"].decode(errors="surrogateescape")
@@ -164,8 +197,10 @@ def store_files(folder: Path) -> Stored:
 FORMATS: list[Callable[[Path], Stored]] = [
     store_text,
     store_jsonl,
+    store_compressed_jsonl,
     store_csv,
     store_mds,
+    store_compressed_mds,
     store_npy,
     store_tfrecord,
     store_files,

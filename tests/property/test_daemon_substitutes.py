@@ -33,9 +33,8 @@ def cases(draw: st.DrawFn, tails: tuple[Tail, ...] = ("wrap", "drop", "pad")) ->
     size = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
     assume(size <= num_samples)
     blocks = (300, 3) if mode == "block" else (0, 0)
-    order = Order(
-        mode, tail, draw(st.integers(0, 2**64 - 1)), size, *blocks, draw(st.integers(0, 99))
-    )
+    seed, start = draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 99))
+    order = Order(mode, tail, seed, size, *blocks, start)
     ids = st.integers(0, num_samples - 1)
     corrupt = draw(st.lists(ids, min_size=1, max_size=num_samples // 2, unique=True))
     return Case(order, num_samples, sorted(corrupt))

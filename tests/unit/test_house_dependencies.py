@@ -71,8 +71,8 @@ def of_google(modules: set[str]) -> set[str]:
 @pytest.mark.parametrize(
     ("room", "extras"),
     [
-        ("daemon", ["daemon", "s3", "tfrecord", "parquet"]),
-        ("client", ["client", "huggingface", "images"]),
+        ("daemon", ["daemon", "s3", "tfrecord", "parquet", "zstd"]),
+        ("client", ["client", "huggingface", "images", "text", "parquet", "mosaicml"]),
         ("trainer", ["trainer"]),
         ("protos", []),
     ],

@@ -27,6 +27,7 @@ from gyre_trainer.inspection.verification import verify as verify_module
 from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.expert_lists import call_every_expert
+from gyre_trainer.layers.found_blocks import find_rule
 from gyre_trainer.layers.known_modules import rotate_known
 from gyre_trainer.layers.norm import recompute_norms
 from gyre_trainer.layers.replicated import no_sync, replicate
@@ -129,6 +130,7 @@ def rotate_all(
     rules: Rules | None = None,
     sync_from: int | None = None,
     verify: bool | None = None,
+    find_blocks: bool = False,
 ) -> RotationPlan:
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
@@ -147,8 +149,11 @@ def rotate_all(
             that loaded them; None where all have the same, which is checked.
         verify: whether a module's first call, in training and in evaluation, is compared with the
             whole module, which every rank gathers for that: outputs and gradients. None verifies
-            modules with one of ``rules`` that have up to 4 million parameters; True every module,
-            of any size.
+            modules with a rule that have up to 4 million parameters; True every module, of any
+            size.
+        find_blocks: whether attention and MLPs of an unknown class rotate as a whole, where their
+            structure and a trial on a small twin say that they can. Then they take no cache of keys
+            and values. The returned plan shows what was found.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
@@ -172,7 +177,7 @@ def rotate_all(
     _sync(model, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    walk = _Walk(rules or {}, target, verify)
+    walk = _Walk(rules or {}, target, verify, find_blocks=find_blocks)
     walk.visit("", model)
     walk.require_all_used()
     if not isinstance(model, RotatedModule):
@@ -183,7 +188,10 @@ def rotate_all(
 class _Walk:
     """A walk down a model to the topmost modules that rotate."""
 
-    def __init__(self, rules: Rules, target: RotationTarget, verify: bool | None) -> None:
+    def __init__(
+        self, rules: Rules, target: RotationTarget, verify: bool | None, *, find_blocks: bool
+    ) -> None:
+        self._find_blocks = find_blocks
         self._rules = rules
         self._target = target
         self._verify = verify
@@ -198,18 +206,18 @@ class _Walk:
             self._used.add(key)
             rule = self._rules[key]
             if rule is not None:
-                rotate(
-                    module,
-                    mesh=self._target.mesh,
-                    policy=self._target.policy,
-                    rule=rule,
-                    verify=self._verify,
-                )
+                self._rotate(module, rule)
         elif rotate_known(module, self._target):
             _check_at_first_calls(module, None, self._verify)
+        elif self._find_blocks and (found := find_rule(module, self._target.num_slices)):
+            self._rotate(module, found)
         else:
             for name, child in module.named_children():
                 self.visit(f"{path}.{name}".removeprefix("."), child)
+
+    def _rotate(self, module: nn.Module, rule: Rule) -> None:
+        target = self._target
+        rotate(module, mesh=target.mesh, policy=target.policy, rule=rule, verify=self._verify)
 
     def require_all_used(self) -> None:
         """Refuse rules that apply to no module."""

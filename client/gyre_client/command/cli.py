@@ -16,6 +16,7 @@ from gyre_client import __version__
 from gyre_client.command.arguments import add_dataset_arguments, interval_s
 from gyre_client.command.bench import add_bench_arguments, bench
 from gyre_client.command.cat import cat
+from gyre_client.command.convert import add_convert_arguments, convert
 from gyre_client.command.datasets import datasets
 from gyre_client.command.describe import add_describe_arguments, describe
 from gyre_client.command.drain import drain
@@ -129,5 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     samples = add(cat, shuffle, "print the first samples of the shuffle")
     samples.add_argument("--num", type=int, default=3, help="how many")
+    add_convert_arguments(
+        add(convert, dataset, "write a dataset again in another format, with that format's writer")
+    )
     add_bench_arguments(add(bench, shuffle, "compare with the DataLoader on the same data"))
     return parser

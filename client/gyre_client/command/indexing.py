@@ -2,14 +2,15 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput, facts, show_progress, table
+from gyre_client.command.formatting import CommandOutput, facts, table
+from gyre_client.command.progress import ProgressBar
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 20  # shards in the text for people; JSON has all of them
@@ -39,7 +40,8 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
 def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Builds the missing parts of a dataset's index, and shows the progress."""
     progress = connection.index(dataset_of(args), with_checksums=args.checksums)
-    indexed = Indexed.of(progress, show_progress)
+    with ProgressBar("shards") as bar:
+        indexed = Indexed.of(progress, bar)
     return CommandOutput(indexed.to_plain(), indexed.to_text())
 
 
@@ -58,14 +60,14 @@ class Indexed:
     changes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, progress: Iterable[pb.IndexProgress], show: Callable[[str], None]) -> "Indexed":
-        """Returns the finished index; until then, calls `show` with a line per shard."""
+    def of(cls, progress: Iterable[pb.IndexProgress], bar: ProgressBar) -> "Indexed":
+        """Returns the finished index; until then, the bar shows the progress."""
         indexed = cls()
         for indexed.last in progress:
             indexed.num_reused += indexed.last.reused
             indexed.changes[indexed.last.shard] = _CHANGES.get(indexed.last.change, "indexed")
-            show(_line(indexed.last))
-        show("")
+            samples = f"{indexed.last.num_samples:,} samples" if indexed.last.num_samples else ""
+            bar.update(indexed.last.shards_done, indexed.last.num_shards, samples)
         indexed.changes |= dict.fromkeys(indexed.last.removed, "removed")
         return indexed
 
@@ -116,8 +118,3 @@ class Indexed:
                 "and what changed is not among them"
             )
         return "all fit as before"
-
-
-def _line(progress: pb.IndexProgress) -> str:
-    samples = f", {progress.num_samples:,} samples" if progress.num_samples else ""
-    return f"{progress.shards_done}/{progress.num_shards} shards{samples}, {progress.shard}"

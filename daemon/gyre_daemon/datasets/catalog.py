@@ -14,6 +14,8 @@ from gyre_daemon.datasets.changes import (
     PreviousIndex,
     load_previous,
     save_record,
+    save_version,
+    what_changed,
 )
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.indexing import Indexer
@@ -207,7 +209,8 @@ class Catalog:
                 async with contextlib.aclosing(self._indexer.scan(opening, None)) as scanning:
                     async for _ in scanning:
                         pass
-                return self._keep(name, config, await self._indexer.finish(opening, refresh=False))
+                dataset = await self._indexer.finish(opening, refresh=False)
+                return self._keep(name, config, await self._remembered(dataset))
             return self._open[name]
 
     async def index(
@@ -239,7 +242,7 @@ class Catalog:
             dataset = await self._indexer.finish(opening, refresh=True)
             if with_checksums:
                 await self._indexer.take_checksums(dataset)
-            self._keep(name, config, dataset)
+            self._keep(name, config, await self._remembered(dataset))
             shards = opening.source.shards
             await asyncio.to_thread(
                 save_record, self._records, name, opening.location, shards, dataset.fingerprint
@@ -267,6 +270,17 @@ class Catalog:
     def _shown(self, name: str) -> str | None:
         """The name for messages; None for an ad-hoc dataset."""
         return name if name in self.datasets else None
+
+    async def _remembered(self, dataset: Dataset) -> Dataset:
+        """The dataset, whose shards are kept for the day when a cursor of it does not fit."""
+        arguments = self._records, dataset.uri
+        shards = dataset.storage.shards
+        await asyncio.to_thread(save_version, *arguments, shards, dataset.fingerprint)
+
+        def changed_since(fingerprint: str) -> str:
+            return what_changed(*arguments, fingerprint, shards)
+
+        return replace(dataset, what_changed=changed_since)
 
     def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
         """Keep a dataset, unless its definition was replaced while it was being opened."""

@@ -24,6 +24,9 @@ Change = Literal["indexed", "kept", "restored", "changed"]
 
 RECORD_SUFFIX = ".gyre-dataset"  # of the sidecar of a dataset as a whole
 _MAX_FINGERPRINT_BYTES = 64
+# Shards of a dataset that is remembered: reading the names of more would hold up the event loop.
+_MAX_REMEMBERED = 10_000
+_MAX_NAMED = 3  # of the shards that differ in one way
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +86,64 @@ def save_record(
     Raises:
         Overloaded: it cannot be stored.
     """
+    records.save(_key(name, location), None, _arrays_of(shards, fingerprint))
+
+
+def save_version(
+    records: SidecarStore, location: str, shards: Sequence[Shard], fingerprint: str
+) -> None:
+    """Store what has a fingerprint, for `what_changed` of this daemon and of later ones; waits.
+
+    Where it cannot be stored, that is logged.
+    """
+    if len(shards) > _MAX_REMEMBERED:
+        return
+    key = _version_key(location, fingerprint)
+    if records.load(key, None, _read_record) is None:
+        records.try_to_save(key, None, _arrays_of(shards, fingerprint))
+
+
+def what_changed(
+    records: SidecarStore, location: str, fingerprint: str, shards: Sequence[Shard]
+) -> str:
+    """How the shards of a dataset differ from those that once had a fingerprint; waits.
+
+    Empty if nothing is known of these.
+    """
+    arrays = records.load(_version_key(location, fingerprint), None, _read_record)
+    if arrays is None:
+        return ""
+    before = {shard.name: shard.size_bytes for shard in _read_record(arrays)[0]}
+    now = {shard.name: shard.size_bytes for shard in shards}
+    others = [name for name in now if name in before and now[name] != before[name]]
+    parts = [
+        f"{what} ({', '.join(names[:_MAX_NAMED])}{', ...' if len(names) > _MAX_NAMED else ''})"
+        for what, names in (
+            ("added", [name for name in now if name not in before]),
+            ("removed", [name for name in before if name not in now]),
+            ("changed in size", others),
+        )
+        if names
+    ]
+    if parts:
+        return f"since then shards were {' and '.join(parts)}"
+    return "its shards have the same names and sizes, but other contents or other options"
+
+
+def _arrays_of(shards: Sequence[Shard], fingerprint: str) -> Arrays:
     listed = json.dumps([(shard.name, shard.size_bytes, shard.version) for shard in shards])
-    arrays = {
+    return {
         "shards": np.frombuffer(listed.encode(), np.uint8),
         "fingerprint": np.frombuffer(fingerprint.encode(), np.uint8),
     }
-    records.save(_key(name, location), None, arrays)
 
 
 def _key(name: str, location: str) -> SidecarKey:
     return SidecarKey(location, name, 0, "", "dataset/1")
+
+
+def _version_key(location: str, fingerprint: str) -> SidecarKey:
+    return SidecarKey(location, f"version {fingerprint}", 0, "", "dataset/1")
 
 
 class ShardChanges:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,8 @@ class Dataset:
         index: its samples.
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
         corrupt: int64 [C], ids of the samples that others replace, in rising order.
+        what_changed: takes an earlier fingerprint, and says how the shards differ from those that
+            had it; empty if that is not known.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Dataset:
     index: SampleIndex
     fingerprint: str
     corrupt: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
+    what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)
 
     @property
     def num_samples(self) -> int:

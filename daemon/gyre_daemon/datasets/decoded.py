@@ -200,6 +200,7 @@ class DecodedStorage:
                     index.noun,
                     index.number(chunk),
                     listed.size_bytes,
+                    index.parameters(chunk),
                     pieces,
                     index.expected(chunk),
                     decoding.target,

@@ -6,6 +6,7 @@ for files or the disk runs in threads. All of it ends soon after nobody waits fo
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,9 +33,10 @@ from gyre_daemon.storage.shard import Shard
 Result = TypeVar("Result")
 
 # Shards that are unpacked or scanned at once. Each dataset has one turn of its own, so that a small
-# one does not wait behind a large one; the further turns are shared, and one dataset has at most
-# three of them. More of these would take more cores from the jobs.
-_MAX_DATASETS, _NUM_SHARED_TURNS, _MAX_FURTHER = 32, 6, 3
+# one does not wait behind a large one; the further turns are shared. A dataset that is opened has
+# at most three of them: more would take more cores from the jobs. One that an operator orders to be
+# indexed has as many as there are cores.
+_MAX_DATASETS, _MAX_FURTHER = 32, 3
 NUM_THREADS = 2 * _MAX_DATASETS  # threads wait for files; there are no more than needed
 
 
@@ -124,7 +126,8 @@ class ShardIndexer:
         self._threads = threads
         self._processes = processes
         self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
-        self._shared_turns = asyncio.Semaphore(_NUM_SHARED_TURNS)
+        self._num_cores = len(os.sched_getaffinity(0))
+        self._shared_turns = asyncio.Semaphore(max(2 * _MAX_FURTHER, self._num_cores))
 
     async def run(
         self, opening: OpeningDataset, previous: PreviousIndex | None
@@ -149,9 +152,10 @@ class ShardIndexer:
         results: asyncio.Queue[IndexedShard | Exception] = asyncio.Queue()
         shards = iter(range(len(opening.scans)))
         work = partial(self._index_shards, opening, changes, shards, results)
+        num_further = max(_MAX_FURTHER, self._num_cores - 1) if previous else _MAX_FURTHER
         workers = [asyncio.create_task(work(self._own_turns, is_own=True))] + [
             asyncio.create_task(work(self._shared_turns, is_own=False))
-            for _ in range(min(_MAX_FURTHER, len(opening.scans) - 1))
+            for _ in range(min(num_further, len(opening.scans) - 1))
         ]
         try:
             for _ in range(len(opening.scans)):

@@ -6,7 +6,7 @@ It is tiny, versioned, equal on every rank and opaque to clients. One that does 
 import json
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 
 from gyre_daemon.errors import CursorRejected
@@ -110,8 +110,21 @@ def _rejected(reason: str) -> CursorRejected:
     return CursorRejected(f"{reason}; pass the bytes as state_dict() gave them")
 
 
-def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Order) -> None:
+def check_cursor(
+    cursor: Cursor,
+    dataset_name: str,
+    fingerprint: str,
+    order: Order,
+    what_changed: Callable[[str], str] = lambda _: "",
+) -> None:
     """Check that every batch from the cursor on is the one that its job would have had.
+
+    Args:
+        cursor: of a client.
+        dataset_name: for the error.
+        fingerprint: of the dataset.
+        order: that was asked for.
+        what_changed: takes another fingerprint, and says how the dataset with it differs.
 
     Raises:
         CursorRejected: it is not; says what differs.
@@ -131,10 +144,12 @@ def check_cursor(cursor: Cursor, dataset_name: str, fingerprint: str, order: Ord
         ),
     ]
     if cursor.fingerprint != fingerprint:
+        changed = what_changed(str(cursor.fingerprint))
+        changed = f"{changed}; " if changed else ""
         raise CursorRejected(
             f"the cursor belongs to other data: its dataset's fingerprint is {cursor.fingerprint}, "
-            f"that of `{dataset_name}` is {fingerprint}; restore the dataset, or start from the "
-            "beginning",
+            f"that of `{dataset_name}` is {fingerprint}; {changed}restore "
+            "the dataset, or start from the beginning",
             {"differs": "fingerprint"},
         )
     for what, theirs, ours in pairs:

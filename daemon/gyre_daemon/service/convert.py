@@ -49,6 +49,7 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
             ragged=spec.ragged,
             token_ids=spec.token_ids,
             categories=spec.categories,
+            text=spec.codec in ("text", "quoted", "json"),
         )
         for spec in fields
     ]

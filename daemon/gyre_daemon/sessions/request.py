@@ -110,7 +110,8 @@ class SessionRequest:
         if not self.cursor:
             return Cursor(self.dataset.fingerprint, self.order, position=0)
         cursor = decode_cursor(self.cursor)
-        check_cursor(cursor, self.dataset.name, self.dataset.fingerprint, self.order)
+        its = self.dataset
+        check_cursor(cursor, its.name, its.fingerprint, self.order, its.what_changed)
         return cursor
 
     def wanted_share(self, limit_bytes: int, *, scarce: bool = False) -> Share:

@@ -546,6 +546,7 @@ class Field(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     RAGGED_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     CATEGORIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
@@ -554,6 +555,8 @@ class Field(_message.Message):
     """samples differ in length: `shape` is one element's, and the tensor NAME.offsets has the lengths"""
     token_ids: _builtins.bool
     """the elements are token ids, so a client may widen an unsigned dtype"""
+    text: _builtins.bool
+    """the bytes are UTF-8: text, or a JSON document"""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one sample; empty for a scalar"""
@@ -570,11 +573,12 @@ class Field(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         ragged: _builtins.bool = ...,
         token_ids: _builtins.bool = ...,
+        text: _builtins.bool = ...,
         categories: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

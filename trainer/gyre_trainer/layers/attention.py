@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from gyre_trainer.errors import RotationError
 from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.layers.mlp import projections, refuse_dropout
+from gyre_trainer.rotation.output_reduction import EqualParts, OutputReduction, SumOfOutputs
 from gyre_trainer.rotation.rotated_module import RotatedModule
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
-from gyre_trainer.shards.layout import Cut
+from gyre_trainer.shards.layout import Cut, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class AttentionRule(Rule):
 
     A slice holds some key/value heads, and the query heads that they serve, of all four layers. The
     forward must read the number of heads from the weights (`view(..., -1, head_dim)`) and be linear
-    in the last layer's weights.
+    in the last layer's weights. A second output has the heads in dim 1, as attention weights do.
 
     Attributes:
         num_kv_heads: key/value heads of the whole module; a multiple of the ring's size.
@@ -165,6 +166,14 @@ class AttentionRule(Rule):
                 f"or rotate its layers {names} one by one instead"
             )
         return projections(module, self.inputs, self.output)
+
+    def output_reduction(
+        self, position: int, layout: Layout, dtype: torch.dtype
+    ) -> OutputReduction:
+        """The first output adds up; heads lie side by side."""
+        if position == 0:
+            return SumOfOutputs(dtype)
+        return EqualParts(1, layout.num_slices, dtype)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def call_every_expert(model: nn.Module) -> None:
             calls = _Calls(list(experts), path or type(module).__name__)
             module._expert_calls = calls  # type: ignore[assignment,unused-ignore]
             for index, expert in enumerate(experts):
-                expert.register_forward_pre_hook(partial(_before, calls, index))
+                # before the hook that compares the expert, a collective, so that all ranks agree
+                expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
 
 
 def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:

@@ -67,6 +67,7 @@ class ChunkIndex:
         self.num_chunks = sum(num_chunks)
         self.shard = np.repeat(np.array([number for number, _ in full], np.int64), num_chunks)
         self._number = _joined([scan["numbers"] for scan in scans], np.int64)
+        self._parameters = [each for scan in scans for each in scan["parameters"].tolist()]
         self._rows = _joined([scan["rows"] for scan in scans], np.int64)
         self._pieces = _joined([scan["pieces"] for scan in scans], np.int64, 2)
         counts = _joined([scan["num_pieces"] for scan in scans], np.int64)
@@ -171,6 +172,10 @@ class ChunkIndex:
         """The number of a chunk in its shard."""
         return int(self._number[chunk])
 
+    def parameters(self, chunk: int) -> tuple[int, ...]:
+        """What else the scan kept for a chunk."""
+        return tuple(self._parameters[chunk])
+
     def expected(self, chunk: int) -> list[Expected]:
         """What each stored field of a chunk must decode to."""
         rows = slice(int(self._first[chunk]), int(self._first[chunk + 1]))
@@ -189,7 +194,7 @@ class ChunkIndex:
     def _make_digest(self, identity: bytes) -> bytes:
         digest = hashlib.blake2b(identity, digest_size=16)
         described = [(spec.name, spec.dtype.str, spec.shape, spec.codec) for spec in self.fields]
-        digest.update(json.dumps(described).encode())
+        digest.update(json.dumps([described, self._parameters]).encode())
         for table in (self.shard, self._rows, self._pieces, self._ends, self._present):
             digest.update(np.ascontiguousarray(table).data)
         return digest.digest()

@@ -64,12 +64,14 @@ class StoredChunk:
         shard_bytes: the size of the shard.
         pieces: of the shard, by the byte where each begins; at first the part that all chunks of
             the shard need, if there is one.
+        parameters: what else the scan kept for the chunk.
     """
 
     shard: str
     number: int
     shard_bytes: int
     pieces: Sequence[tuple[int, memoryview]]
+    parameters: tuple[int, ...] = ()
 
 
 # Returns a column for each field, in the order of `chunk_arrays`. It must be picklable.
@@ -111,6 +113,7 @@ def chunk_arrays(
     columns: Sequence[Sequence[Column | None]],
     shared: tuple[int, int] = (0, 0),
     numbers: Sequence[int] | None = None,
+    parameters: Sequence[Sequence[int]] | None = None,
 ) -> Arrays:
     """What the scan of a shard with C chunks of together R rows returns.
 
@@ -122,10 +125,12 @@ def chunk_arrays(
             field that is not ragged and that all rows have.
         shared: bytes `[start, stop)` of the shard that all chunks need.
         numbers: of the chunks in their shard, if it has others without a row.
+        parameters: of each chunk, numbers that its decoder needs; None for none.
 
     Returns:
         fields: JSON of name, dtype, shape, raggedness and codec of each field.
-        numbers, rows, num_pieces: int64 [C]; pieces: int64 [P, 2]; shared: int64 [2].
+        numbers, rows, num_pieces: int64 [C]; pieces: int64 [P, 2]; shared: int64 [2];
+        parameters: int64 [C, any].
         ends: uint32 [R, ragged fields], where each row ends among the field's bytes of its chunk.
         optional: int64 [K], the fields that some row lacks; present: bool [R, K].
     """
@@ -155,6 +160,9 @@ def chunk_arrays(
         "num_pieces": np.array([len(its) for its in pieces], np.int64),
         "pieces": np.array(ranges, np.int64).reshape(-1, 2),
         "shared": np.array(shared, np.int64),
+        "parameters": np.array(parameters or [[]] * len(num_rows), np.int64).reshape(
+            len(num_rows), -1 if parameters else 0
+        ),
         "ends": ends,
         "optional": optional,
         "present": present[:, optional],
@@ -178,9 +186,12 @@ def check_chunks(arrays: Arrays, file_bytes: int) -> None:
     )
     pieces = array_of(arrays, "pieces", np.int64, 2)
     shared, optional = (array_of(arrays, name, np.int64) for name in ("shared", "optional"))
+    parameters = array_of(arrays, "parameters", np.int64, 2)
     ends = array_of(arrays, "ends", np.uint32, 2)
     present = array_of(arrays, "present", np.bool_, 2)
-    if {len(numbers), len(counts)} != {len(rows)} or (np.diff(numbers, prepend=-1) < 1).any():
+    if {len(numbers), len(counts), len(parameters)} != {len(rows)} or (
+        np.diff(numbers, prepend=-1) < 1
+    ).any():
         raise ValueError("its chunks are not numbered")
     if (rows < 1).any() or (rows > MAX_CHUNK_BYTES).any():
         raise ValueError("its chunks have no rows")

@@ -25,6 +25,7 @@ class DecodeRequest:
         noun: what the format calls a chunk.
         number: of the chunk in its shard.
         shard_bytes: the size of the shard.
+        parameters: what else its scan kept for the chunk.
         pieces: bytes `[start, stop)` of the shard, back to back at the beginning of the file.
         expected: what each field must be.
         target: where the decoded chunk goes in the file.
@@ -35,6 +36,7 @@ class DecodeRequest:
     noun: str
     number: int
     shard_bytes: int
+    parameters: tuple[int, ...]
     pieces: Sequence[tuple[int, int]]
     expected: Sequence[Expected]
     target: int
@@ -53,7 +55,9 @@ class DecodeRequest:
             pieces.append((start, memory[begin:end].toreadonly()))
             begin = end
         try:
-            columns = self.decode(StoredChunk(shard, self.number, self.shard_bytes, pieces))
+            columns = self.decode(
+                StoredChunk(shard, self.number, self.shard_bytes, pieces, self.parameters)
+            )
         except CorruptSample:
             raise
         except MemoryError as error:

@@ -26,6 +26,9 @@ def check_text(data: bytes | memoryview) -> None:
     Raises:
         ValueError: they are not.
     """
+    if len(data) <= _TEXT_BYTES:
+        str(data, "utf-8")
+        return
     decoder = codecs.getincrementaldecoder("utf-8")()
     for begin in range(0, len(data), _TEXT_BYTES):
         decoder.decode(bytes(data[begin : begin + _TEXT_BYTES]))
@@ -43,6 +46,13 @@ def check_json(data: bytes | memoryview) -> None:
     check_text(data)
     if len(data) > _MAX_JSON_BYTES:
         return
+    try:
+        _SKIPPING.decode(data)
+        return
+    except msgspec.DecodeError:
+        pass  # Python's `json` writes and reads more than JSON has
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
     text = str(data, "utf-8")  # given bytes, `json` would accept UTF-16 too
     num_values = text.count(",") + text.count("[") + text.count("{")  # at most, without keys
     try:

@@ -7,8 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Scan
-from gyre_daemon.datasets.formats.mds.scan import SCAN_VERSION, MdsColumn, check_scan, scan_mds
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    CodecName,
+    FieldSpec,
+    SampleIndex,
+    Scan,
+)
+from gyre_daemon.datasets.formats.mds.compressed import (
+    any_compressed,
+    check_any,
+    compressed_index,
+    scan_any,
+)
+from gyre_daemon.datasets.formats.mds.scan import SCAN_VERSION, MdsColumn
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -48,14 +60,14 @@ class MdsOptions:
 class MdsFormat:
     """A `Format` that reads each shard once to find the columns of its samples."""
 
-    pattern = "*.mds"
+    pattern = "*.{mds,mds.zst,mds.zstd}"
     unpacks_gzip = False
-    inspection = Scan(SCAN_VERSION, scan_mds, lambda scan: len(scan["size"]), check_scan)
+    inspection = Scan(SCAN_VERSION, scan_any, lambda scan: len(scan["size"]), check_any)
 
     def __init__(self, options: MdsOptions) -> None:
         self._options = options
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
         columns = _common_columns(shards, inspected)
         names = [column.name for column in columns]
@@ -73,14 +85,15 @@ class MdsFormat:
             _spec(field, columns[place])
             for (field, _), place in zip(wanted, places, strict=bool(columns))
         ]
+        identity = json.dumps([(spec.name, spec.codec, spec.dtype.str) for spec in specs]).encode()
+        if any_compressed(shards, inspected):
+            return compressed_index(shards, inspected, specs, places, identity)
         return SampleTable(
             specs,
             [len(scan["size"]) for scan in inspected],
             np.concatenate([nothing, *(scan["start"][:, places] for scan in full)]),
             np.concatenate([nothing, *(scan["size"][:, places] for scan in full)]),
-            identity=json.dumps(
-                [(spec.name, spec.codec, spec.dtype.str) for spec in specs]
-            ).encode(),
+            identity=identity,
         )
 
 
