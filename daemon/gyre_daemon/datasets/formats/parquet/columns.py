@@ -93,7 +93,7 @@ def field_of(name: str, kind: Any) -> FieldSpec | None:
         return spec if is_one else None
     if types.is_fixed_size_list(kind):
         inner = field_of(name, kind.value_type)
-        if inner is None or inner.ragged or not kind.list_size:
+        if inner is None or inner.ragged or kind.list_size < 1:
             return None
         return replace(inner, shape=(kind.list_size, *inner.shape))
     if types.is_list(kind) or types.is_large_list(kind):
