@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
+from gyre_daemon.datasets.formats.arrow.compressed import scan_compressed
 from gyre_daemon.datasets.formats.arrow.messages import Messages, RecordBatch
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
 from gyre_daemon.datasets.formats.parquet.columns import ServedColumn, served_columns
@@ -40,6 +41,8 @@ class _Found:
 def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) -> Arrays:
     """Where the N rows of C record batches lie, with F columns that are served.
 
+    Of compressed record batches, it returns what `scan_compressed` does.
+
     Args:
         wanted: names of the fields and the columns; empty for all.
         shard: for messages.
@@ -63,7 +66,8 @@ def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) ->
     """
     messages = Messages(file)
     try:
-        return _scan(messages, wanted)
+        found = _scan(messages, wanted)
+        return scan_compressed(wanted, file) if found is None else found
     except ConfigError as error:
         raise ConfigError(f"shard {shard}: {error}") from error
     except (ValueError, RecursionError, OverflowError) as error:
@@ -74,7 +78,8 @@ def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) ->
         ) from error
 
 
-def _scan(messages: Messages, wanted: Sequence[tuple[str, str]]) -> Arrays:
+def _scan(messages: Messages, wanted: Sequence[tuple[str, str]]) -> Arrays | None:
+    """See `scan_arrow`; None if the record batches are compressed."""
     schema: Any = None
     columns: list[ServedColumn] = []
     batches: list[RecordBatch] = []
@@ -87,6 +92,8 @@ def _scan(messages: Messages, wanted: Sequence[tuple[str, str]]) -> Arrays:
         elif schema is None:
             raise ValueError("it does not begin with a schema")
         elif message.batch and message.batch.num_rows:
+            if message.batch.compression and not batches:
+                return None
             columns = columns or _served(schema, wanted)
             batches.append(message.batch)
             found.append(_columns_of(messages, message.batch, schema, columns))
@@ -154,8 +161,8 @@ def _columns_of(
 ) -> list[_Found]:
     if batch.compression:
         raise ConfigError(
-            f"the record batches are compressed ({batch.compression}), which is not read yet; "
-            "write the file without compression, or as Parquet"
+            f"some record batches are compressed ({batch.compression}) and some are not; write the "
+            "file again"
         )
     walk = _Walk(messages, batch)
     served = {column.name: column for column in columns}
