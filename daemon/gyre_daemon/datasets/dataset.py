@@ -28,6 +28,7 @@ class Dataset:
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
         corrupt: int64 [C], ids of the samples that others replace, in rising order.
         chosen: the fields, where the operator renames or casts some; None for those of the index.
+        stored_bytes: of all shards as they are stored; 0 where the storage has them so.
         what_changed: takes an earlier fingerprint, and says how the shards differ from those that
             had it; empty if that is not known.
     """
