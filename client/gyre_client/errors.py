@@ -27,7 +27,7 @@ The daemon sends the class of an error as its `reason`; `BY_REASON` maps it to t
 
 from collections.abc import Mapping
 
-from gyre_client.printable import printable
+from gyre_common.printable import printable
 
 
 class GyreError(Exception):

@@ -15,6 +15,7 @@ import grpc
 import shtab
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from gyre_common.printable import printable
 
 from gyre_daemon import __version__
 from gyre_daemon.access.credentials import Credentials
@@ -46,7 +47,6 @@ from gyre_daemon.runtime.listen import (
     parse_address,
     parse_metrics_address,
 )
-from gyre_daemon.runtime.printable import printable
 from gyre_daemon.runtime.private_files import read_file
 from gyre_daemon.server import Owner, serve
 from gyre_daemon.storage.location import parse_location

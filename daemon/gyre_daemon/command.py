@@ -2,13 +2,14 @@
 
 import sys
 
+from gyre_common.program import run_program
+
 from gyre_daemon import __version__
-from gyre_daemon.runtime.program import run_program
 
 
 def main() -> None:
     """Run the command line; exits 2 where the extra `daemon` is not installed."""
-    sys.exit(run_program("gyred", _run))
+    sys.exit(run_program("gyred", _run, needs_output=False))
 
 
 def _run() -> int:

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = {"gyre_daemon", "gyre_client", "gyre_trainer", "gyre_protos"}
+OURS = {"gyre_daemon", "gyre_client", "gyre_trainer", "gyre_protos", "gyre_common"}
 OF_IMPORT = importlib.metadata.packages_distributions()
 
 
@@ -82,6 +82,10 @@ def test_an_extra_declares_all_that_its_package_imports(room: str, extras: list[
     needs = imported(package)
     assert needs
     assert needs <= {canonicalize_name(requirement.name) for requirement in declared(*extras)}
+
+
+def test_what_all_programs_share_needs_nothing() -> None:
+    assert imported(ROOT / "common" / "gyre_common") == set()
 
 
 @pytest.mark.parametrize("extra", ["daemon", "s3", "gcs", "azure"])

@@ -1,6 +1,6 @@
 """What is built.
 
-A wheel with the four packages and nothing else at its top, the same one from the sdist, an editable
+A wheel with the five packages and nothing else at its top, the same one from the sdist, an editable
 one.
 """
 
@@ -13,7 +13,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"gyre_daemon", "gyre_client", "gyre_trainer", "gyre_protos"}
+PACKAGES = {"gyre_daemon", "gyre_client", "gyre_trainer", "gyre_protos", "gyre_common"}
 
 
 def wheel_names(root: Path, folder: Path, version: str = "standard") -> set[str]:
@@ -28,7 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return wheel_names(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_wheel_holds_the_four_packages_and_nothing_else_at_its_top(wheel: set[str]) -> None:
+def test_the_wheel_holds_the_five_packages_and_nothing_else_at_its_top(wheel: set[str]) -> None:
     tops = {name.partition("/")[0] for name in wheel}
     assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
 
@@ -42,7 +42,7 @@ def test_the_wheel_holds_types_contract_and_licence(wheel: set[str]) -> None:
 def test_the_wheel_holds_every_source_file(wheel: set[str]) -> None:
     sources = {
         str(file.relative_to(ROOT / folder))
-        for folder in ("daemon", "client", "trainer", "protos")
+        for folder in ("daemon", "client", "trainer", "protos", "common")
         for pattern in ("*.py", "*.pyi")
         for file in (ROOT / folder).rglob(pattern)
     }
@@ -57,17 +57,17 @@ def test_the_sdist_builds_the_same_wheel(wheel: set[str], tmp_path: Path) -> Non
     assert wheel_names(root, tmp_path / "dist") == wheel
 
 
-def test_an_editable_install_points_to_the_four_folders(tmp_path: Path) -> None:
+def test_an_editable_install_points_to_the_five_folders(tmp_path: Path) -> None:
     (path,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["editable"])
     with zipfile.ZipFile(path) as wheel:
         (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
         folders = wheel.read(pth).decode().split()
     assert {Path(folder) for folder in folders} == {
-        ROOT / name for name in ("daemon", "client", "trainer", "protos")
+        ROOT / name for name in ("daemon", "client", "trainer", "protos", "common")
     }
 
 
-@pytest.mark.parametrize("folder", ["daemon", "client", "trainer", "protos"])
+@pytest.mark.parametrize("folder", ["daemon", "client", "trainer", "protos", "common"])
 def test_a_room_holds_its_package_and_no_loose_module(folder: str) -> None:
     assert [child.name for child in (ROOT / folder).iterdir() if child.name != "__pycache__"] == [
         f"gyre_{folder}"

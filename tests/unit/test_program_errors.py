@@ -3,13 +3,11 @@
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import gyre_client.program
-import gyre_daemon.runtime.program
 import pytest
+from gyre_common.program import run_program
 
-RUNS = (gyre_client.program.run_program, gyre_daemon.runtime.program.run_program)
 ERRORS = [
     (OSError(errno.ENOSPC, "No space left"), 1, "x: the output cannot be written: No space left\n"),
     (OSError(errno.EBADF, "Bad"), 1, "x: the output cannot be written: Bad\n"),
@@ -29,9 +27,8 @@ def handlers() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("run_program", RUNS, ids=["client", "daemon"])
 def test_only_an_error_of_the_output_is_called_one(
-    run_program: Callable[[str, Callable[[], int]], int], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for error, status, told in ERRORS:
 

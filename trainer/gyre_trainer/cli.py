@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import shtab
 from gyre_client.errors import GyreError
-from gyre_client.program import internal_error
+from gyre_common.program import internal_error
 
 from gyre_trainer import __version__
 from gyre_trainer.errors import ConfigError, RingError, TrainError

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import grpc
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.batches.batch import (
@@ -30,7 +31,6 @@ from gyre_client.memory.arena import Arenas
 from gyre_client.messages.answers import check_grant, check_group
 from gyre_client.messages.frames import chunk_data
 from gyre_client.messages.layouts import BatchTensors
-from gyre_client.printable import printable
 from gyre_client.transport.connection import RETRY_AFTER, Connection, error_from
 from gyre_client.transport.outbox import Outbox
 

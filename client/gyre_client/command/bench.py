@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
@@ -14,7 +15,6 @@ from gyre_client.command.formatting import CommandOutput, show_progress, size, t
 from gyre_client.errors import InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, MAX_UINT64, whole
 from gyre_client.messages.requests import is_location
-from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 
 if TYPE_CHECKING:

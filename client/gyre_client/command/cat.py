@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
+from gyre_common.printable import printable
+
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput
 from gyre_client.command.samples import Value, first_samples
 from gyre_client.messages.arguments import MAX_UINT32, whole
-from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 
 MAX_SHOWN_CHARS = 300

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import shtab
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
@@ -18,7 +19,6 @@ from gyre_client.command.values import words_of
 from gyre_client.errors import GyreError, InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import whole
 from gyre_client.messages.requests import is_location
-from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 
 _MAX_SAMPLES = 1000

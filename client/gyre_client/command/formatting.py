@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
+from gyre_common.printable import printable
 
 from gyre_client.command.colour import painted
 from gyre_client.command.media import Picture, shows_pictures
-from gyre_client.printable import printable
 
 _ELLIPSIS = "\u2026"
 _GAP = 2  # columns of a terminal between two columns of a table

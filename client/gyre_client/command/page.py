@@ -9,13 +9,13 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.histograms import as_svg, title
 from gyre_client.command.media import media_type
 from gyre_client.command.samples import Sample, Value
 from gyre_client.command.values import text_of, words_of
-from gyre_client.printable import printable
 
 _MAX_TEXT_CHARS = 5000
 # Bytes of images and sounds: larger ones are named, so that the page opens.

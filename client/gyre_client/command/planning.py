@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of, size_bytes, steps
@@ -10,7 +11,6 @@ from gyre_client.command.formatting import CommandOutput, plain, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import MAX_UINT64, whole
 from gyre_client.messages.requests import ORDERS, TAILS, order
-from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 
 MAX_STEPS = 1000  # in a range: each step is a call

@@ -5,10 +5,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from gyre_common.printable import printable
+
 from gyre_client.command.formatting import size
 from gyre_client.command.media import media_type
 from gyre_client.command.samples import Value
-from gyre_client.printable import printable
 
 _MAX_CHARS, _MAX_NUMBERS = 300, 8
 _SHOWN_BYTES = 16

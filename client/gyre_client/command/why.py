@@ -2,12 +2,12 @@
 
 import argparse
 
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
 from gyre_client.command.formatting import CommandOutput, duration, facts, page_width, plain, size
 from gyre_client.messages.arguments import MAX_UINT64, whole
-from gyre_client.printable import printable
 from gyre_client.transport.connection import Connection
 
 

@@ -16,6 +16,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 from gyre_protos.v1.loader_pb2_grpc import LoaderStub
 
@@ -42,7 +43,6 @@ from gyre_client.messages.answers import (
     checked_findings,
     checked_progress,
 )
-from gyre_client.printable import printable
 from gyre_client.transport.address import Address
 from gyre_client.transport.channel import MAX_CONTROL_BYTES, open_channel
 from gyre_client.transport.credentials import CredentialFiles, Pem

@@ -11,8 +11,9 @@ import os
 import select
 import socket
 
+from gyre_common.printable import printable
+
 from gyre_client.errors import DaemonUnavailable, Overloaded
-from gyre_client.printable import printable
 from gyre_client.transport.address import Address
 from gyre_client.transport.trust import check_peer
 

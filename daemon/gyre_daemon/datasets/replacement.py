@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gyre_common.printable import printable
+
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.runtime.ownership import make_folder, open_ours
-from gyre_daemon.runtime.printable import printable
 
 # Lines of a report, and characters of a text in it: 10 MiB at most. Beyond it, the last line says
 # how many samples it leaves out.

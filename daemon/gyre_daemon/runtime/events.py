@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TextIO
 
-from gyre_daemon.runtime.printable import printable
+from gyre_common.printable import printable
 
 _LOGGER = logging.getLogger("gyre_daemon")
 

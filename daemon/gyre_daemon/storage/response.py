@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+from gyre_common.printable import printable
+
 from gyre_daemon.errors import (
     GyreError,
     InvalidRequest,
@@ -13,7 +15,6 @@ from gyre_daemon.errors import (
     ShardMissing,
     StorageUnavailable,
 )
-from gyre_daemon.runtime.printable import printable
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.shard import Shard, changed, truncated
 

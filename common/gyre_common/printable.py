@@ -1,8 +1,8 @@
 """Text of others, as a terminal may show it.
 
 A terminal obeys control characters: they move the cursor, change the title, or hide what follows.
-Names and messages of datasets, storages, jobs and daemons may hold any. Every error and every
-output of the commands passes through here.
+Names and messages of datasets, storages, clients and daemons may hold any. Every error, every
+output of the commands and every line of the log for people passes through here.
 """
 
 

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from gyre_client.printable import printable
+from gyre_common.printable import printable
 
 _INTERRUPTED = 128 + signal.SIGINT
 _READER_GONE = 128 + signal.SIGPIPE
