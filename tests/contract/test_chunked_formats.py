@@ -102,6 +102,45 @@ class TestCompressedJsonl(ChunkContract):
         monkeypatch.setattr(frames, "_MIN_CHUNK_BYTES", 3000)
 
 
+class TestCompressedArrow(ChunkContract):
+    """Files and a stream; record batches have no checksums."""
+
+    name = "arrow"
+    options = TestParquet.options
+    has_checksums = False
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        tables = [TestParquet().table(count) for count in (90, 1, 55)]
+        return [
+            arrow(tables[0], "zstd"),
+            arrow(tables[1], "lz4", is_stream=True),
+            arrow(tables[2], "lz4"),
+        ], TestParquet().shards()[1]
+
+    def empty_shard(self) -> bytes:
+        return arrow(TestParquet().table(0), "zstd")
+
+    def damaged_shard(self) -> bytes:
+        return self.shards()[0][0][:-20]
+
+    def test_dictionaries_are_decoded(self) -> None:
+        column = pa.array(["a", "b", None, "a"]).dictionary_encode()
+        dataset_format = self.format(columns=[])
+        shards = [arrow(pa.table({"word": column}), "zstd")]
+        index = dataset_format.assemble(listed(shards), inspect(dataset_format, shards))
+        assert isinstance(index, ChunkIndex)
+        assert decode_all(shards, index) == [b"aba"]
+
+
+def arrow(table: Any, compression: str, *, is_stream: bool = False) -> bytes:
+    stream = io.BytesIO()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    make = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    with make(stream, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=40)
+    return stream.getvalue()
+
+
 class TestCompressedMds(ChunkContract):
     """Shards by the library's own writer; each is a chunk."""
 
@@ -296,6 +335,14 @@ def test_a_file_that_lies_elsewhere_is_refused() -> None:
     column = pa.array([{"bytes": None, "path": "/data/a.png"}], FILE)
     with pytest.raises(CorruptSample, match=r"no bytes in row 0, only the path /data/a\.png"):
         scan_of(pa.table({"image": column}))
+
+
+def test_names_of_classes_are_those_of_hugging_face() -> None:
+    features = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "id": None}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"id": [7, 8], "label": [1, 0]}).replace_schema_metadata(metadata)
+    fields = scan_of(table).fields
+    assert [spec.categories for spec in fields] == [(), ("cat", "dog")]
 
 
 def test_a_list_with_nulls_is_refused() -> None:

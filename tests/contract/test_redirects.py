@@ -262,6 +262,23 @@ def test_an_object_storage_may_not_redirect_a_read_either(
     assert other.requests == []
 
 
+def test_a_listing_of_obstore_follows_redirects(
+    storage_opener: StorageOpener, server: Server, other: Server
+) -> None:
+    """What is not promised: its client has no setting for it. What comes back is still no listing.
+
+    Where this fails, obstore can refuse them: set that, and promise it in docs/security.md.
+    """
+    server.redirects["/bucket"] = 307, f"{other.url}/secret.bin"
+    settings = {"endpoint": server.url, "region": "x", "skip_signature": "true",
+                "virtual_hosted_style_request": "false"}  # fmt: skip
+    with pytest.raises(GyreError) as refused:
+        read(storage_opener, "s3://bucket/*.bin", settings)
+    assert ("GET", "/secret.bin") in other.requests
+    assert str(refused.value).isprintable()
+    assert DATA[:8].hex() not in str(refused.value)
+
+
 def test_behind_a_proxy_redirects_cannot_be_refused(
     storage_opener: StorageOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from gyre_daemon.errors import ConfigError, NotAllowed
 from gyre_daemon.storage.sources.http_options import take_http_options
-from gyre_daemon.storage.sources.object_source import ObjectSource
+from gyre_daemon.storage.sources.object_source import ObjectSource, open_objects
 from gyre_daemon.storage.sources.plain_source import PlainSource
 
 from tests.certificates import Authority
@@ -172,6 +172,42 @@ class Proxy:
                 target.sendall(data)
 
 
+def test_who_requests_may_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signed URL cannot say so: obstore reads, and signs each request as botocore does."""
+    requests: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        settings = {**CREDENTIALS, "endpoint": f"http://{host}", "request_payer": "true"}
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                requests.append(connection.recv(1 << 16))
+                modified = b"Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n"
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n" + modified + b"\r\n")
+
+        server = threading.Thread(target=answer)
+        server.start()
+        filesystem = open_objects("s3", settings, "s3://bucket/data/a.bin", max_retries=0)
+        assert run(filesystem._info("s3://bucket/data/a.bin"))["size"] == 5
+        server.join()
+    lines = requests[0].decode().split("\r\n")
+    sent = dict(line.split(": ", 1) for line in lines[1:] if line)
+    assert sent["x-amz-request-payer"] == "requester"
+    at = datetime.datetime.strptime(sent["x-amz-date"], "%Y%m%dT%H%M%SZ")
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: at)
+    payer = {"x-amz-request-payer": "requester"}
+    request = AWSRequest("HEAD", f"http://{host}/bucket/data/a.bin", payer)
+    credentials = Credentials(CREDENTIALS["access_key_id"], CREDENTIALS["secret_access_key"])
+    botocore.auth.S3SigV4Auth(credentials, "s3", CREDENTIALS["region"]).add_auth(request)
+    assert request.headers["Authorization"] == sent["authorization"]
+
+
+CREDENTIALS = {
+    "region": "eu-west-3",
+    "access_key_id": "AKIDEXAMPLE",
+    "secret_access_key": "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY",
+}
 KEYS = ("data/a.bin", "data/a b+c~d/é#?.bin", "data/%41&=;.bin")
 
 
@@ -186,9 +222,7 @@ def test_signatures_are_those_of_botocore(
         endpoint = endpoint.replace("storage", "bucket.storage")
     settings = {
         "endpoint": endpoint,
-        "region": "eu-west-3",
-        "access_key_id": "AKIDEXAMPLE",
-        "secret_access_key": "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY",
+        **CREDENTIALS,
         "virtual_hosted_style_request": str(style == "virtual-hosted").lower(),
         **({"session_token": token} if token else {}),
     }
@@ -203,7 +237,7 @@ def test_signatures_are_those_of_botocore(
     at = datetime.datetime.strptime(query["X-Amz-Date"][0], "%Y%m%dT%H%M%SZ")
     monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: at)
     request = AWSRequest("GET", f"{signed.scheme}://{signed.netloc}{signed.path}")
-    credentials = Credentials("AKIDEXAMPLE", settings["secret_access_key"], token)
+    credentials = Credentials(settings["access_key_id"], settings["secret_access_key"], token)
     expires_s = int(query["X-Amz-Expires"][0])
     botocore.auth.S3SigV4QueryAuth(credentials, "s3", "eu-west-3", expires_s).add_auth(request)
     assert parse_qs(urlsplit(request.url).query) == query

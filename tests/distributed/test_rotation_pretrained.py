@@ -96,6 +96,37 @@ def test_weights_pass_through_two_and_three_ranks_bit_by_bit(
         assert torch.equal(parameter, expected[name])
 
 
+def texts(model: Any) -> list[list[int]]:
+    """Token ids that follow a prompt, with a cache: the likeliest, and sampled ones."""
+    found = []
+    for sampled in (False, True):
+        torch.manual_seed(3)
+        tokens = model.eval().generate(
+            torch.arange(5)[None],
+            max_new_tokens=8,
+            do_sample=sampled,
+            use_cache=True,
+            pad_token_id=0,
+        )
+        found.append(tokens[0].tolist())
+    return found
+
+
+def generated(source: Path) -> list[list[int]]:
+    with torch.device("meta"):
+        model = made()
+    rotate_all(model, mesh=make_mesh("cpu"))
+    pretrained.load(model, source)
+    return texts(model)
+
+
+def test_a_rotated_model_generates_what_the_plain_one_does(ranks: StartRanks, saved: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = texts(AutoModelForCausalLM.from_pretrained(saved))
+    assert ranks(2).run(generated, saved) == [expected, expected]
+
+
 def refused(source: Path) -> tuple[str, str]:
     """What a rank says of a folder whose last file is cut off, and of one that cannot be made."""
     told = []

@@ -34,6 +34,7 @@ from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.sources.plain_http import HttpGet, _Connection
 from gyre_protos.v1 import loader_pb2 as pb
 
+from tests.fuzz import shards
 from tests.unseekable import Unseekable
 
 _TAR = WebdatasetFormat(WebdatasetOptions())
@@ -281,4 +282,4 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
         request,
         http,
     )
-}
+} | shards.TARGETS

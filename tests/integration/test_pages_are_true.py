@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 from gyre_trainer.cli import main
+from gyre_trainer.training.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 150
@@ -36,6 +37,12 @@ def test_the_plan_of_the_training_page_is_what_the_command_prints(
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command.removeprefix("$ gyre-train "))) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_the_configuration_of_the_training_page_describes_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(blocks("docs/training.md", "toml")[0])
+    assert load(path).data.format == "tokens"
 
 
 def test_every_promise_of_the_security_page_names_a_test_that_exists() -> None:

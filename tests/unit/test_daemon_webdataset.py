@@ -282,9 +282,9 @@ def test_options(options: dict[str, Any], sentence: str) -> None:
 def test_an_unknown_format() -> None:
     with pytest.raises(
         ConfigError,
-        match="dataset `set` has the unknown format `parquet`; known are tokens, webdataset",
+        match="dataset `set` has the unknown format `lance`; known are tokens, webdataset",
     ):
-        make_format("set", DatasetConfig("/data", "parquet", {}))
+        make_format("set", DatasetConfig("/data", "lance", {}))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ class DatasetConfig:
         cache: whether blocks read from object storage are kept in the node's cache.
         allow: who may read it, as `access.rules` says; empty for the daemon's user and group.
         follow_links: whether links among local files may lead out of the dataset's folder.
+        rename: new names of fields, by the names that they have.
+        cast: dtypes of fields that are numbers, by their new names.
         on_corrupt: what happens to samples whose bytes fail the checks of their format: `fail` ends
             the job that reads one; `replace` gives another sample its place, and writes a report.
         max_corrupt: with `replace`, how many samples may be corrupt, as an integer, or as a
@@ -48,6 +50,8 @@ class DatasetConfig:
     cache: bool = True
     allow: tuple[str, ...] = ()
     follow_links: bool = False
+    rename: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, str] = field(default_factory=dict)
     on_corrupt: Literal["fail", "replace"] = "fail"
     max_corrupt: Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=0.5)] = 0.01
 

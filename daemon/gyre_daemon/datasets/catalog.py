@@ -187,6 +187,8 @@ class Catalog:
                 dict(config.options),
                 dict(config.storage),
                 config.follow_links,
+                dict(config.rename),
+                dict(config.cast),
                 config.on_corrupt,
                 config.max_corrupt,
             ],

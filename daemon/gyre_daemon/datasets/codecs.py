@@ -109,6 +109,30 @@ def _finish_npy(spec: FieldSpec, scratch: memoryview, destination: memoryview) -
         np.frombuffer(destination, spec.dtype).byteswap(inplace=True)
 
 
+def _finish_cast(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
+    """Numbers of another dtype; a value that this one does not hold is an error."""
+    assert spec.cast_from
+    codec, dtype = spec.cast_from
+    stored: bytearray | memoryview = scratch
+    finish = CODECS[codec].finish
+    if finish:
+        stored = bytearray(dtype.itemsize)
+        finish(spec, scratch, memoryview(stored))
+    count = destination.nbytes // spec.dtype.itemsize
+    if len(stored) != count * dtype.itemsize:
+        raise ValueError(f"{len(stored)} bytes are not {count} numbers of {dtype}")
+    values = np.frombuffer(stored, dtype)
+    with np.errstate(all="ignore"):
+        cast = values.astype(spec.dtype)
+        if spec.dtype.kind == "f":
+            is_lost = np.isinf(cast) & np.isfinite(values)
+        else:
+            is_lost = (cast.astype(dtype) != values) | ((cast < 0) != (values < 0))
+    if is_lost.any():
+        raise ValueError(f"{values[np.argmax(is_lost)]} does not fit into {spec.dtype}")
+    np.frombuffer(destination, spec.dtype)[:] = cast
+
+
 CODECS: Mapping[str, Codec] = {
     "bytes": _as_stored(),
     "ids": _as_stored(),  # `first_unknown_id` checks many samples at once
@@ -136,6 +160,11 @@ CODECS: Mapping[str, Codec] = {
         ),
         scratch_bytes=lambda stored, reserved: stored - reserved,
         finish=_finish_npy,
+    ),
+    "cast": Codec(
+        misfits=lambda stored, reserved: np.asarray(stored < 1),
+        scratch_bytes=lambda stored, reserved: stored,
+        finish=_finish_cast,
     ),
 }
 

@@ -27,6 +27,8 @@ class Dataset:
         index: its samples.
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
         corrupt: int64 [C], ids of the samples that others replace, in rising order.
+        chosen: the fields, where the operator renames or casts some; None for those of the index.
+        stored_bytes: of all shards as they are stored; 0 where the storage has them so.
         what_changed: takes an earlier fingerprint, and says how the shards differ from those that
             had it; empty if that is not known.
     """
@@ -38,6 +40,8 @@ class Dataset:
     index: SampleIndex
     fingerprint: str
     corrupt: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
+    chosen: Sequence[FieldSpec] | None = None
+    stored_bytes: int = 0
     what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)
 
     @property
@@ -48,7 +52,7 @@ class Dataset:
     @property
     def fields(self) -> Sequence[FieldSpec]:
         """The tensors of a sample."""
-        return self.index.fields
+        return self.index.fields if self.chosen is None else self.chosen
 
     @property
     def has_equal_samples(self) -> bool:
@@ -58,7 +62,7 @@ class Dataset:
     @property
     def num_bytes(self) -> int:
         """The size of all shards together."""
-        return sum(shard.size_bytes for shard in self.storage.shards)
+        return self.stored_bytes or sum(shard.size_bytes for shard in self.storage.shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ def fingerprint(
     index: SampleIndex,
     contents: Sequence[bytes],
     corrupt: npt.NDArray[np.int64] = NO_SAMPLES,
+    fields: Sequence[FieldSpec] = (),
 ) -> str:
     """The identity of a dataset's data.
 
@@ -102,6 +107,7 @@ def fingerprint(
         index: of all samples.
         contents: the bytes of `fingerprint_ranges`.
         corrupt: int64 [C], ids of the samples that others replace.
+        fields: as the operator wants them, where some are renamed or cast.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([(shard.name, shard.size_bytes) for shard in shards]).encode())
@@ -110,6 +116,9 @@ def fingerprint(
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
     if len(corrupt):
         digest.update(b"replaced" + corrupt.astype("<i8").tobytes())
+    if fields:
+        named = [(spec.name, spec.dtype.str, spec.codec) for spec in fields]
+        digest.update(json.dumps(named).encode())
     return digest.hexdigest()
 
 

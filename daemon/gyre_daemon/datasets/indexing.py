@@ -29,7 +29,8 @@ from gyre_daemon.datasets.dataset import (
 from gyre_daemon.datasets.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.decoders import Decoders
 from gyre_daemon.datasets.detection import detect_format
-from gyre_daemon.datasets.formats import SINGLE_FILES, SampleIndex, make_format
+from gyre_daemon.datasets.fields import chosen_fields
+from gyre_daemon.datasets.formats import SINGLE_FILES, FieldSpec, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import (
     Arrays,
     DamagedSample,
@@ -168,17 +169,29 @@ class Indexer:
                 f"dataset `{opening.name}` has no sample: its {len(shards)} shards are empty or "
                 "too short"
             )
+        fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
         corrupt = NO_SAMPLES
         if replaces:
-            corrupt = await self._find_corrupt(opening, served, index, damaged)
+            corrupt = await self._find_corrupt(opening, served, index, fields, damaged)
         ranges = fingerprint_ranges(shards) if opening.files is None else sample_ranges(index)
         contents = await read_ranges(served, *ranges)
-        identity = await self._in_thread(fingerprint, shards, index, contents, corrupt)
+        chosen = None if fields is index.fields else fields
+        identity = await self._in_thread(
+            fingerprint, shards, index, contents, corrupt, chosen or ()
+        )
         storage = self._behind_cache(opening, served, index)
         if served.checksums:
             await self._in_thread(self._checksums.begin, opening.location, served.checksums)
         dataset = Dataset(
-            opening.name, opening.config.format, opening.location, storage, index, identity, corrupt
+            opening.name,
+            opening.config.format,
+            opening.location,
+            storage,
+            index,
+            identity,
+            corrupt,
+            chosen,
+            sum(shard.size_bytes for shard in shards) if isinstance(index, ChunkIndex) else 0,
         )
         facts: dict[str, object] = {
             "dataset": opening.name,
@@ -210,6 +223,7 @@ class Indexer:
         opening: OpeningDataset,
         served: Storage,
         index: SampleIndex,
+        fields: Sequence[FieldSpec],
         damaged: Sequence[DamagedSample],
     ) -> npt.NDArray[np.int64]:
         """The ids of all corrupt samples, in rising order; they are reported.
@@ -218,6 +232,7 @@ class Indexer:
             opening: the dataset.
             served: its shards, uncompressed.
             index: its samples.
+            fields: its fields, renamed and cast.
             damaged: those that are known to be corrupt.
 
         Raises:
@@ -238,7 +253,7 @@ class Indexer:
             for each in damaged
         ]
         known = np.array([each.sample for each in damaged], np.int64)
-        checking = self.checker.run(opening.location, served, index, known, refresh=False)
+        checking = self.checker.run(opening.location, served, index, known, fields, refresh=False)
         async with contextlib.aclosing(checking) as checked:
             async for shard in checked:
                 if shard.failure:

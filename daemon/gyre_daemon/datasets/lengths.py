@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.datasets.formats import SampleIndex, stored_fields
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.order.permutation import Int64Array
 
 # Samples that are looked at, evenly spaced: a larger dataset would keep a core for seconds, and its
@@ -40,9 +40,12 @@ class LengthHistogram:
     num_samples: int
 
 
-def length_histograms(index: SampleIndex) -> list[LengthHistogram]:
+def length_histograms(
+    index: SampleIndex, fields: Sequence[FieldSpec] | None = None
+) -> list[LengthHistogram]:
     """A histogram of each ragged field, of the first hundred; waits for seconds at most."""
-    ragged = [place for place, spec in enumerate(stored_fields(index.fields)) if spec.ragged]
+    stored = stored_fields(index.fields if fields is None else fields)
+    ragged = [place for place, spec in enumerate(stored) if spec.ragged]
     ragged = ragged[:_MAX_FIELDS]
     if not ragged or not index.num_samples:
         return []
@@ -52,7 +55,7 @@ def length_histograms(index: SampleIndex) -> list[LengthHistogram]:
         index.locate(ids[begin : begin + _AT_ONCE]).tensor_bytes[:, ragged]
         for begin in range(0, num_samples, _AT_ONCE)
     ]
-    specs = [index.fields[place] for place in ragged]
+    specs = [stored[place] for place in ragged]
     num_bytes = np.concatenate(parts)
     return [
         _histogram(spec.name, num_bytes[:, column] // max(spec.element_bytes, 1))

@@ -17,6 +17,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.damage import Damage
 from gyre_daemon.datasets.decoded import DecodedStorage
 from gyre_daemon.datasets.decoded_checks import DecodedShards
+from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
@@ -120,10 +121,13 @@ async def lint_dataset(
         for number in range(len(shards.shards)):
             yield tally.checked(shards, CheckedShard(number, 0, 0, 0, ()), (), None)
         return
+    fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
     decoded: DecodedShards | None = None
     if isinstance(index, ChunkIndex):
         decoded = DecodedShards(DecodedStorage(shards, index, indexer.decoding), index)
-    checking = indexer.checker.run(opening.location, decoded or shards, index, known, refresh=True)
+    checking = indexer.checker.run(
+        opening.location, decoded or shards, index, known, fields, refresh=True
+    )
     async with contextlib.aclosing(checking) as checked:
         async for shard in checked:
             if decoded:

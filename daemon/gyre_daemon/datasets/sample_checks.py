@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.damage import Damage, ShardFields, checkable, from_arrays
-from gyre_daemon.datasets.formats import SampleIndex, stored_fields
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.shardfiles import open_file
@@ -89,6 +89,7 @@ class SampleChecker:
         storage: "ShardFiles",
         index: SampleIndex,
         known: npt.NDArray[np.int64],
+        fields: Sequence[FieldSpec],
         *,
         refresh: bool,
     ) -> AsyncGenerator[CheckedShard, None]:
@@ -99,13 +100,14 @@ class SampleChecker:
             storage: its shards, uncompressed.
             index: its samples.
             known: int64 [C], ids that are damaged already, in rising order; they are not checked.
+            fields: of the dataset, renamed and cast.
             refresh: check the shards even if what was found before is kept.
 
         Raises:
             ShardMissing, NotAllowed, StorageUnavailable: a shard cannot be read.
         """
         bounds = await asyncio.to_thread(shard_bounds, index, len(storage.shards))
-        work = _Work(location, storage, index, known, bounds, refresh=refresh)
+        work = _Work(location, storage, index, known, bounds, fields, refresh=refresh)
         results: asyncio.Queue[CheckedShard | Exception] = asyncio.Queue()
         numbers = iter(range(len(storage.shards)))
         num_workers = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES, len(storage.shards))
@@ -170,6 +172,7 @@ class _Work:
     index: SampleIndex
     known: npt.NDArray[np.int64]
     bounds: npt.NDArray[np.int64]
+    fields: Sequence[FieldSpec]
     refresh: bool
 
     def num_samples(self, number: int) -> int:
@@ -177,7 +180,7 @@ class _Work:
 
     def fields_of(self, number: int) -> ShardFields | None:
         """What is to be checked in a shard; None for nothing."""
-        specs = stored_fields(self.index.fields)
+        specs = stored_fields(self.fields)
         columns = checkable(specs)
         if not columns or not self.num_samples(number):
             return None
@@ -202,7 +205,15 @@ class _Work:
         """Of the damage; it covers what is checked: other options of a format, other keys."""
         digest = hashlib.blake2b(digest_size=16)
         named = [
-            (spec.name, spec.codec, spec.dtype.str, spec.shape, spec.ragged, spec.vocabulary)
+            (
+                spec.name,
+                spec.codec,
+                str(spec.cast_from),
+                spec.dtype.str,
+                spec.shape,
+                spec.ragged,
+                spec.vocabulary,
+            )
             for spec in fields.specs
         ]
         digest.update(json.dumps(named).encode())

@@ -147,20 +147,27 @@ class LayoutMaker:
         return GroupLayout(tuple(batches), offsets, int(offsets[-1]) + batches[-1].num_bytes)
 
 
-def max_batch_bytes(index: SampleIndex, num_samples: int, num_corrupt: int = 0) -> int:
+def max_batch_bytes(
+    index: SampleIndex,
+    num_samples: int,
+    num_corrupt: int = 0,
+    fields: Sequence[FieldSpec] | None = None,
+) -> int:
     """An upper bound of the size of any batch of `num_samples`.
 
-    Where samples stand in for `num_corrupt` others, each may occur twice in an epoch.
+    Where samples stand in for `num_corrupt` others, each may occur twice in an epoch. `fields` are
+    those of the index, if they are not renamed and cast.
     """
+    fields = index.fields if fields is None else fields
     num_epochs = num_samples // max(index.num_samples, 1) + 2
     num_substitutes = min(num_samples, num_epochs * num_corrupt)
     ragged = index.max_ragged_bytes(num_samples)
     if num_substitutes:
         ragged += index.max_ragged_bytes(num_substitutes)
-    fixed = sum(num_samples * spec.element_bytes for spec in index.fields if not spec.ragged)
-    offsets = sum((num_samples + 1) * 8 for spec in index.fields if spec.ragged)
+    fixed = sum(num_samples * spec.element_bytes for spec in fields if not spec.ragged)
+    offsets = sum((num_samples + 1) * 8 for spec in fields if spec.ragged)
     own = 9 * num_samples  # sample ids and mask
-    alignment = (3 + 2 * len(index.fields)) * ALIGNMENT_BYTES
+    alignment = (3 + 2 * len(fields)) * ALIGNMENT_BYTES
     return fixed + offsets + ragged + own + alignment
 
 

@@ -97,7 +97,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         dataset = await self._catalog.open(name, config)
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
-            lengths = await asyncio.to_thread(length_histograms, dataset.index)
+            lengths = await asyncio.to_thread(length_histograms, dataset.index, dataset.fields)
         return convert.from_dataset(dataset, lengths)
 
     @answers_errors

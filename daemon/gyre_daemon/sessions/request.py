@@ -120,7 +120,9 @@ class SessionRequest:
         This is less where memory is scarce and it asks for no window in particular.
         """
         num_samples = self.order.global_batch_size // self.reader.world_size
-        batch_bytes = max_batch_bytes(self.dataset.index, num_samples, len(self.dataset.corrupt))
+        batch_bytes = max_batch_bytes(
+            self.dataset.index, num_samples, len(self.dataset.corrupt), self.dataset.fields
+        )
         in_groups, part = self.dataset.storage.is_node_local, 2 if scarce else 1
         num_wanted = self._in_groups(batch_bytes, part) if in_groups else _singly(batch_bytes, part)
         return divide(

@@ -10,6 +10,7 @@ import struct
 import tarfile
 import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tests.bad_inputs.row import UNPRINTABLE, Row
@@ -173,6 +174,22 @@ GZIPPED: dict[str, tuple[bytes, tuple[str, str], str]] = {
 }
 
 
+_FOLDER = Path(__file__).parent
+OTHERS: dict[str, tuple[str, str, bytes, str]] = {
+    "a footer on which pyarrow aborts": (
+        "parquet",
+        "x.parquet",
+        (_FOLDER / "aborts_pyarrow.parquet").read_bytes(),
+        "process that indexed it died",
+    ),
+    "parquet of noise": ("parquet", "x.parquet", bytes(range(256)) * 9, "x.parquet"),
+    "arrow of noise": ("arrow", "x.arrow", bytes(range(256)) * 9, "x.arrow"),
+    "mds of noise": ("mds", "x.mds", bytes(range(256)) * 9, "x.mds"),
+    "tfrecord of noise": ("tfrecord", "x.tfrecord", bytes(range(256)) * 9, "x.tfrecord"),
+    "jsonl of noise": ("jsonl", "x.jsonl", bytes(range(256)) * 9, "x.jsonl"),
+}
+
+
 def _slug(words: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in words)
 
@@ -190,6 +207,10 @@ ROWS = [
     *(
         Row(f"gzip {words}", ({"format": "webdataset"}, {"x.tar.gz": data}), *told, text)
         for words, (data, told, text) in GZIPPED.items()
+    ),
+    *(
+        Row(f"file {words}", ({"format": name}, {file: data}), *CORRUPT, text)
+        for words, (name, file, data, text) in OTHERS.items()
     ),
 ]
 TOKEN_ROWS = [

@@ -82,7 +82,9 @@ SHAPE_SUFFIX = ".shape"  # of a field of flattened arrays: the shape of each sam
 
 Arrays = Mapping[str, np.ndarray]  # what an inspection found, by names that the format chooses
 
-CodecName = Literal["bytes", "ids", "text", "quoted", "json", "integer", "number", "npy", "indexed"]
+CodecName = Literal[
+    "bytes", "ids", "text", "quoted", "json", "integer", "number", "npy", "cast", "indexed"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class FieldSpec:
         vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
         categories: what the values of an integer field stand for, such as the names of classes;
             empty if they are just numbers.
+        cast_from: with the codec `cast`, the codec and the dtype of what is stored.
     """
 
     name: str
@@ -110,6 +113,7 @@ class FieldSpec:
     token_ids: bool = False
     vocabulary: int = 0
     categories: tuple[str, ...] = ()
+    cast_from: "tuple[CodecName, np.dtype[np.generic]] | None" = None
 
     @property
     def element_bytes(self) -> int:

@@ -193,7 +193,10 @@ class ChunkIndex:
 
     def _make_digest(self, identity: bytes) -> bytes:
         digest = hashlib.blake2b(identity, digest_size=16)
-        described = [(spec.name, spec.dtype.str, spec.shape, spec.codec) for spec in self.fields]
+        described = [
+            (spec.name, spec.dtype.str, spec.shape, spec.codec, spec.categories)
+            for spec in self.fields
+        ]
         digest.update(json.dumps([described, self._parameters]).encode())
         for table in (self.shard, self._rows, self._pieces, self._ends, self._present):
             digest.update(np.ascontiguousarray(table).data)

@@ -128,7 +128,7 @@ def chunk_arrays(
         parameters: of each chunk, numbers that its decoder needs; None for none.
 
     Returns:
-        fields: JSON of name, dtype, shape, raggedness and codec of each field.
+        fields: JSON of name, dtype, shape, raggedness, codec and categories of each field.
         numbers, rows, num_pieces: int64 [C]; pieces: int64 [P, 2]; shared: int64 [2];
         parameters: int64 [C, any].
         ends: uint32 [R, ragged fields], where each row ends among the field's bytes of its chunk.
@@ -150,7 +150,8 @@ def chunk_arrays(
         begin += count
     optional = np.flatnonzero(~present.all(axis=0)).astype(np.int64)
     described = [
-        [spec.name, spec.dtype.str, list(spec.shape), spec.ragged, spec.codec] for spec in fields
+        [spec.name, spec.dtype.str, list(spec.shape), spec.ragged, spec.codec, spec.categories]
+        for spec in fields
     ]
     ranges = [piece for its in pieces for piece in its]
     return {
@@ -225,13 +226,16 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
     """
     fields = []
     try:
-        for name, dtype, shape, ragged, codec in json_of(arrays, "fields"):
+        for name, dtype, shape, ragged, codec, categories in json_of(arrays, "fields"):
             is_shape = all(type(size) is int and 0 < size <= MAX_CHUNK_BYTES for size in shape)
             kind = np.dtype(dtype)
             is_number = kind.kind in "biuf" and kind.isnative
             if not (is_shape and is_number and is_servable(name) and codec in _CODECS):
                 raise ValueError("its fields are no tensors")
-            fields.append(FieldSpec(name, kind, tuple(shape), ragged=bool(ragged), codec=codec))
+            if not all(isinstance(each, str) for each in categories):
+                raise ValueError("its categories are no names")
+            its = tuple(shape), bool(ragged), codec
+            fields.append(FieldSpec(name, kind, *its, categories=tuple(categories)))
     except TypeError as error:
         raise ValueError("its fields are no tensors") from error
     return fields

@@ -2,7 +2,7 @@
 
 `flatbuffer` reads the tables that Arrow's metadata consists of, `messages` finds the record batches
 of a file and their buffers, `scan` finds the rows in them, and `format` makes one index from all
-shards. Record batches must be uncompressed, so that a row is byte ranges.
+shards. Compressed record batches are chunks, which `compressed` scans and decodes.
 """
 
 from gyre_daemon.datasets.formats.arrow.format import ArrowFormat, ArrowOptions

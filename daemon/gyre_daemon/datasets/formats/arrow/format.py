@@ -9,7 +9,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.arrow.index import RecordBatchIndex
-from gyre_daemon.datasets.formats.base import Arrays, Scan, array_of
+from gyre_daemon.datasets.formats.base import Arrays, SampleIndex, Scan, array_of
+from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, check_chunks, chunk_arrays
 from gyre_daemon.datasets.formats.names import is_servable, renamed
 from gyre_daemon.datasets.formats.npy import is_number_type
 from gyre_daemon.datasets.formats.stored import json_of
@@ -63,9 +65,25 @@ class ArrowFormat:
             seeks=True,
         )
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> RecordBatchIndex:
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
-        return RecordBatchIndex(shards, inspected)
+        pairs = [
+            (shard, scan)
+            for shard, scan in zip(shards, inspected, strict=True)
+            if len(scan["rows"])
+        ]
+        compressed = [shard.name for shard, scan in pairs if _is_chunked(scan)]
+        if not compressed:
+            return RecordBatchIndex(shards, inspected)
+        if len(compressed) < len(pairs):
+            raise ConfigError(
+                f"the record batches of some shards are compressed, such as those of "
+                f"{compressed[0]}, and others are not; serve them as two datasets"
+            )
+        empty = chunk_arrays([], [], [], [])
+        scans = [scan if _is_chunked(scan) else empty for scan in inspected]
+        decoder, identity = RecordBatchDecoder(self._columns), f"arrow {self._columns}".encode()
+        return ChunkIndex(shards, scans, decoder, "record batch", identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +103,37 @@ class RecordBatchScan:
         return scan_arrow(self.wanted, shard, file)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordBatchDecoder:
+    """Decodes compressed record batches; a `Decode`.
+
+    Attributes:
+        wanted: names of the fields and the columns; empty for all.
+    """
+
+    wanted: tuple[tuple[str, str], ...]
+
+    def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
+        """See `decode_batch`, which needs pyarrow."""
+        from gyre_daemon.datasets.formats.arrow.compressed import decode_batch  # noqa: PLC0415
+
+        return decode_batch(self.wanted, chunk)
+
+
+def _is_chunked(scan: Arrays) -> bool:
+    """Whether a scan is that of a file with compressed record batches."""
+    return "num_pieces" in scan
+
+
 def check_scan(arrays: Arrays, file_bytes: int) -> None:
     """Refuse arrays that `scan_arrow` cannot have returned for a file of this size.
 
     Raises:
         ValueError: says what is wrong.
     """
+    if _is_chunked(arrays):
+        check_chunks(arrays, file_bytes)
+        return
     rows, optional = array_of(arrays, "rows", np.int64), array_of(arrays, "optional", np.int64)
     body, base, first, ends = (
         array_of(arrays, name, np.int64, 2) for name in ("body", "base", "first", "ends")

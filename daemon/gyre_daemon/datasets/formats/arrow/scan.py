@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import types
 
+from gyre_daemon.datasets.formats.arrow.compressed import scan_compressed
 from gyre_daemon.datasets.formats.arrow.messages import Messages, RecordBatch
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
 from gyre_daemon.datasets.formats.parquet.columns import ServedColumn, served_columns
@@ -40,6 +41,8 @@ class _Found:
 def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) -> Arrays:
     """Where the N rows of C record batches lie, with F columns that are served.
 
+    Of compressed record batches, it returns what `scan_compressed` does.
+
     Args:
         wanted: names of the fields and the columns; empty for all.
         shard: for messages.
@@ -63,7 +66,8 @@ def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) ->
     """
     messages = Messages(file)
     try:
-        return _scan(messages, wanted)
+        found = _scan(messages, wanted)
+        return scan_compressed(wanted, file) if found is None else found
     except ConfigError as error:
         raise ConfigError(f"shard {shard}: {error}") from error
     except (ValueError, RecursionError, OverflowError) as error:
@@ -74,7 +78,8 @@ def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) ->
         ) from error
 
 
-def _scan(messages: Messages, wanted: Sequence[tuple[str, str]]) -> Arrays:
+def _scan(messages: Messages, wanted: Sequence[tuple[str, str]]) -> Arrays | None:
+    """See `scan_arrow`; None if the record batches are compressed."""
     schema: Any = None
     columns: list[ServedColumn] = []
     batches: list[RecordBatch] = []
@@ -87,6 +92,8 @@ def _scan(messages: Messages, wanted: Sequence[tuple[str, str]]) -> Arrays:
         elif schema is None:
             raise ValueError("it does not begin with a schema")
         elif message.batch and message.batch.num_rows:
+            if message.batch.compression and not batches:
+                return None
             columns = columns or _served(schema, wanted)
             batches.append(message.batch)
             found.append(_columns_of(messages, message.batch, schema, columns))
@@ -108,7 +115,6 @@ def _served(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[ServedColumn
     Raises:
         ConfigError: with the column.
     """
-    features = _features(schema)
     columns = []
     for column in served_columns(schema, wanted):
         kind = _storage(schema.field(column.name).type)
@@ -118,21 +124,8 @@ def _served(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[ServedColumn
                 "not store as ranges of bytes; leave it out: name the others in `columns`, or cast "
                 "it when you write the file"
             )
-        feature = features.get(column.name)
-        names: Any = feature.get("names") if isinstance(feature, dict) else None
-        is_class = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        spec = replace(column.spec, categories=tuple(names) if is_class else ())
-        columns.append(replace(column, spec=spec))
+        columns.append(column)
     return columns
-
-
-def _features(schema: Any) -> dict[str, Any]:
-    """What Hugging Face datasets say of the columns."""
-    try:
-        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    except (KeyError, TypeError, ValueError):
-        return {}
-    return features if isinstance(features, dict) else {}
 
 
 def _is_addressable(kind: Any) -> bool:
@@ -154,8 +147,8 @@ def _columns_of(
 ) -> list[_Found]:
     if batch.compression:
         raise ConfigError(
-            f"the record batches are compressed ({batch.compression}), which is not read yet; "
-            "write the file without compression, or as Parquet"
+            f"some record batches are compressed ({batch.compression}) and some are not; write the "
+            "file again"
         )
     walk = _Walk(messages, batch)
     served = {column.name: column for column in columns}

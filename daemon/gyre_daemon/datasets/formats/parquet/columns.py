@@ -1,5 +1,6 @@
 """Which tensor each column of a Parquet file becomes. Only processes that decode import it."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +57,7 @@ def served_columns(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[Serve
     names = list(schema.names)
     wanted = wanted or [(name, name) for name in names]
     check_names([field for field, _ in wanted], "columns")
-    columns = []
+    columns, features = [], _features(schema)
     for field, name in wanted:
         if names.count(name) != 1:
             raise ConfigError(
@@ -71,9 +72,26 @@ def served_columns(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[Serve
                 "tensor; leave it out: name the others in `columns`, or write it as numbers, "
                 "text or bytes"
             )
+        spec = replace(spec, categories=_categories(features.get(name)))
         is_file = types.is_struct(column.type)
         columns.append(ServedColumn(spec, name, is_file, column.nullable))
     return columns
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """What Hugging Face datasets say of the columns."""
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _categories(feature: Any) -> tuple[str, ...]:
+    """The names of the classes, if a column has classes."""
+    names = feature.get("names") if isinstance(feature, dict) else None
+    is_class = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return tuple(names) if names and is_class else ()
 
 
 def field_of(name: str, kind: Any) -> FieldSpec | None:
@@ -93,7 +111,7 @@ def field_of(name: str, kind: Any) -> FieldSpec | None:
         return spec if is_one else None
     if types.is_fixed_size_list(kind):
         inner = field_of(name, kind.value_type)
-        if inner is None or inner.ragged or not kind.list_size:
+        if inner is None or inner.ragged or kind.list_size < 1:
             return None
         return replace(inner, shape=(kind.list_size, *inner.shape))
     if types.is_list(kind) or types.is_large_list(kind):

@@ -56,7 +56,7 @@ class ParquetFormat:
         """See `Format.inspection`."""
         wanted = " ".join(f"{field}={column}" for field, column in self._columns)
         return Scan(
-            f"parquet/1 {wanted}".strip(),
+            f"parquet/2 {wanted}".strip(),
             RowGroupScan(self._columns),
             num_rows,
             check_chunks,

@@ -35,7 +35,8 @@ _TAIL = struct.Struct("<I4s")
 # pyarrow reads this much behind column chunks of old writers, which recorded too small sizes.
 _SLACK_BYTES = 128
 
-_footers: dict[tuple[str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
+_Wanted = tuple[tuple[str, str], ...]
+_footers: dict[tuple[_Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class RowGroupDecoder:
         return _read(opened, chunk.number, columns)
 
     def _footer(self, shard: str, footer: memoryview) -> "tuple[Any, list[ServedColumn]]":
-        key = (shard, len(footer), zlib.crc32(footer))
+        key = (self.wanted, shard, len(footer), zlib.crc32(footer))
         if key not in _footers:
             if len(_footers) >= _MAX_FOOTERS:
                 del _footers[next(iter(_footers))]

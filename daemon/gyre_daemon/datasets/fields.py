@@ -1,0 +1,83 @@
+"""The fields of a dataset as its operator wants them: renamed, and cast to other dtypes. Pure.
+
+It works alike for every format, because it changes what is said of the stored bytes and not where
+they lie.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, SHAPE_SUFFIX
+from gyre_daemon.datasets.formats.names import is_servable
+from gyre_daemon.errors import ConfigError
+
+CASTS = (
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    "float16",
+    "float32",
+    "float64",
+)
+_NUMBERS = ("bytes", "integer", "number")
+
+
+def chosen_fields(
+    fields: Sequence[FieldSpec], rename: Mapping[str, str], cast: Mapping[str, str]
+) -> Sequence[FieldSpec]:
+    """The fields under their new names and with their new dtypes, in the same order.
+
+    Args:
+        fields: of an index.
+        rename: new names, by the old ones.
+        cast: dtypes, by the new names.
+
+    Raises:
+        ConfigError: there is no such field, a name is taken, or the field cannot be cast.
+    """
+    if not rename and not cast:
+        return fields
+    _check_known("rename", rename, [spec.name for spec in fields])
+    new = [replace(spec, name=_new_name(spec, fields, rename)) for spec in fields]
+    names = [spec.name for spec in new]
+    for old, name in rename.items():
+        if not is_servable(name) or names.count(name) > 1:
+            raise ConfigError(f"`rename` cannot call {old!r:.100} {name!r:.100}: it is taken")
+    _check_known("cast", cast, names)
+    return [_cast(spec, cast[spec.name]) if spec.name in cast else spec for spec in new]
+
+
+def _check_known(key: str, wanted: Mapping[str, str], names: Sequence[str]) -> None:
+    for name in wanted:
+        if name not in names:
+            raise ConfigError(
+                f"`{key}` has {name!r:.100}, and there is no such field; there are "
+                f"{', '.join(names)}"
+            )
+
+
+def _new_name(spec: FieldSpec, fields: Sequence[FieldSpec], rename: Mapping[str, str]) -> str:
+    """Its name; what says something of another field follows the name of that one."""
+    for suffix in (PRESENT_SUFFIX, SHAPE_SUFFIX):
+        owner = spec.name.removesuffix(suffix)
+        if spec.codec == "indexed" and owner != spec.name and owner in rename:
+            return rename[owner] + suffix
+    return rename.get(spec.name, spec.name)
+
+
+def _cast(spec: FieldSpec, dtype: str) -> FieldSpec:
+    if dtype not in CASTS:
+        raise ConfigError(
+            f"`cast` of {spec.name!r:.100} is {dtype!r:.100}; it must be one of {', '.join(CASTS)}"
+        )
+    wanted = np.dtype(dtype)
+    if spec.codec in ("text", "quoted") and spec.ragged:
+        stored, codec = ("<f8", "number") if wanted.kind == "f" else ("<i8", "integer")
+        spec = FieldSpec(spec.name, np.dtype(stored), (), ragged=False, codec=codec)  # type: ignore[arg-type]
+    if spec.codec not in _NUMBERS or spec.ragged or spec.dtype.kind not in "iufb":
+        raise ConfigError(
+            f"`cast` cannot change {spec.name!r:.100}: only numbers, arrays of one shape, and text "
+            "with a number can be cast"
+        )
+    return replace(spec, dtype=wanted, codec="cast", cast_from=(spec.codec, spec.dtype))

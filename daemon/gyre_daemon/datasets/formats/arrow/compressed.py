@@ -1,0 +1,84 @@
+"""Arrow files with compressed record batches: each is one chunk. Only scan processes import it.
+
+A chunk is decoded from its message and from what precedes all record batches: the schema and the
+dictionaries. Together they are a stream of their own.
+"""
+
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from gyre_daemon.datasets.formats.arrow.messages import Messages, RecordBatch
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.chunks import MAX_CHUNK_BYTES, Column, StoredChunk, chunk_arrays
+from gyre_daemon.datasets.formats.parquet.arrays import column_of
+from gyre_daemon.datasets.formats.parquet.columns import ServedColumn, served_columns
+from gyre_daemon.errors import ConfigError
+
+_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+def scan_compressed(wanted: Sequence[tuple[str, str]], file: BinaryIO) -> Arrays:
+    """What `chunk_arrays` returns for a file; it is read once.
+
+    Raises:
+        ValueError: the file is damaged.
+        ConfigError: the columns do not fit.
+    """
+    messages, batches = Messages(file), list[RecordBatch]()
+    begin = stop = 0
+    for message in messages:
+        if message.schema:
+            begin = message.offset
+        elif message.is_dictionary and stop:
+            raise ConfigError(
+                "the file has dictionaries behind its first record batch, which is not read where "
+                "batches are compressed; write it as Parquet, or without compression"
+            )
+        elif message.batch:
+            stop = stop or message.offset
+            batches += [message.batch] if message.batch.num_rows else []
+    shared, columns, found = messages.read(begin, stop - begin), list[ServedColumn](), []
+    for batch in batches:
+        messages.offset = batch.offset
+        data = messages.read(batch.offset, batch.body[1] - batch.offset)
+        record_batch = _read(shared, data)
+        columns = columns or served_columns(record_batch.schema, wanted)
+        its = _columns(record_batch, columns)
+        if sum(column.data.nbytes for column in its) > MAX_CHUNK_BYTES:
+            raise ValueError(f"a record batch has more than {MAX_CHUNK_BYTES >> 30} GiB")
+        found.append([Column(column.data[:0], column.ends, column.present) for column in its])
+    return chunk_arrays(
+        [column.spec for column in columns],
+        [batch.num_rows for batch in batches],
+        [[(batch.offset, batch.body[1])] for batch in batches],
+        found,
+        (begin, stop),
+    )
+
+
+def decode_batch(wanted: Sequence[tuple[str, str]], chunk: StoredChunk) -> Sequence[Column]:
+    """The columns of a record batch.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    (_, shared), (_, data) = chunk.pieces
+    batch = _read(shared, data)
+    return _columns(batch, served_columns(batch.schema, wanted))
+
+
+def _read(shared: bytes | memoryview, data: bytes | memoryview) -> Any:
+    try:
+        options = pa.ipc.IpcReadOptions(use_threads=False)
+        stream = pa.BufferReader(b"".join((shared, data, _END)))
+        batch = pa.ipc.open_stream(stream, options=options).read_next_batch()
+        batch.validate(full=True)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"a record batch cannot be read: {error!s:.500}") from error
+    return batch
+
+
+def _columns(batch: Any, columns: Sequence[ServedColumn]) -> list[Column]:
+    return [column_of([batch.column(column.name)], column.spec) for column in columns]

@@ -1,0 +1,112 @@
+"""`rename` and `cast`: other names and dtypes of fields, alike in every format."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from gyre_client import Loader
+from gyre_client.errors import ConfigError, CorruptSample, GyreError
+from gyre_client.targets.target import find_target
+
+from benchmarks.loader.mosaic import streaming
+
+NUMBERS = [0, 1, 127, -128, 5]
+SCORES = [0.5, -1.25, 3.0, 1e9, 2.0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def daemon() -> Iterator[None]:
+    """One private daemon for all loaders of this file."""
+    target = find_target(None)
+    yield
+    target.release()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chosen")
+    rows = list(zip(NUMBERS, SCORES, strict=True))
+    (folder / "csv").mkdir()
+    lines = [f"{number},{score}" for number, score in rows]
+    (folder / "csv/a.csv").write_text("\n".join(["number,score", *lines]) + "\n")
+    columns = {"number": "int", "score": "float64", "pair": "ndarray:int16:2"}
+    with streaming.MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
+        for number, score in rows:
+            pair = np.array([number, 1], np.int16)
+            writer.write({"number": number, "score": score, "pair": pair})
+    (folder / "parquet").mkdir()
+    table = pa.table(
+        {
+            "number": pa.array([None, *NUMBERS[1:]], pa.int64()),
+            "score": SCORES,
+            "pair": pa.array([[number, 1] for number in NUMBERS], pa.list_(pa.int16(), 2)),
+            "digits": [str(number) for number in NUMBERS],
+            "list": [[1, 2]] * 5,
+        }
+    )
+    pq.write_table(table, folder / "parquet/a.parquet")
+    return folder
+
+
+def batch(path: Path, **options: Any) -> dict[str, torch.Tensor]:
+    with Loader(path, batch_size=5, order="sequential", options=options) as loader:
+        return dict(next(iter(loader)))
+
+
+@pytest.mark.parametrize("kind", ["csv", "mds", "parquet"])
+def test_fields_have_the_names_and_dtypes_that_were_asked_for(kind: str, folder: Path) -> None:
+    found = batch(
+        folder / kind, rename={"number": "label"}, cast={"label": "int8", "score": "float32"}
+    )
+    assert "number" not in found
+    assert found["label"].dtype == torch.int8
+    assert found["label"].tolist() == NUMBERS
+    assert found["score"].dtype == torch.float32
+    assert found["score"].tolist() == SCORES
+    if kind == "parquet":
+        assert found["label.present"].tolist() == [False, True, True, True, True]
+
+
+def test_arrays_and_digits_are_cast_too(folder: Path) -> None:
+    cast = {"pair": "float64", "digits": "int32"}
+    found = batch(folder / "parquet", cast=cast, columns=["pair", "digits"])
+    assert found["pair"].tolist() == [[float(number), 1.0] for number in NUMBERS]
+    assert found["digits"].dtype == torch.int32
+    assert found["digits"].tolist() == NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"cast": {"number": "uint8"}}, CorruptSample, "-128 does not fit into uint8"),
+        ({"cast": {"score": "int64"}}, CorruptSample, "0.5 does not fit into int64"),
+        ({"cast": {"score": "float16"}}, CorruptSample, "does not fit into float16"),
+        ({"cast": {"number": "int7"}}, ConfigError, "must be one of int8, int16"),
+        ({"cast": {"other": "int8"}}, ConfigError, "no such field"),
+        ({"cast": {"list": "int8"}}, ConfigError, "only numbers, arrays of one shape"),
+        ({"rename": {"x": "y"}}, ConfigError, "no such field; there are number"),
+        ({"rename": {"number": "score"}}, ConfigError, "it is taken"),
+        ({"rename": {"number": "sample_id"}}, ConfigError, "it is taken"),
+        ({"rename": ["number"]}, ConfigError, "rename"),
+        ({"cast": {"number": 8}}, ConfigError, "cast"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: dict[str, Any], kind: type[GyreError], sentence: str, folder: Path
+) -> None:
+    with pytest.raises(kind, match=sentence):
+        batch(folder / "parquet", **options)
+
+
+def test_a_cursor_does_not_fit_other_dtypes(folder: Path) -> None:
+    with Loader(folder / "csv", batch_size=5, options={"cast": {"score": "float32"}}) as loader:
+        one = loader.fingerprint
+    with Loader(folder / "csv", batch_size=5, options={"cast": {"score": "float64"}}) as loader:
+        other = loader.fingerprint
+    with Loader(folder / "csv", batch_size=5) as loader:
+        assert len({one, other, loader.fingerprint}) == 3
