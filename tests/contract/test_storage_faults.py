@@ -358,7 +358,7 @@ def test_a_cloud_that_lacks_a_setting() -> None:
     [
         ("memory://x/0.bin", {"nonsense": 1}, ShardMissing, "does not exist"),
         ("webhdfs://127.0.0.1/0.bin", {"nonsense": 1}, ConfigError, "cannot be used"),
-        ("hdfs://127.0.0.1/0.bin", {}, ConfigError, "no driver for hdfs://"),
+        ("smb://127.0.0.1/0.bin", {}, ConfigError, "no driver for smb://"),
     ],
 )
 def test_other_drivers(
