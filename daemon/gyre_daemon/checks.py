@@ -9,7 +9,7 @@ from gyre_daemon.config import DaemonConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import make_format
-from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, GyreError, first_error
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor

@@ -21,9 +21,9 @@ from gyre_daemon.access.policy import Policy
 from gyre_daemon.config import DaemonConfig
 from gyre_daemon.copy_workers import CopyWorkers
 from gyre_daemon.datasets.catalog import Catalog
-from gyre_daemon.datasets.replacement import CorruptReports
-from gyre_daemon.datasets.sidecars import SidecarStore
-from gyre_daemon.datasets.unpacked import UnpackedShards
+from gyre_daemon.datasets.checks.replacement import CorruptReports
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
+from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.listeners import UnixListener, watch_credentials, watch_listeners
 from gyre_daemon.memory.arena_registry import ArenaRegistry

@@ -21,7 +21,7 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     stored_fields,
 )
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.fetching.layout import max_batch_bytes
 from gyre_daemon.storage.shard import Shard

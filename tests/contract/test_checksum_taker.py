@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets import checksum_taker as checksums
-from gyre_daemon.datasets.checksum_taker import ChecksumTaker
-from gyre_daemon.datasets.sidecars import SidecarStore
+from gyre_daemon.datasets.indexing import checksum_taker as checksums
+from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ShardMissing
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor

@@ -8,9 +8,9 @@ import zlib
 from pathlib import Path
 
 import pytest
-from gyre_daemon.datasets import gunzip
-from gyre_daemon.datasets.gunzip import gunzipped
-from gyre_daemon.datasets.unpacked import UnpackedDataset, UnpackedShards
+from gyre_daemon.datasets.indexing import gunzip
+from gyre_daemon.datasets.indexing.gunzip import gunzipped
+from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, UnpackedShards
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given

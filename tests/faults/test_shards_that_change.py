@@ -66,7 +66,7 @@ def daemon(
 # The second takes no dataset for a small one, and nothing in the background.
 LARGE = (
     "import sys; from gyre_daemon import cli; "
-    "from gyre_daemon.datasets import checksum_taker as checksums; "
+    "from gyre_daemon.datasets.indexing import checksum_taker as checksums; "
     "checksums._AT_ONCE_BYTES = -1; checksums.ChecksumTaker._try_to_take = lambda *_: None; "
     "cli.main(['serve', '--config', sys.argv[1]])"
 )

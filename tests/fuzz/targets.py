@@ -23,8 +23,8 @@ from gyre_daemon.datasets.formats.tokens.headers import (
 )
 from gyre_daemon.datasets.formats.values import check_json, check_text, parse_integer
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
-from gyre_daemon.datasets.gunzip import gunzipped
-from gyre_daemon.datasets.sidecar_file import decode, encode
+from gyre_daemon.datasets.indexing.gunzip import gunzipped
+from gyre_daemon.datasets.sidecars.file import decode, encode
 from gyre_daemon.errors import CorruptSample, CursorRejected, GyreError
 from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.service import requests

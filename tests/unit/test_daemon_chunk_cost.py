@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.chunk_cost import estimate_all
+from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.cost import CostQuery, CostReport, StoragePrices
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gyre_daemon.datasets.changes import RECORD_SUFFIX, load_previous
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
-from gyre_daemon.datasets.sidecar_file import Arrays, decode, encode
-from gyre_daemon.datasets.sidecars import SUFFIX, SidecarKey, SidecarStore
+from gyre_daemon.datasets.indexing.changes import RECORD_SUFFIX, load_previous
+from gyre_daemon.datasets.sidecars.file import Arrays, decode, encode
+from gyre_daemon.datasets.sidecars.store import SUFFIX, SidecarKey, SidecarStore
 from gyre_daemon.errors import GyreError
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given, settings

@@ -8,7 +8,10 @@ from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.changes import (
+from gyre_daemon.datasets.checks.linting import LintProgress, lint_dataset
+from gyre_daemon.datasets.checks.replacement import CorruptReports
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,
     Change,
     PreviousIndex,
@@ -17,13 +20,10 @@ from gyre_daemon.datasets.changes import (
     save_version,
     what_changed,
 )
-from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.indexing import Indexer
-from gyre_daemon.datasets.linting import LintProgress, lint_dataset
-from gyre_daemon.datasets.replacement import CorruptReports
-from gyre_daemon.datasets.shard_indexing import IndexedShard
-from gyre_daemon.datasets.sidecars import SidecarStore
-from gyre_daemon.datasets.unpacked import UnpackedShards, is_compressed, unpacked_name
+from gyre_daemon.datasets.indexing.indexer import Indexer
+from gyre_daemon.datasets.indexing.shards import IndexedShard
+from gyre_daemon.datasets.indexing.unpacked import UnpackedShards, is_compressed, unpacked_name
+from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import NotAllowed, UnknownDataset
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint

@@ -9,12 +9,12 @@ import numpy as np
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_daemon.datasets.catalog import IndexProgress
-from gyre_daemon.datasets.changes import Change
+from gyre_daemon.datasets.checks.linting import FindingKind, LintProgress
 from gyre_daemon.datasets.cost import CostQuery, CostReport
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.lengths import LengthHistogram
-from gyre_daemon.datasets.linting import FindingKind, LintProgress
 from gyre_daemon.fetching.fetch import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.timing import BatchTiming

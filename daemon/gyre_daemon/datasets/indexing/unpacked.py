@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from gyre_daemon.datasets.gunzip import gunzipped
+from gyre_daemon.datasets.indexing.gunzip import gunzipped
 from gyre_daemon.errors import CorruptSample, Overloaded
 from gyre_daemon.runtime.ownership import NotOurs, make_folder, open_ours
 from gyre_daemon.storage.beneath import LocalFile

@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.changes import Change, PreviousIndex, ShardChanges
-from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.listing import FileListing
-from gyre_daemon.datasets.scan_processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.shardfiles import open_file, open_shard, read_ranges, until
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
-from gyre_daemon.datasets.unpacked import UnpackedDataset, is_compressed
+from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
+from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.indexing.listing import FileListing
+from gyre_daemon.datasets.indexing.scan_processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.indexing.shard_files import open_file, open_shard, read_ranges, until
+from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
+from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile

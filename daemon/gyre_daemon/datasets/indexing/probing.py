@@ -19,8 +19,8 @@ from gyre_daemon.datasets.formats.base import (
     ProbeResponse,
     ProbeSteps,
 )
-from gyre_daemon.datasets.shardfiles import read_ranges
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+from gyre_daemon.datasets.indexing.shard_files import read_ranges
+from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import ShardMissing
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.opener import StorageOpener

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.datasets.sidecar_file import Arrays
-from gyre_daemon.datasets.sidecars import Check, SidecarKey, SidecarStore
+from gyre_daemon.datasets.sidecars.file import Arrays
+from gyre_daemon.datasets.sidecars.store import Check, SidecarKey, SidecarStore
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.storage.checksums import CHECKSUM_BYTES, Checksums, ShardChecksums, num_blocks
 from gyre_daemon.storage.local.listing import file_error

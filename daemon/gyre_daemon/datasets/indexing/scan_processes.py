@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from gyre_daemon.datasets.scan_server import LENGTH, RANGE, Kind
-from gyre_daemon.datasets.sidecar_file import Arrays, decode
+from gyre_daemon.datasets.indexing.scan_server import LENGTH, RANGE, Kind
+from gyre_daemon.datasets.sidecars.file import Arrays, decode
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,
@@ -105,7 +105,7 @@ class ScanProcesses:
         ours.settimeout(_MAX_START_S)
         with theirs:
             theirs.set_inheritable(True)
-            module = "gyre_daemon.datasets.scan_server"
+            module = "gyre_daemon.datasets.indexing.scan_server"
             command = [sys.executable, "-m", module, str(theirs.fileno())]
             no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
             # threads of a library must not exist when the server forks

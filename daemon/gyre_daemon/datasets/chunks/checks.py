@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from gyre_daemon.datasets.decoded import DecodedStorage
+from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.errors import CorruptSample, first_error
 from gyre_daemon.storage.base import Reads

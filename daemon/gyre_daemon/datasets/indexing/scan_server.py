@@ -1,4 +1,4 @@
-"""`python -m gyre_daemon.datasets.scan_server DESCRIPTOR`: forks processes that scan shards.
+"""`python -m gyre_daemon.datasets.indexing.scan_server FD` forks processes that scan shards.
 
 Only a daemon starts it: see `scan_processes`. A scan reads files that anybody may have written, in
 pure Python, for seconds or minutes. In a process of its own it takes no turn of the daemon's
@@ -10,7 +10,7 @@ a descriptor of itself, by which the daemon kills it. Then it answers requests, 
 
     request  one byte, with two descriptors: the file's, and a memory file that holds a pickle of
              (function, name of the shard, kind)
-    reply    length | an encoded file of `sidecar_file`: the key is "", or JSON of an error
+    reply    length | an encoded file of `sidecars.file`: the key is "", or JSON of an error
 
 The file is one that is open, or a socket: of a stream, or of a shard that is read by ranges.
 Through the latter the process sends `RANGE`, first byte and length, and gets that many bytes.
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn, cast
 
 from gyre_daemon.datasets import formats
-from gyre_daemon.datasets.sidecar_file import encode
+from gyre_daemon.datasets.sidecars.file import encode
 from gyre_daemon.errors import CorruptSample, GyreError
 from gyre_daemon.storage.local.listing import file_error
 

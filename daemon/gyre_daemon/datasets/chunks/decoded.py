@@ -14,8 +14,8 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.decoders import Decoders
-from gyre_daemon.datasets.exchange import Exchange, Exchanges, pages
+from gyre_daemon.datasets.chunks.decoders import Decoders
+from gyre_daemon.datasets.chunks.exchange import Exchange, Exchanges, pages
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
 from gyre_daemon.runtime.fair import FairExecutor, FairQueue, Flow

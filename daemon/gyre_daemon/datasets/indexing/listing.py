@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Listing, Manifest
-from gyre_daemon.datasets.shardfiles import read_ranges
+from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
 from gyre_daemon.storage.file_table import Texts

@@ -9,10 +9,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from gyre_daemon.datasets.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats.base import Arrays, array_of
-from gyre_daemon.datasets.sidecars import SidecarKey, SidecarStore
+from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.checksums import Checksums
 from gyre_daemon.storage.shard import Shard

@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.changes import PreviousIndex
-from gyre_daemon.datasets.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.checks.replacement import CorruptRecord, CorruptReports, check_limit
+from gyre_daemon.datasets.checks.samples import SampleChecker
+from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
+from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.dataset import (
     Dataset,
     block_ranges,
@@ -26,9 +28,6 @@ from gyre_daemon.datasets.dataset import (
     fingerprint_ranges,
     sample_ranges,
 )
-from gyre_daemon.datasets.decoded import DecodedStorage, DecodingRoom
-from gyre_daemon.datasets.decoders import Decoders
-from gyre_daemon.datasets.detection import detect_format
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SINGLE_FILES, FieldSpec, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import (
@@ -39,21 +38,22 @@ from gyre_daemon.datasets.formats.base import (
     TolerantFormat,
 )
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
-from gyre_daemon.datasets.listing import FileListing, list_files
-from gyre_daemon.datasets.probing import ProbeRunner
-from gyre_daemon.datasets.replacement import CorruptRecord, CorruptReports, check_limit
-from gyre_daemon.datasets.sample_checks import SampleChecker
-from gyre_daemon.datasets.scan_processes import ScanProcesses
-from gyre_daemon.datasets.shard_indexing import (
+from gyre_daemon.datasets.indexing.changes import PreviousIndex
+from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
+from gyre_daemon.datasets.indexing.detection import detect_format
+from gyre_daemon.datasets.indexing.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.probing import ProbeRunner
+from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
+from gyre_daemon.datasets.indexing.shard_files import read_ranges
+from gyre_daemon.datasets.indexing.shards import (
     NUM_THREADS,
     IndexedShard,
     OpeningDataset,
     ShardIndexer,
     is_packed,
 )
-from gyre_daemon.datasets.shardfiles import read_ranges
-from gyre_daemon.datasets.sidecars import SidecarStore
-from gyre_daemon.datasets.unpacked import UnpackedDataset, UnpackedShards, unpacked_name
+from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, UnpackedShards, unpacked_name
+from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.runtime.events import log_event

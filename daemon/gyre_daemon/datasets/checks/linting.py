@@ -14,17 +14,17 @@ from typing import Literal, cast
 import numpy as np
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.damage import Damage
-from gyre_daemon.datasets.decoded import DecodedStorage
-from gyre_daemon.datasets.decoded_checks import DecodedShards
+from gyre_daemon.datasets.checks.damage import Damage
+from gyre_daemon.datasets.checks.samples import CheckedShard
+from gyre_daemon.datasets.chunks.checks import DecodedShards
+from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
-from gyre_daemon.datasets.indexing import Indexer
-from gyre_daemon.datasets.sample_checks import CheckedShard
-from gyre_daemon.datasets.shard_indexing import OpeningDataset
-from gyre_daemon.datasets.unpacked import unpacked_name
+from gyre_daemon.datasets.indexing.indexer import Indexer
+from gyre_daemon.datasets.indexing.shards import OpeningDataset
+from gyre_daemon.datasets.indexing.unpacked import unpacked_name
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.base import BlockCache, ReadPlan
 from gyre_daemon.storage.beneath import LocalFile

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gyre_daemon.datasets.sidecar_file import Arrays, decode, encode
-from gyre_daemon.datasets.sidecar_places import BesideShard, InFolder, SidecarPlace
+from gyre_daemon.datasets.sidecars.file import Arrays, decode, encode
+from gyre_daemon.datasets.sidecars.places import BesideShard, InFolder, SidecarPlace
 from gyre_daemon.errors import Overloaded
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.runtime.ownership import NotOurs

@@ -1,0 +1,1 @@
+"""Decoded shards: processes decode chunks, and the node cache keeps them."""

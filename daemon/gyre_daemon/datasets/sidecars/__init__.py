@@ -1,0 +1,1 @@
+"""What was found out about shards, kept in files."""
