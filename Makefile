@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	env -u PYTHONHOME -u PYTHONPATH $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch hatchling
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
-	$(PIP_INSTALL) --no-deps mosaicml-streaming  # see the extra in pyproject.toml
+	$(PIP_INSTALL) --no-deps mosaicml-streaming datasets  # see their extras in pyproject.toml
 	touch $@
 
 # What the tests talk to and pip cannot install: needs node and npm. Without it those tests are skipped.

@@ -4,8 +4,7 @@
 
 Row groups have 1,000 rows of 2 KiB. The rounds of all contenders are interleaved, and each round
 begins cold: a new daemon with an index, new workers, page cache hot. Its node cache holds less than
-half of the data, so that no epoch is served from memory. `datasets` is installed for this alone:
-`pip install --no-deps datasets dill multiprocess pandas`.
+half of the data, so that no epoch is served from memory. `datasets` comes with `make setup`.
 """
 
 import argparse

@@ -257,7 +257,8 @@ def test_a_folder_of_hugging_face_is_served(
     gyred: StartDaemon, s3_server: S3Server, tmp_path: Path
 ) -> None:
     """As `save_to_disk` writes it; equal to what `load_from_disk` reads."""
-    datasets = pytest.importorskip("datasets")
+    import datasets  # seconds, for this test alone
+
     features = datasets.Features(
         {
             "image": datasets.Image(decode=False),

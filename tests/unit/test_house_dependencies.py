@@ -115,4 +115,4 @@ def test_every_need_is_pinned() -> None:
     # What a build of torch for GPUs brings, it pins itself.
     of_a_device = {name for name in needs if name.startswith(("cuda-", "nvidia-", "triton"))}
     assert not needs - pins - of_a_device
-    assert {"atheris", "mosaicml-streaming"} <= pins
+    assert {"atheris", "mosaicml-streaming", "datasets"} <= pins
