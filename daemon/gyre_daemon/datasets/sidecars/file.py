@@ -40,6 +40,11 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     arrays: list[tuple[str, str, list[int]]]
 
 
+# Made here, by one thread: msgspec prepares a Struct when it is first decoded, and crashes where
+# several threads do that at once.
+_HEADER = msgspec.json.Decoder(_Header)
+
+
 def encode(key: str, arrays: Arrays) -> bytes:
     """The bytes of a file."""
     stored = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -90,7 +95,7 @@ def decode(data: bytes) -> tuple[str, Arrays]:
 
 def _decode_header(text: memoryview) -> _Header:
     try:
-        header = msgspec.json.decode(text, type=_Header)
+        header = _HEADER.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError("its header is damaged") from error
     if len(header.arrays) > _MAX_ARRAYS:

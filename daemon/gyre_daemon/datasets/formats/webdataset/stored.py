@@ -34,6 +34,9 @@ class _Meta(msgspec.Struct, forbid_unknown_fields=True):
     unsound: dict[str, tuple[_Count, str]]
 
 
+_META = msgspec.json.Decoder(_Meta)  # made by one thread; see `sidecars.file`
+
+
 def check_scan(scan: Arrays, file_bytes: int) -> None:
     """Refuse arrays that `scan_tar` cannot have returned for a shard of `file_bytes`.
 
@@ -70,7 +73,7 @@ def _read_meta(scan: Arrays) -> _Meta:
     text = array_of(scan, "meta", np.uint8)
     _require(len(text) <= MAX_META_BYTES, f"its meta data has {len(text)} bytes")
     try:
-        meta = msgspec.json.decode(text.tobytes(), type=_Meta)
+        meta = _META.decode(text.tobytes())
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError("its meta data is damaged") from error
     names = meta.extensions
