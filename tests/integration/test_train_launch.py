@@ -105,9 +105,11 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_though_others_en
     script = """
     if rank == 1:
         pipe.send(1, "Traceback: the cause")
+        (folder / "failed").touch()
         time.sleep(0.5)  # a slow teardown
         sys.exit(1)
-    time.sleep(0.2)
+    while not (folder / "failed").exists():
+        time.sleep(0.02)
     pipe.send(1, "Traceback: only an echo")
     sys.exit(1)
     """
