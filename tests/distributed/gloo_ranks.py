@@ -26,7 +26,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.checkpoint.state_dict_loader",
-    "gyre_trainer.training.gpt",
+    "gyre_trainer.training.models.gpt",
 ]
 
 Program = Callable[..., Any]

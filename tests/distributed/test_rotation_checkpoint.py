@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.mesh import make_mesh
-from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.models.gpt import GPT
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
@@ -43,10 +43,15 @@ def test_initial_weights_are_the_same_for_every_number_of_ranks(
 
 
 def train_between(
-    variant: Variant, first: int, last: int, load: Path | None, save: Path | None
+    variant: Variant,
+    first: int,
+    last: int,
+    load: Path | None,
+    save: Path | None,
+    replicate: int = 1,
 ) -> dict[str, Tensor]:
     """Train the steps [first, last), from one checkpoint to another."""
-    model = rotated_gpt(variant)
+    model = rotated_gpt(variant, replicate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if load is not None:
         _spoil(model)

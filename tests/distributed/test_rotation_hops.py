@@ -80,7 +80,7 @@ def trained(variant: Variant, reach: str) -> tuple[Outcome, list[str]]:
         patch.object(
             transport, "connect_neighbours", lambda group, timeout: reached(reach, group, timeout)
         ),
-        patch.object(training, "make_mesh", lambda device_type: mesh),
+        patch.object(training, "make_mesh", lambda device_type, replicate: mesh),
     ):
         outcome = train_rotated(variant, NUM_STEPS)
     log.removeHandler(said)

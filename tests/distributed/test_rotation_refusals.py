@@ -49,11 +49,18 @@ class BestFeature(nn.Linear):
         return super().forward(x).argmax(-1)
 
 
-def two_axes() -> None:
-    rotate(
-        nn.Linear(4, 4),
-        mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "rotate")),
-    )
+def one_axis_of_two() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "rotate"))
+    rotate(nn.Linear(4, 4), mesh=mesh["rotate"])
+
+
+def axes_in_another_order() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rotate", "replicate"))
+    rotate(nn.Linear(4, 4), mesh=mesh)
+
+
+def three_replicas_on_two_ranks() -> None:
+    make_mesh("cpu", replicate=3)
 
 
 def heads_that_do_not_divide() -> None:
@@ -278,7 +285,9 @@ def unknown_parameter() -> None:
 
 
 REFUSED: list[tuple[Callable[[], None], type[Exception], list[str]]] = [
-    (two_axes, MeshError, ["one axis", "2", "mesh['rotate']"]),
+    (one_axis_of_two, MeshError, ["is a part of", "not be averaged", "from_group"]),
+    (axes_in_another_order, MeshError, ["'replicate' and then 'rotate'"]),
+    (three_replicas_on_two_ranks, MeshError, ["2 ranks", "replicate=3"]),
     (
         heads_that_do_not_divide,
         RotationError,

@@ -21,7 +21,7 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.layers.mlp import MLP
 from gyre_trainer.rotate import rotate
 from gyre_trainer.rotation.rotated_module import RotatedModule
-from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.models.gpt import GPT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -48,10 +48,10 @@ def mine(tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def reference(model: GPT) -> GPT:
+def reference(model: GPT, variant: Variant = VARIANT) -> GPT:
     """A model in one process with the same weights."""
-    with default_dtype(torch.float64):
-        alone = build(VARIANT.config)
+    with default_dtype(variant.dtype):
+        alone = build(variant.config)
     alone.to_empty(device="cpu")
     alone.load_state_dict(whole_parameters(model))
     return alone

@@ -10,9 +10,10 @@ from gyre_trainer.accounting.dry_run import dry_run
 from gyre_trainer.accounting.step_cost import StepCost, measure_step
 from gyre_trainer.comm.mesh import make_mesh
 from gyre_trainer.shards.sharded_init import materialize
+from gyre_trainer.training.build import plain
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.models.gpt import GPT
 from torch import Tensor, nn
 
 from tests.distributed.conftest import StartRanks
@@ -35,12 +36,25 @@ UNEVEN = PLAIN | {
     "hidden_dim": 100,
     "bias": True,
 }
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 CONFIGS: dict[tuple[int, str], dict[str, Any]] = {
     (2, "plain"): {"model": PLAIN},
     (2, "wide vocabulary, recomputation, no clipping"): {
         "model": PLAIN | {"vocab_size": 8192},
         "memory": {"recompute": True},
         "optimizer": {"clip_norm": 0.0},
+    },
+    (2, "of transformers, recomputation"): {
+        "model": {"config": LLAMA},
+        "memory": {"recompute": True},
     },
     (3, "tied, uneven, bfloat16, in two parts"): {
         "model": UNEVEN | {"tie_embeddings": True, "gated_mlp": False, "norm": "layer"},
@@ -109,8 +123,9 @@ def under_ddp(settings: TrainConfig) -> tuple[list[StepCost], list[dict[str, Ten
         model = (
             distribute(settings, Strategy.DDP, make_mesh("cpu"), CPU)
             if stands_in
-            else GPT(settings.model)
+            else plain(settings.model)
         )
+        assert isinstance(model, GPT)
         if not stands_in:
             model.__dict__["loss"] = nn.parallel.DistributedDataParallel(
                 Loss(model), gradient_as_bucket_view=True

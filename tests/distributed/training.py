@@ -12,8 +12,9 @@ from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.rotate import rotate_all
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.shards.sharded_init import materialize
-from gyre_trainer.training.gpt import GPT, GPTConfig
+from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 GLOBAL_BATCH = 24  # a multiple of 1, 2, 3 and 4 ranks
@@ -89,32 +90,34 @@ def whole_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-def rotated_gpt(variant: Variant) -> GPT:
+def rotated_gpt(variant: Variant, replicate: int = 1, mesh: DeviceMesh | None = None) -> GPT:
     """The variant's model on this rank."""
+    mesh = mesh or make_mesh("cpu", replicate=replicate)
     with default_dtype(variant.dtype):
         model = build(variant.config)
     if variant.frozen:
         freeze(model, variant.frozen)
-    rotate_all(model, mesh=make_mesh("cpu"), policy=variant.policy)
+    rotate_all(model, mesh=mesh, policy=variant.policy)
     materialize(model, seed=7)
     return model
 
 
-def train_rotated(variant: Variant, num_steps: int = NUM_STEPS) -> Outcome:
+def train_rotated(variant: Variant, num_steps: int = NUM_STEPS, replicate: int = 1) -> Outcome:
     """Train a variant's model on this rank."""
-    model = rotated_gpt(variant)
+    mesh = make_mesh("cpu", replicate=replicate)
+    model = rotated_gpt(variant, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    ring = ring_of(make_mesh("cpu"))
+    ring = ring_of(mesh)  # torch may give parameters an equal mesh, of another process group
     losses, bytes_sent = [], []
     for step in range(num_steps):
         tokens, targets = (
-            part.chunk(ring.size)[ring.rank] for part in batch(step, variant.config.vocab_size)
+            part.chunk(ring.num_parts)[ring.part] for part in batch(step, variant.config.vocab_size)
         )
         before = ring.bytes_sent
         loss = train_step(model, optimizer, tokens, targets, variant)
         bytes_sent.append(ring.bytes_sent - before)
         dist.all_reduce(loss)
-        losses.append(loss.item() / ring.size)
+        losses.append(loss.item() / ring.num_parts)
     return Outcome(losses, whole_parameters(model), bytes_sent)
 
 

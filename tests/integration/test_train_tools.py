@@ -75,9 +75,50 @@ def test_plan_shows_how_each_module_is_treated_and_the_cost_of_a_step(
         mib((whole / 4 + norms) / KIB**2),
     ]
     gyre, *others = (float(cell) for cell in said["peak"][1:])
-    assert len(others) == 3
+    assert len(others) == 4  # FSDP2 twice, DDP, tensor parallelism
     assert all(gyre < other for other in others)
     assert said["parameters"][1] == mib((whole / 4 + norms) / KIB**2)
+
+
+def test_plan_takes_any_configuration_of_transformers_and_recommends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {
+        "model_type": "qwen3",
+        "vocab_size": 256,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = ["plan", "--model", str(tmp_path), "--sequence", "16", "--batch", "4", "--ranks", "2"]
+    # A rank's link is so slow that only DDP, which sends least, is not the slowest.
+    rates = ["--operations-per-s", "1e12", "--bytes-per-s", "1e6", "--memory"]
+    assert main([*model, *rates, "1"]) == 0
+    said = capsys.readouterr().out
+    assert rows(said)["model.layers.*.self_attn"][1:3] == ["x2", "AttentionRule"]
+    sent = float(rows(said)["sent"][3]) * 2**20
+    assert float(rows(said)["step,"][2]) == pytest.approx(sent / 1e6, rel=0.01)
+    assert "Take DDP" in said
+    assert main([*model, *rates, "0.0001"]) == 0
+    assert "Nothing fits into 90%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--ranks", "2"], "plan needs CONFIG.toml, or a model: --model, --sequence"),
+        (["--model", "nowhere", "--sequence", "8", "--batch", "4"], "nowhere cannot be read"),
+    ],
+)
+def test_a_plan_without_a_model_says_what_is_missing(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *flags]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_memory_draws_a_step_and_prints_the_peaks(

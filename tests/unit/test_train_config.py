@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from gyre_trainer.errors import ConfigError
-from gyre_trainer.training.config import TrainConfig, load
+from gyre_trainer.training.build import plain
+from gyre_trainer.training.config import TrainConfig, build, load
+from gyre_trainer.training.models.gpt import GPTConfig
 
 MINIMAL = """
 [run]
@@ -41,6 +43,7 @@ def test_a_minimal_file_takes_defaults_for_the_rest(config_path: Path) -> None:
     assert (config.run.out, config.run.steps, config.run.device) == ("runs/a", 10, "auto")
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.precision.compute_dtype == "float32"
+    assert isinstance(config.model, GPTConfig)
     assert config.model.max_seq_len == config.data.sequence_length == 32
 
 
@@ -59,6 +62,7 @@ def test_overrides_win_and_are_toml_values_or_plain_text(config_path: Path) -> N
     assert config.optimizer.betas == (0.5, 0.6)
     assert config.optimizer.lr == 1.0
     assert config.data.address == "unix:/tmp/a.sock"
+    assert isinstance(config.model, GPTConfig)
     assert config.model.tie_embeddings is True
     assert config.data.field == "txt"
     assert config.data.options == {"sequence_length": 33}
@@ -144,8 +148,32 @@ def test_the_manual_has_every_key_and_no_other() -> None:
     }
     sections = typing.get_type_hints(TrainConfig)
     assert documented == {
-        f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)
+        f"{name}.{field.name}"
+        for name, section in sections.items()
+        for each in typing.get_args(section) or (section,)
+        for field in fields(each)
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"pretrained": "here", "config": {"model_type": "llama"}}, "either `pretrained`"),
+        ({"config": {"hidden_size": 8}}, "`model.config` has no `model_type`"),
+        ({"config": {"model_type": "no such family"}}, "no configuration for transformers"),
+        ({"config": {"model_type": "vit"}}, "no causal language model of a vit"),
+        ({"pretrained": "nowhere"}, "name a folder with config.json"),
+        ({"config": {}, "dim": 8}, "unknown key `model.dim`"),
+    ],
+)
+def test_a_model_of_transformers_that_cannot_be(model: dict[str, object], said: str) -> None:
+    table = {
+        "run": {"out": "nowhere", "steps": 1},
+        "data": {"dataset": "none", "batch_size": 1, "sequence_length": 8},
+        "model": model,
+    }
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plain(build(TrainConfig, table).model)
 
 
 def test_the_examples_are_configurations() -> None:

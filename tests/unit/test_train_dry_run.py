@@ -8,8 +8,8 @@ from gyre_trainer.accounting.baselines import Strategy
 from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
 from gyre_trainer.accounting.live_bytes import CATEGORIES, Category
 from gyre_trainer.errors import ConfigError
+from gyre_trainer.training.build import plain
 from gyre_trainer.training.config import TrainConfig, build
-from gyre_trainer.training.gpt import GPT
 
 MODEL = {
     "vocab_size": 1024,
@@ -35,7 +35,7 @@ def config(*, memory: dict[str, bool] | None = None, **optimizer: Any) -> TrainC
 
 def num_bytes(settings: TrainConfig) -> tuple[int, int]:
     """Bytes of the parameters that rotate, and of those that do not."""
-    model = GPT(settings.model)
+    model = plain(settings.model)
     norms = sum(parameter.nbytes for name, parameter in model.named_parameters() if "norm" in name)
     return sum(parameter.nbytes for parameter in model.parameters()) - norms, norms
 
@@ -47,7 +47,7 @@ def test_a_rotated_rank_keeps_an_nth_and_sends_the_fewest_bytes(num_ranks: int) 
     cost = dry_run(settings, Strategy.GYRE, num_ranks)
     live = cost.timeline.at(-1)
     assert live[Category.PARAMETERS] == rotated // num_ranks + norms
-    num_tensors = len(list(GPT(settings.model).parameters()))
+    num_tensors = len(list(plain(settings.model).parameters()))
     assert live[Category.OPTIMIZER] == 2 * live[Category.PARAMETERS] + 4 * num_tensors
     assert live[Category.GRADIENTS] == live[Category.LOGITS] == 0
     embedding = 4 * MODEL["vocab_size"] * MODEL["dim"]  # its backward needs no weights

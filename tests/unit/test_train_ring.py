@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gyre_trainer.comm.hang_diagnosis import HangDiagnosis
+from gyre_trainer.comm.identity import Modules
 from gyre_trainer.comm.ring import Direction, Ring
 from gyre_trainer.comm.transport import Leg, Stream, Work
 from torch import Tensor
@@ -53,7 +54,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def ring_with(group: dist.ProcessGroup, *transports: RecordingTransport) -> Ring:
-    return Ring(group, transports, HangDiagnosis(group))
+    return Ring(group, transports, HangDiagnosis(group), Modules())
 
 
 def test_each_leg_takes_the_first_transport_that_reaches_its_neighbour(

@@ -14,8 +14,8 @@ from torch import Tensor
 class FakeRing:
     """The attributes of a ring that masks read."""
 
-    rank: int = 0
-    size: int = 1
+    part: int = 0
+    num_parts: int = 1
 
 
 def kept(

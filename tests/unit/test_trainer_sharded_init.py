@@ -6,7 +6,7 @@ import pytest
 import torch
 from gyre_trainer.errors import ConfigError
 from gyre_trainer.shards.sharded_init import Constant, Normal, Uniform, fill, materialize
-from gyre_trainer.training.gpt import GPT, GPTConfig
+from gyre_trainer.training.models.gpt import GPT, GPTConfig
 from scipy import stats
 from torch import Tensor, nn
 

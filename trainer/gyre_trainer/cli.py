@@ -23,7 +23,7 @@ from gyre_common.program import internal_error
 
 from gyre_trainer import __version__
 from gyre_trainer.errors import ConfigError, RingError, TrainError
-from gyre_trainer.training.config import TrainConfig, load
+from gyre_trainer.training.config import TrainConfig, load, of_model
 from gyre_trainer.training.launcher import Launcher
 from gyre_trainer.training.out_of_memory import explained
 from gyre_trainer.training.rank_failure import FailurePipe
@@ -49,7 +49,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if "RANK" in os.environ and options.be_rank:
             _require_rank(options)
             return _be_rank(options, None)
-        config = load(options.config, options.set)
+        config = options.read(options)
         if not options.be_rank:
             _print(options.show(config, options))
             return 0
@@ -158,7 +158,10 @@ def _plan(config: TrainConfig, options: argparse.Namespace) -> str:
     # FSDP2 and fake tensors take a second to import.
     from gyre_trainer.accounting import plan_tables  # noqa: PLC0415
 
-    return plan_tables.text(config, options.ranks)
+    given = plan_tables.GivenRates(options.operations_per_s, options.bytes_per_s)
+    return plan_tables.text(
+        config, options.ranks, given, options.memory * 2**30 if options.memory else None
+    )
 
 
 def _memory(config: TrainConfig, options: argparse.Namespace) -> str:
@@ -214,8 +217,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     shows = commands.add_parser(
         "plan", help="show what each module becomes, and what a step costs a rank"
     )
-    _add_shows(shows)
-    shows.set_defaults(show=_plan)
+    _add_plan(shows)
     shows = commands.add_parser(
         "memory", help="draw the live bytes of one step, beside FSDP2 and DDP"
     )
@@ -263,20 +265,72 @@ def _add_trace(traces: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml")
+    _add_set(plan)
+    _add_ranks(plan)
+    of_model = plan.add_argument_group("a model of transformers instead of CONFIG.toml")
+    of_model.add_argument(
+        "--model", metavar="PATH", help="a folder with config.json, or that file; needs no weights"
+    )
+    of_model.add_argument("--sequence", type=_positive, help="tokens of a sample")
+    of_model.add_argument("--batch", type=_positive, help="samples of all ranks in a step")
+    rates = plan.add_argument_group("the ranks")
+    rates.add_argument(
+        "--operations-per-s",
+        type=_rate,
+        metavar="RATE",
+        help="floating-point operations of a rank (default: measured here)",
+    )
+    rates.add_argument(
+        "--bytes-per-s",
+        type=_rate,
+        metavar="RATE",
+        help="bytes that a rank sends (default: a copy in this machine's memory)",
+    )
+    rates.add_argument(
+        "--memory", type=_rate, metavar="GIB", help="of a rank; chooses the fastest that fits"
+    )
+    plan.set_defaults(show=_plan, be_rank=None, read=_read_plan)
+
+
+def _read_plan(options: argparse.Namespace) -> TrainConfig:
+    """The configuration, or that of a run of the given model."""
+    flags = {"--model": options.model, "--sequence": options.sequence, "--batch": options.batch}
+    if options.config is not None:
+        given = [flag for flag, value in flags.items() if value is not None]
+        if given:
+            raise ConfigError(f"{given[0]} says what CONFIG.toml says; leave one of them out")
+        return load(options.config, options.set)
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing:
+        raise ConfigError(f"plan needs CONFIG.toml, or a model: {', '.join(missing)} missing")
+    return of_model(options.model, options.sequence, options.batch, options.set)
+
+
 def _add_shows(shows: argparse.ArgumentParser) -> None:
     """Options of the commands without ranks, which compute on fake tensors."""
     _add_config(shows)
+    _add_ranks(shows)
+    shows.set_defaults(be_rank=None)
+
+
+def _add_ranks(shows: argparse.ArgumentParser) -> None:
     shows.add_argument(
         "--ranks",
         type=_positive,
         default=4,
         help="number of ranks of the job; this machine needs none of them (default 4)",
     )
-    shows.set_defaults(be_rank=None)
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", type=Path, metavar="CONFIG.toml")
+    command.set_defaults(read=lambda options: load(options.config, options.set))
+    _add_set(command)
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set",
         action="append",
@@ -302,4 +356,14 @@ def _positive(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
     if not 1 <= value <= _MAX_COUNT:
         raise argparse.ArgumentTypeError(f"{text} is not from 1 to {_MAX_COUNT}")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text[:20]} is not a positive number")
     return value

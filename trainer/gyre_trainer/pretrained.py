@@ -24,14 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.errors import CheckpointFailed, CheckpointRejected, TrainError
 from gyre_trainer.rotation.rotated_module import own_class
-from gyre_trainer.shards.layout import slice_bounds
+from gyre_trainer.shards.local_shards import local_of, place_of
 from gyre_trainer.shards.sharded_init import allocate
-from gyre_trainer.shards.sharded_parameters import local_of
 from gyre_trainer.shards.tensor_files import (
     Part,
     StoredTensor,
@@ -182,10 +181,8 @@ def _targets(model: nn.Module) -> Iterator[_Target]:
         start, stop, dim = 0, shape[0], 0
         if isinstance(whole, DTensor):
             local = local_of(whole).detach()
-            (placement,), mesh = whole.placements, whole.device_mesh
-            if isinstance(placement, Shard):
-                dim, is_first = placement.dim, True
-                start, stop = slice_bounds(shape[dim], mesh.get_local_rank(), mesh.size())
+            if (place := place_of(whole)) is not None:
+                dim, start, stop, is_first = place.dim, place.start, place.stop, place.is_first
         yield _Target(tuple(found), whole, local, Part(shape, dim, start, stop), is_first)
 
 

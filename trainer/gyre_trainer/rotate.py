@@ -21,6 +21,7 @@ from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.comm.spans import name_modules
 from gyre_trainer.errors import RotationError
 from gyre_trainer.inspection.agreement import require_equal_models
+from gyre_trainer.inspection.rotated_share import warn_of_whole_parameters
 from gyre_trainer.inspection.rotation_plan import RotationPlan, plan_of
 from gyre_trainer.inspection.rule_checks import check_rule
 from gyre_trainer.inspection.verification import verify as verify_module
@@ -28,10 +29,14 @@ from gyre_trainer.layers.cross_entropy import linear_cross_entropy
 from gyre_trainer.layers.dropout import use_equal_masks
 from gyre_trainer.layers.expert_lists import call_every_expert
 from gyre_trainer.layers.found_blocks import find_rule
-from gyre_trainer.layers.known_modules import rotate_known
+from gyre_trainer.layers.known_modules import is_of_known_class, rotate_known
 from gyre_trainer.layers.norm import recompute_norms
-from gyre_trainer.layers.replicated import no_sync, replicate
-from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.layers.whole.adapters import adapters_of
+from gyre_trainer.layers.whole.replicated import no_sync, replicate
+from gyre_trainer.optimizers.adafactor import Adafactor
+from gyre_trainer.optimizers.muon import Muon
+from gyre_trainer.optimizers.rprop import Rprop
+from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rotation import RotationPolicy
 from gyre_trainer.rotation.rule import Rule
 from gyre_trainer.rotation.wrap import RotationTarget, wrap
@@ -39,8 +44,11 @@ from gyre_trainer.shards.fused_optimizers import support_dtensors
 from gyre_trainer.shards.sharded_init import materialize
 
 __all__ = [
+    "Adafactor",
+    "Muon",
     "RotationPlan",
     "RotationPolicy",
+    "Rprop",
     "linear_cross_entropy",
     "make_mesh",
     "materialize",
@@ -69,7 +77,7 @@ def rotate(
     sync_from: int | None = None,
     verify: bool | None = None,
 ) -> nn.Module:
-    """Shard a module's parameters over the ranks of ``mesh``: each of N ranks keeps 1/N of them.
+    """Shard a module's parameters over the ring of ``mesh``: each of its N ranks keeps 1/N of them.
 
     The module is changed in place and returned. From then on:
 
@@ -88,7 +96,7 @@ def rotate(
     Args:
         module: on `meta` (then call `materialize` afterwards), or with the same values on every
             rank.
-        mesh: a mesh of one axis, as `make_mesh` gives it.
+        mesh: as `make_mesh` gives it: one axis, the ring; or two, replicas and the ring.
         policy: the dtypes of travelling slices, recomputation and dropout.
         rule: how the module is cut; None for the way of its class, if it has one. A rule is checked
             at the first call in training and in evaluation.
@@ -97,7 +105,7 @@ def rotate(
         verify: as `rotate_all` has it.
 
     Raises:
-        MeshError: the mesh is not a ring with this rank on it.
+        MeshError: the mesh is no ring, or replicas of rings, with this rank on it.
         RotationError: the module was rotated before, or cannot be cut like this, or differs among
             ranks; the message names module and parameter.
 
@@ -131,6 +139,7 @@ def rotate_all(
     sync_from: int | None = None,
     verify: bool | None = None,
     find_blocks: bool = False,
+    min_numel: int = 0,
 ) -> RotationPlan:
     """Rotate every module in ``model`` whose kind is known or has a rule; keep all others whole.
 
@@ -140,7 +149,7 @@ def rotate_all(
     Args:
         model: on `meta` (then call `materialize` afterwards), or with the same values on every
             rank.
-        mesh: a mesh of one axis, as `make_mesh` gives it.
+        mesh: as `make_mesh` gives it: one axis, the ring; or two, replicas and the ring.
         policy: the dtypes of travelling slices, recomputation and dropout.
         rules: rules for modules of a class, or of a path such as "blocks.0.mlp" or "blocks.*.mlp",
             in which * stands for any text, dots included. A path is preferred to a class, and an
@@ -154,13 +163,15 @@ def rotate_all(
         find_blocks: whether attention and MLPs of an unknown class rotate as a whole, where their
             structure and a trial on a small twin say that they can. Then they take no cache of keys
             and values. The returned plan shows what was found.
+        min_numel: a module whose largest parameter has fewer elements stays whole, unless it has a
+            rule: its hops would take longer than its memory is worth.
 
     Returns:
         How every parameter was treated, as a table when it is printed. `plan_of(model)` returns the
         same again.
 
     Raises:
-        MeshError: the mesh is not a ring with this rank on it.
+        MeshError: the mesh is no ring, or replicas of rings, with this rank on it.
         RotationError: a module cannot be cut like this, or the model differs among ranks, or a rule
             applies to no module; the message names module and parameter.
 
@@ -177,43 +188,69 @@ def rotate_all(
     _sync(model, mesh, sync_from)
     support_dtensors()
     target = RotationTarget(mesh, policy)
-    walk = _Walk(rules or {}, target, verify, find_blocks=find_blocks)
+    walk = _Walk(rules or {}, target, verify, find_blocks=find_blocks, min_numel=min_numel)
     walk.visit("", model)
     walk.require_all_used()
     if not isinstance(model, RotatedModule):
         _keep_whole(model, target)
-    return plan_of(model)
+    plan = plan_of(model)
+    warn_of_whole_parameters(model, plan, walk.kept, is_of_known_class)
+    return plan
 
 
 class _Walk:
-    """A walk down a model to the topmost modules that rotate."""
+    """A walk down a model to the topmost modules that rotate.
+
+    Attributes:
+        kept: by paths of modules that stay whole on purpose, why they do.
+    """
 
     def __init__(
-        self, rules: Rules, target: RotationTarget, verify: bool | None, *, find_blocks: bool
+        self,
+        rules: Rules,
+        target: RotationTarget,
+        verify: bool | None,
+        *,
+        find_blocks: bool,
+        min_numel: int,
     ) -> None:
         self._find_blocks = find_blocks
+        self._min_numel = min_numel
         self._rules = rules
         self._target = target
         self._verify = verify
         self._used: set[type[nn.Module] | str] = set()
+        self.kept: dict[str, str] = {}
 
-    def visit(self, path: str, module: nn.Module) -> None:
-        """Rotate the module, or the modules inside it."""
+    def visit(self, path: str, module: nn.Module, *, keeps_whole: bool = False) -> None:
+        """Rotate the module, or the modules inside it; with ``keeps_whole`` only by rules."""
         if isinstance(module, RotatedModule):
             return
         key = self._key(path, module)
         if key is not None:
             self._used.add(key)
             rule = self._rules[key]
-            if rule is not None:
+            if rule is None:
+                self.kept[path] = "a rule of None keeps them whole"
+            else:
                 self._rotate(module, rule)
-        elif rotate_known(module, self._target):
-            _check_at_first_calls(module, None, self._verify)
-        elif self._find_blocks and (found := find_rule(module, self._target.num_slices)):
-            self._rotate(module, found)
-        else:
+        elif _largest_numel(module) < self._min_numel:
+            self.kept[path] = f"they have less than {self._min_numel:,} elements (min_numel)"
+        elif keeps_whole or not self._rotate_by_kind(module):
+            adapters = adapters_of(module)
             for name, child in module.named_children():
-                self.visit(f"{path}.{name}".removeprefix("."), child)
+                whole = keeps_whole or child in adapters
+                self.visit(f"{path}.{name}".removeprefix("."), child, keeps_whole=whole)
+
+    def _rotate_by_kind(self, module: nn.Module) -> bool:
+        """Rotate a module whose kind is known or can be found, and return whether it is."""
+        if rotate_known(module, self._target):
+            _check_at_first_calls(module, None, self._verify)
+            return True
+        rule = find_rule(module, self._target.num_slices) if self._find_blocks else None
+        if rule is not None:
+            self._rotate(module, rule)
+        return rule is not None
 
     def _rotate(self, module: nn.Module, rule: Rule) -> None:
         target = self._target
@@ -234,6 +271,10 @@ class _Walk:
         return (*paths, *classes, None)[0]
 
 
+def _largest_numel(module: nn.Module) -> int:
+    return max((parameter.numel() for parameter in module.parameters()), default=0)
+
+
 def _require_new(module: nn.Module) -> None:
     """Refuse a module that is rotated already, or has parameters without a shape."""
     if isinstance(module, RotatedModule) or hasattr(module, "grad_averaging"):
@@ -252,11 +293,13 @@ def _sync(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
         return
     if not 0 <= source < mesh.size():
         raise RotationError(f"sync_from is {source}, but the mesh has {mesh.size()} ranks")
+    place = (mesh.mesh.flatten() == mesh.mesh.flatten()[source]).view(mesh.shape).nonzero()[0]
     with collective("taking the values of one rank"):
         for _, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not tensor.is_meta and not isinstance(tensor, DTensor):
                 whole = tensor.detach().contiguous()
-                dist.broadcast(whole, group=mesh.get_group(), group_src=source)
+                for axis, group_rank in enumerate(place):
+                    dist.broadcast(whole, group=mesh.get_group(axis), group_src=group_rank)
                 if not whole.is_set_to(tensor):
                     tensor.detach().copy_(whole)
 
@@ -285,6 +328,7 @@ def _check_at_first_calls(module: nn.Module, rule: Rule | None, verify: bool | N
         return
     left = {True, False}
 
+    @uncompiled
     def first_call(rotated: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if rotated.training not in left:
             return

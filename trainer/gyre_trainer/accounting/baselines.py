@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
-from gyre_trainer.rotate import linear_cross_entropy
+from gyre_trainer.rotate import Rules, linear_cross_entropy
 from gyre_trainer.shards.sharded_parameters import same_storage
-from gyre_trainer.training.build import rotated
+from gyre_trainer.training.build import blocks_of, plain, rotated
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.gpt import GPT, Block, GPTConfig
+from gyre_trainer.training.models.gpt import GPT, Block, GPTConfig
+from gyre_trainer.training.models.losses import LossHead
 
 # DDP's default. Larger buckets raise its peak, smaller ones its number of all-reduces; the
 # comparison is fair only with the default.
@@ -34,13 +35,32 @@ class Strategy(StrEnum):
 
 
 def distribute(
-    config: TrainConfig, strategy: Strategy, mesh: DeviceMesh, device: torch.device
-) -> GPT:
-    """The configured model as one of the mesh's ranks holds it; a rotated one has no values yet."""
+    config: TrainConfig,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    device: torch.device,
+    rules: Rules | None = None,
+) -> nn.Module:
+    """The configured model as one of the mesh's ranks holds it; a rotated one has no values yet.
+
+    Args:
+        config: of the run.
+        strategy: how the model is distributed.
+        mesh: the ranks.
+        device: where a model that does not rotate is made.
+        rules: as `gyre_trainer.training.build.rotated` takes them.
+    """
     if strategy is Strategy.GYRE:
-        return rotated(config, mesh)
+        return rotated(config, mesh, rules)
+    shards = strategy is not Strategy.DDP
     with device:
-        model = GPT(config.model) if strategy is Strategy.DDP else FullySharded(config.model)
+        model = (
+            FullySharded(config.model)
+            if shards and isinstance(config.model, GPTConfig)
+            else plain(config.model)
+        )
+    if shards and not isinstance(model, GPT):
+        model.set_output_embeddings(LossHead(model.get_output_embeddings()))  # type: ignore[operator]
     if config.memory.recompute:
         _recompute(model)
     if strategy is Strategy.DDP:
@@ -48,11 +68,18 @@ def distribute(
     return fully_sharded(model, config, mesh, per_layer=strategy is Strategy.FSDP2_LAYER)
 
 
-def _recompute(model: GPT) -> None:
-    """Keep only the inputs of norms, as rotation does, by means of torch's checkpoints."""
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        block.forward = partial(_checkpointed_block, block)  # type: ignore[method-assign]
+def _recompute(model: nn.Module) -> None:
+    """Keep only the inputs of norms by means of torch's checkpoints, as rotation does.
+
+    Of a model of transformers only the inputs of layers are kept, as that library has it.
+    """
+    for block in blocks_of(model):
+        if isinstance(block, Block):
+            block.forward = partial(_checkpointed_block, block)  # type: ignore[method-assign]
+        else:
+            block.forward = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
 
 def _checkpointed_block(block: Block, x_BTD: Tensor, rope_TC: Tensor) -> Tensor:
@@ -94,7 +121,9 @@ class _HeadAndLoss(nn.Module):
         return linear_cross_entropy(self.head, x_BTD, targets_BT)
 
 
-def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool) -> GPT:
+def fully_sharded(
+    model: nn.Module, config: TrainConfig, mesh: DeviceMesh, *, per_layer: bool
+) -> nn.Module:
     """FSDP2 over whole blocks, or over each attention and each MLP.
 
     Embedding and head are sharded by themselves unless they are tied.
@@ -104,16 +133,29 @@ def fully_sharded(model: GPT, config: TrainConfig, mesh: DeviceMesh, *, per_laye
         param_dtype=dtype, reduce_dtype=getattr(torch, config.precision.grad_dtype)
     )
     shard = partial(fully_shard, mesh=mesh, mp_policy=mixed)
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        for part in [block] if per_layer else [block.attention, block.mlp]:
+    for block in blocks_of(model):
+        for part in [block] if per_layer else _sub_blocks(block):
             shard(part)
-    if not config.model.tie_embeddings:
-        shard(model.embedding)
-        shard(model.tail)
+    embedding, tail = _ends(model)
+    if embedding.weight is not tail.head.weight:
+        shard(embedding)
+        shard(tail)
     shard(model)
-    register_fsdp_forward_method(model, "loss")
+    if isinstance(model, GPT):
+        register_fsdp_forward_method(model, "loss")
     return model
+
+
+def _sub_blocks(block: nn.Module) -> list[nn.Module]:
+    """The parts of a block that have matrices: its attention and its MLP."""
+    return [part for part in block.children() if any(each.ndim > 1 for each in part.parameters())]
+
+
+def _ends(model: nn.Module) -> tuple[nn.Embedding, "_HeadAndLoss | LossHead"]:
+    """The embedding, and the module of head and loss."""
+    if isinstance(model, FullySharded):
+        return model.embedding, model.tail
+    return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
 
 
 @dataclass(slots=True)
@@ -123,7 +165,7 @@ class _Averaging:
     postponed: bool = False
 
 
-def data_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
+def data_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """DDP with `gradient_as_bucket_view=True`; its own C++ cannot run on fake tensors."""
     averaging = _Averaging()
     bucket: list[nn.Parameter] = []

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "fsdp", "gyre")  # namespaces of operators
@@ -148,6 +149,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator and observe its tensors; wrappers come back as plain tensors."""
+        if func is torch.ops.prim.device.default:  # half of all operators on fake tensors
+            return args[0].fake_device
         given = list(_tensors((args, kwargs)))
         if any(is_traceable_wrapper_subclass(tensor) for tensor in given):
             return NotImplemented
@@ -233,7 +236,8 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether the tensor has a storage of its own with memory behind it, real or fake."""
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return tensor.layout == torch.strided and device.type != "meta"
 
 
 def _unwrapped(tensor: Any) -> list[Tensor]:

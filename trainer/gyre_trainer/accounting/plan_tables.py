@@ -2,9 +2,22 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from gyre_trainer.accounting.baselines import Strategy
-from gyre_trainer.accounting.dry_run import dry_run, on_fake_ranks
+from gyre_trainer.accounting.depth import StepFigures, figures, step_figures
+from gyre_trainer.accounting.dry_run import dry_run, found_rules, on_fake_ranks
+from gyre_trainer.accounting.estimate import (
+    TENSOR_PARALLEL,
+    Rates,
+    measured_bytes_per_s,
+    measured_operations_per_s,
+    recommendation,
+    step_seconds,
+    tensor_parallel,
+)
 from gyre_trainer.accounting.live_bytes import CATEGORIES
 from gyre_trainer.accounting.step_cost import StepCost
 from gyre_trainer.inspection.rotation_plan import PlanEntry
@@ -12,8 +25,38 @@ from gyre_trainer.inspection.table import table
 from gyre_trainer.rotate import plan_of
 from gyre_trainer.training.build import rotated
 from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.library import library_config
 
 StepCosts = Mapping[Strategy, StepCost]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRates:
+    """Rates of a rank, as far as they are given."""
+
+    operations_per_s: float | None = None
+    bytes_per_s: float | None = None
+
+    @property
+    def operations_origin(self) -> str:
+        """Where the rate of operations is from."""
+        return "given" if self.operations_per_s else "measured here: a matrix product"
+
+    @property
+    def bytes_origin(self) -> str:
+        """Where the rate of the link is from."""
+        return "given" if self.bytes_per_s else "measured here: a copy in memory"
+
+    def measured(self, dtype: torch.dtype) -> Rates:
+        """The rates; what is not given is measured on this machine."""
+        return Rates(
+            self.operations_per_s or measured_operations_per_s(dtype),
+            self.bytes_per_s or measured_bytes_per_s(),
+        )
+
+
+_MEASURED = GivenRates()
 
 
 def modules_table(config: TrainConfig, num_ranks: int) -> str:
@@ -25,8 +68,9 @@ def modules_table(config: TrainConfig, num_ranks: int) -> str:
     Raises:
         RotationError: the model cannot be cut for ``num_ranks``.
     """
+    rules = found_rules(config, num_ranks)
     with on_fake_ranks(num_ranks) as mesh:
-        entries = plan_of(rotated(config, mesh)).entries
+        entries = plan_of(rotated(config, mesh, rules)).entries
     alike: dict[tuple[str, str, int], list[PlanEntry]] = {}
     for entry in entries:
         path = re.sub(r"\b\d+\b", "*", entry.path)
@@ -55,31 +99,77 @@ def step_costs(config: TrainConfig, num_ranks: int) -> dict[Strategy, StepCost]:
     return {strategy: dry_run(config, strategy, num_ranks) for strategy in Strategy}
 
 
-def text(config: TrainConfig, num_ranks: int) -> str:
-    """The whole plan, for printing."""
+def text(
+    config: TrainConfig,
+    num_ranks: int,
+    given: GivenRates = _MEASURED,
+    memory_bytes: float | None = None,
+) -> str:
+    """The whole plan, for printing.
+
+    Args:
+        config: of the run.
+        num_ranks: ranks of the job.
+        given: the rates of a rank, where they are known.
+        memory_bytes: the memory of a rank's device, for the recommendation; None where unknown.
+
+    Raises:
+        ConfigError: the batch cannot be divided among ``num_ranks``, or there is no such model.
+        RotationError: the model cannot be cut for ``num_ranks``.
+    """
     num_samples, length = config.data.batch_size // num_ranks, config.data.sequence_length
     per_step = f"{num_samples} x {length} tokens on each per step"
-    costs = step_costs(config, num_ranks)
+    counted = {strategy: step_figures(config, strategy, num_ranks) for strategy in Strategy}
+    rates = given.measured(getattr(torch, config.precision.compute_dtype))
+    num_layers, dim = shape_of(config)
+    columns: dict[str, StepFigures] = {
+        **{str(strategy): each for strategy, each in counted.items()},
+        TENSOR_PARALLEL: tensor_parallel(counted[Strategy.DDP], config, num_ranks, num_layers, dim),
+    }
+    seconds = [f"{step_seconds(name, each, rates):.3g}" for name, each in columns.items()]
     return "\n\n".join(
         [
             f"{num_ranks} ranks; {per_step}; all figures in MiB",
             modules_table(config, num_ranks),
             "Live bytes of a rank at the peak of a step:",
-            peaks(costs),
+            _peaks(columns, [["step, s", *seconds]]),
+            _notes(rates, given),
+            recommendation(counted, rates, memory_bytes),
         ]
     )
 
 
+def _notes(rates: Rates, given: GivenRates) -> str:
+    return (
+        "* by formula; all others are counted, operator by operator.\n"
+        f"Seconds at {rates.operations_per_s:.2e} operations/s ({given.operations_origin}) and "
+        f"{rates.bytes_per_s:.2e} bytes/s ({given.bytes_origin})\n"
+        "of a rank, with all communication hidden that can be."
+    )
+
+
+def shape_of(config: TrainConfig) -> tuple[int, int]:
+    """The number of layers, and the width of the residual stream."""
+    if isinstance(config.model, GPTConfig):
+        return config.model.num_layers, config.model.dim
+    described = library_config(config.model)
+    return described.num_hidden_layers, described.hidden_size
+
+
 def peaks(costs: StepCosts) -> str:
     """A table of each strategy's live bytes at its peak, by category, and its bytes sent."""
-    at_peak = {strategy: cost.timeline.peak() for strategy, cost in costs.items()}
-    lines = [["", *costs]]
+    return _peaks({strategy: figures(cost) for strategy, cost in costs.items()}, [])
+
+
+def _peaks(columns: Mapping[str, StepFigures], more: Sequence[Sequence[str]]) -> str:
+    lines: list[Sequence[str]] = [["", *columns]]
     lines += [
-        [category, *(mib(peak[category]) for peak in at_peak.values())] for category in CATEGORIES
+        [category, *(mib(each.at_peak[category]) for each in columns.values())]
+        for category in CATEGORIES
     ]
-    lines.append(["peak", *(mib(cost.timeline.peak_bytes) for cost in costs.values())])
-    lines.append(["sent per step", *(mib(cost.sent_bytes) for cost in costs.values())])
-    return table(lines, num_texts=1)
+    lines.append(["peak", *(mib(each.peak_bytes) for each in columns.values())])
+    lines.append(["sent per step", *(mib(each.sent_bytes) for each in columns.values())])
+    return table([*lines, *more], num_texts=1)
 
 
 def mib(num_bytes: int) -> str:

@@ -10,16 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gyre_trainer.accounting.live_bytes import Category, LiveBytes, Timeline
+from gyre_trainer.accounting.operations import Operations
 from gyre_trainer.accounting.sent_bytes import SentBytes
+from gyre_trainer.training.build import blocks_of, features_of
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.gpt import GPT
 from gyre_trainer.training.step import Stepper
 
 STEP = "step"
+BLOCK = "block"
 # The first step allocates the optimizer's states and the transient buffers, and learns the order of
 # modules in backward. With fewer than two steps the measured one would still allocate some of it.
 _NUM_WARM_UP_STEPS = 2
+_NUM_WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +30,18 @@ class StepCost:
     """The cost of one step of one rank, after the first steps have allocated what lasts.
 
     Attributes:
-        timeline: its marks are "step" and the phases of `gyre_trainer.training.step.Phase`.
+        timeline: its marks are "step", the phases of `gyre_trainer.training.step.Phase`, and BLOCK
+            where a block's forward or backward begins.
         sent_bytes: bytes that this rank sent in the step.
+        operations: floating-point operations of this rank in the step.
     """
 
     timeline: Timeline
     sent_bytes: int
+    operations: int
 
 
-def measure_step(model: GPT, config: TrainConfig, examples: Examples) -> StepCost:
+def measure_step(model: nn.Module, config: TrainConfig, examples: Examples) -> StepCost:
     """Take a few steps on the same examples and measure the last one. The model is trained by them.
 
     Args:
@@ -45,27 +51,37 @@ def measure_step(model: GPT, config: TrainConfig, examples: Examples) -> StepCos
     """
     live, sent_bytes = LiveBytes(), SentBytes(dist.get_world_size())
     observer = _Observer(model, live)
-    with sent_bytes, live, observer.logits(), warnings.catch_warnings():
+    with sent_bytes, live, observer.hooks(), warnings.catch_warnings():
         # FSDP2 warns that writing to an output in place would be wrong; this model does not.
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning
         )
         live.label(Category.PARAMETERS, model.parameters())
         stepper = Stepper(model, config, observer.phase)
-        for step in range(_NUM_WARM_UP_STEPS + 1):
-            live.mark(STEP)
-            before = sent_bytes.total
-            stepper.take(examples, step)
-        return StepCost(live.timeline().since(STEP), sent_bytes.total - before)
+        for step in range(_NUM_WARM_UP_STEPS):
+            stepper.take(_few(examples), step)
+        live.mark(STEP)
+        before = sent_bytes.total
+        with Operations() as operations:
+            stepper.take(examples, _NUM_WARM_UP_STEPS)
+        return StepCost(live.timeline().since(STEP), sent_bytes.total - before, operations.total)
+
+
+def _few(examples: Examples) -> Examples:
+    """The first tokens alone: what the first steps allocate for good does not depend on them."""
+    return Examples(
+        examples.inputs[:, :_NUM_WARM_UP_TOKENS], examples.targets[:, :_NUM_WARM_UP_TOKENS], None
+    )
 
 
 class _Observer:
     """Labels storages and phases while a step runs."""
 
-    def __init__(self, model: GPT, live: LiveBytes) -> None:
+    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
         self._model = model
         self._live = live
         self._logits = ExitStack()
+        self._is_forward = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -75,6 +91,7 @@ class _Observer:
             with self._live.during(Category.OPTIMIZER):
                 yield
             return
+        self._is_forward = name == "forward"
         yield
         if name == "backward":
             self._logits.close()
@@ -83,17 +100,28 @@ class _Observer:
             )
 
     @contextmanager
-    def logits(self) -> Iterator[None]:
-        """A context: allocations from the last norm's forward to its backward are logits."""
-        hook = self._model.norm.register_forward_hook(self._begin_logits)
-        try:
+    def hooks(self) -> Iterator[None]:
+        """A context: blocks are marked, and what the head and the loss allocate are logits."""
+        with ExitStack() as hooks:
+            for block in blocks_of(self._model):
+                hooks.callback(block.register_forward_pre_hook(self._begin_block).remove)
+                hooks.callback(block.register_forward_hook(self._end_block).remove)
+            hook = features_of(self._model).register_forward_hook(self._begin_logits)
+            hooks.callback(hook.remove)
             yield
-        finally:
-            hook.remove()
 
-    def _begin_logits(self, norm: nn.Module, args: Any, output: Tensor) -> None:
+    def _begin_block(self, block: nn.Module, args: Any) -> None:
+        if self._is_forward:  # else it is recomputed
+            self._live.mark(BLOCK)
+
+    def _end_block(self, block: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        first.register_hook(lambda _: self._live.mark(BLOCK))
+
+    def _begin_logits(self, norm: nn.Module, args: Any, output: Any) -> None:
+        features = output if isinstance(output, Tensor) else output[0]
         self._logits.enter_context(self._live.during(Category.LOGITS))
-        output.register_hook(self._end_logits)  # type: ignore[no-untyped-call]
+        features.register_hook(self._end_logits)
 
     def _end_logits(self, grad: Tensor) -> None:
         self._logits.close()

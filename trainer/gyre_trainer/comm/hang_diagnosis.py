@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -58,8 +59,12 @@ class RankProgress:
 class HangDiagnosis:
     """One rank's part in the diagnosis of a group. It answers other ranks as long as it lives."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks = dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup, replicas: Tensor | None = None) -> None:
+        """The diagnosis of a group, or of all ``replicas`` of it: a matrix of ranks."""
+        if replicas is None:
+            self._ranks, name = dist.get_process_group_ranks(group), str(group.group_name)
+        else:
+            self._ranks, name = replicas.flatten().tolist(), str(replicas.tolist())
         self._rank = dist.get_rank()
         self._progress = RankProgress()
         self._store: Store | None = None
@@ -67,7 +72,7 @@ class HangDiagnosis:
         if len(self._ranks) > 1 and dist.get_backend(group) != "fake":
             # A connection of its own: torch's may be blocked in a wait for another rank.
             store = _get_default_store().clone()  # type: ignore[attr-defined]
-            self._store = PrefixStore(f"gyre hang diagnosis of {group.group_name}", store)
+            self._store = PrefixStore(f"gyre hang diagnosis of {name}", store)
             # An earlier group with this store and this name may have left one.
             self._store.delete_key(str(self._rank))
             self._verdicts = Verdicts(self._store, self._rank, self._ranks)

@@ -1,45 +1,118 @@
-"""The ring of ranks as a device mesh of one axis."""
+"""The ranks as a device mesh: one axis, the ring; or two, replicas of rings."""
+
+from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.errors import MeshError
 
-ROTATE_AXIS = "rotate"
+REPLICATE_AXIS, ROTATE_AXIS = "replicate", "rotate"
+
+_UNNAMED = WeakIdKeyDictionary()  # by the mesh itself: equal ones may have other process groups
 
 
-def make_mesh(device_type: str) -> DeviceMesh:
-    """A mesh of one axis, `rotate`, over all ranks of the default process group.
+def make_mesh(device_type: str, *, replicate: int = 1, rotate: int | None = None) -> DeviceMesh:
+    """A mesh over all ranks of the default process group.
+
+    Its axis `rotate` is the ring. With more than one replica it has the axis `replicate` before
+    that: each ring then has all parameters, and gradients are averaged over the rings, too. Ranks
+    with successive numbers are on one ring.
 
     Args:
         device_type: the device of the parameters, "cpu" or "cuda". On "cuda", call
             `torch.cuda.set_device` first.
+        replicate: the number of rings.
+        rotate: the number of ranks on each; None for all ranks over the number of rings.
 
     Raises:
-        MeshError: the default process group does not exist yet.
+        MeshError: the default process group does not exist yet, or has another number of ranks.
 
     Example:
         torch.distributed.init_process_group("gloo")  # torchrun sets RANK and WORLD_SIZE
         mesh = make_mesh("cpu")
+        of_two_rings = make_mesh("cpu", replicate=2)
     """
     if not dist.is_initialized():
         raise MeshError(
             "there is no process group; call torch.distributed.init_process_group first "
             "(torchrun sets its variables)"
         )
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(ROTATE_AXIS,))
+    num_ranks = dist.get_world_size()
+    size = num_ranks // max(1, replicate) if rotate is None else rotate
+    if min(replicate, size) < 1 or replicate * size != num_ranks:
+        raise MeshError(
+            f"there are {num_ranks} ranks, but make_mesh(replicate={replicate}, rotate={rotate}) "
+            "needs their product to be that number"
+        )
+    if replicate == 1:
+        return init_device_mesh(device_type, (size,), mesh_dim_names=(ROTATE_AXIS,))
+    names = REPLICATE_AXIS, ROTATE_AXIS
+    return init_device_mesh(device_type, (replicate, size), mesh_dim_names=names)
 
 
 def require_ring(mesh: DeviceMesh) -> None:
-    """Refuse a mesh that is not one ring with this rank on it.
+    """Refuse a mesh that is no ring, or replicas of rings, with this rank on it.
+
+    An axis of a larger mesh is refused, too: gradients would not be averaged over its other axes,
+    and the ranks along these would train different weights.
 
     Raises:
-        MeshError: the mesh has another number of axes, or this rank is not on it.
+        MeshError: the mesh is another one, or this rank is not on it.
     """
-    if mesh.ndim != 1:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or ROTATE_AXIS in names[:-1]:
         raise MeshError(
-            f"rotation needs a mesh of one axis, but {mesh} has {mesh.ndim}; "
-            f"pass one axis of it, such as mesh[{ROTATE_AXIS!r}]"
+            f"rotation needs a mesh of one axis, {ROTATE_AXIS!r}, or of two, {REPLICATE_AXIS!r} "
+            f"and then {ROTATE_AXIS!r}, but {mesh} has others; make_mesh makes both"
         )
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not on {mesh}")
+    root = mesh._get_root_mesh()
+    if prod(root.shape) != mesh.size():
+        raise MeshError(
+            f"{mesh} is a part of {root}: gradients would not be averaged over its other axes, so "
+            "their ranks would train different weights; pass the whole mesh. Where these ranks "
+            "have other parameters on purpose, pass DeviceMesh.from_group(part.get_group(), "
+            "device_type), which is a mesh of its own"
+        )
+
+
+def ring_axis(mesh: DeviceMesh) -> int:
+    """The number of the axis that slices travel along."""
+    return mesh.ndim - 1
+
+
+def ring_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of this rank's ring."""
+    return mesh.get_group(ring_axis(mesh))
+
+
+def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks with the same shards as this one, one of each ring; None for a single ring."""
+    return mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+
+
+def unnamed(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh of one axis without a name for it; always the same object.
+
+    peft takes a name that it does not know for tensor parallelism, whose modules compute with their
+    shard alone. A mesh of two axes is returned as it is: torch wants names for these.
+    """
+    if mesh.ndim > 1 or mesh.mesh_dim_names is None:
+        return mesh
+    found = _UNNAMED.get(mesh)  # type: ignore[no-untyped-call]
+    if found is None:
+        # A mesh reads the values of its tensor of ranks, which a fake tensor has not.
+        with _disable_current_modes():
+            found = _UNNAMED[mesh] = DeviceMesh.from_group(mesh.get_group(), mesh.device_type)
+    assert isinstance(found, DeviceMesh)
+    return found
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of all axes: a sum over each, one after the other, is a sum over all ranks."""
+    replicas = replica_group(mesh)
+    return [ring_group(mesh), *([] if replicas is None else [replicas])]

@@ -96,15 +96,19 @@ class Ring:
         group: the ranks of the ring, in the order in which they are neighbours.
         transports: the ways to the neighbours, the preferred one first. On every device each
             neighbour is within reach of at least one of them.
-        hang_diagnosis: the diagnosis of the same group.
+        hang_diagnosis: the diagnosis of these ranks, and of those of all replicas.
+        modules: those that rotate, or did, on the ranks of the ring.
+        replicas: the ranks at this rank's place in all replicas of the ring; None for one ring.
 
     Attributes:
         rank: this rank's number on the ring, in [0, size).
         global_rank: its number in the default process group.
         size: the number of ranks on the ring.
+        part: which part of the global batch this rank has, in [0, num_parts).
+        num_parts: the number of ranks on all replicas of the ring.
         pool: the transient buffers of all modules that rotate on this ring.
         bytes_sent: bytes that this rank has sent in hops since the ring was made.
-        modules: the modules that rotate on this ring.
+        modules: those that rotate, or did, on these ranks.
         hang_diagnosis: finds the rank at fault where a hop or a collective of these ranks fails.
     """
 
@@ -113,17 +117,22 @@ class Ring:
         group: dist.ProcessGroup,
         transports: Sequence[Transport],
         hang_diagnosis: HangDiagnosis,
+        modules: Modules,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.global_rank = dist.get_rank()
         self.size = dist.get_world_size(group)
+        self.replicas = replicas
+        self.num_parts = self.size * (1 if replicas is None else dist.get_world_size(replicas))
+        self.part = self.rank + self.size * (0 if replicas is None else dist.get_rank(replicas))
         self.bytes_sent = 0
         self.hang_diagnosis = hang_diagnosis
-        self.modules = Modules()
+        self.modules = modules
         # The pool must not hold the ring: without a cycle, a ring ends with its last holder.
         self.pool = BufferPool(partial(_allocate, transports))
         self._transports = transports
-        self._group = group
+        self.group = group
 
     def shift(
         self,
@@ -181,7 +190,7 @@ class Ring:
         return f"rank {self._global(0)}: {what}"
 
     def _global(self, offset: int) -> int:
-        return dist.get_global_rank(self._group, (self.rank + offset) % self.size)
+        return dist.get_global_rank(self.group, (self.rank + offset) % self.size)
 
 
 def _allocate(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
-from gyre_trainer.shards.sharded_parameters import digest_of, sharded_parameters_of
+from gyre_trainer.shards.local_shards import digest_of
+from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
+
+_Here = TypeVar("_Here")
 
 
 def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -24,22 +29,23 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
     values, and the policies of rotated modules. Collective.
 
     Raises:
-        RotationError: on every rank, with the first difference between rank 0 and another rank.
+        RotationError: on every rank, with the first difference between two ranks.
     """
     here = _parameters(model), _policies(model), _values(model)
     digest = int.from_bytes(
         blake2b("\n".join(chain(*here)).encode(), digest_size=7).digest(), "little"
     )
     extremes = torch.tensor([digest, -digest], device=mesh.device_type)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group())
+    for group in groups_of(mesh):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     # A dry run has no other ranks.
     if isinstance(extremes, FakeTensor) or extremes.sum().item() == 0:
         return
-    all_here = [here] * mesh.size()
-    dist.all_gather_object(all_here, here, group=mesh.get_group())
+    everyone = _gathered((dist.get_rank(), here), mesh)
     _count_alike(mesh)
-    differences = (_difference(descriptions) for descriptions in zip(*all_here, strict=True))
-    difference = next(filter(None, differences))
+    ranks = [rank for rank, _ in everyone]
+    parts = zip(*(each for _, each in everyone), strict=True)
+    difference = next(filter(None, (_difference(ranks, descriptions) for descriptions in parts)))
     advice = (
         "; give every rank the same values, or take those of one with sync_from=0"
         if "has values of digest" in difference
@@ -51,9 +57,17 @@ def require_equal_models(model: nn.Module, mesh: DeviceMesh) -> None:
 def _count_alike(mesh: DeviceMesh) -> None:
     """Let all ranks go on with one number, so that another model can rotate after a refusal."""
     modules = ring_of(mesh).modules
-    counts = [0] * mesh.size()
-    dist.all_gather_object(counts, modules.count, group=mesh.get_group())
-    modules.skip_to(max(counts))
+    modules.skip_to(max(_gathered(modules.count, mesh)))
+
+
+def _gathered(here: _Here, mesh: DeviceMesh) -> list[_Here]:
+    """Every rank's value, in the order of the mesh."""
+    gathered = [here]
+    for group in groups_of(mesh):
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, gathered, group=group)
+        gathered = list(chain.from_iterable(parts))
+    return gathered
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -61,7 +75,7 @@ def _parameters(model: nn.Module) -> list[str]:
     lines = []
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            cut = f", cut {parameter.placements[0]}" if isinstance(parameter, DTensor) else ""
+            cut = f", cut {parameter.placements[-1]}" if isinstance(parameter, DTensor) else ""
             state = "trains" if parameter.requires_grad else "is frozen"
             where = f"{path}.{name}".removeprefix(".")
             kind = f"{parameter.dtype} on {parameter.device.type}, {state}{cut}"
@@ -98,10 +112,10 @@ def _policies(model: nn.Module) -> list[str]:
     ]
 
 
-def _difference(descriptions: Sequence[list[str]]) -> str:
-    """The first difference between rank 0 and another rank; "" where there is none."""
+def _difference(ranks: Sequence[int], descriptions: Sequence[list[str]]) -> str:
+    """The first difference between the first rank and another one; "" where there is none."""
     first = descriptions[0]
-    for rank, other in enumerate(descriptions):
+    for rank, other in zip(ranks, descriptions, strict=True):
         longest = max(len(first), len(other))
         pairs = zip(
             *(
@@ -112,5 +126,5 @@ def _difference(descriptions: Sequence[list[str]]) -> str:
         )
         for one, another in pairs:
             if one != another:
-                return f"on rank 0 {one}, but on rank {rank} {another}"
+                return f"on rank {ranks[0]} {one}, but on rank {rank} {another}"
     return ""

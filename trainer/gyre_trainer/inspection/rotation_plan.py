@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from gyre_trainer.inspection.table import table
 from gyre_trainer.rotation.rotated_module import RotatedModule, own_class
-from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.shards.local_shards import local_of, place_of
 
 How = Literal["rotated", "replicated", "local"]
 
@@ -104,7 +104,7 @@ def _entries(path: str, module: nn.Module, seen: set[int]) -> Iterator[PlanEntry
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)
+    return isinstance(parameter, DTensor) and place_of(parameter) is not None
 
 
 def _entry(

@@ -10,13 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from gyre_trainer.comm.mesh import ring_group
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.rule import swapped
-from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.rotation.rule import parameter_at, swapped
+from gyre_trainer.shards.local_shards import local_of
 
 # Relative to the largest value. Sums in another order differ by far less, a wrong rule by far more.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -74,7 +75,7 @@ class _Results:
         else:
             whole = {name: _whole(p) for name, p in zip(names, own, strict=True)}
             others = {
-                name: local_of(rotation.module.get_parameter(name)) for name in rotation.replicated
+                name: local_of(parameter_at(rotation.module, name)) for name in rotation.replicated
             }
             weights = list(whole.values())
             dtype = rotation.policy.compute_dtype
@@ -122,7 +123,7 @@ class _Results:
         mean = torch.zeros(parameter.shape, dtype=flat.dtype, device=flat.device)
         if grad is not None:
             mean.copy_(grad)
-        group = parameter.device_mesh.get_group()
+        group = ring_group(parameter.device_mesh)
         with ring_of(parameter.device_mesh).hang_diagnosis.collective("verifying a rotated module"):
             dist.all_reduce(mean, group=group)
         cut = rotation.layout.cuts[position]

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gyre_trainer.layers.linear import rows
-from gyre_trainer.layers.replicated import ReplicatedModule
+from gyre_trainer.layers.whole.replicated import ReplicatedModule
 from gyre_trainer.rotation.call import cast
 from gyre_trainer.rotation.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.output_reduction import OutputReduction, RunningSum
 from gyre_trainer.rotation.ring_pass import run
-from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.shards.local_shards import local_of
 
 # Logits alive at once: 32 MiB of float32. More raises the peak of a step and was not faster; much
 # less makes the matrix products small.
@@ -36,6 +36,7 @@ _MAX_LOGITS = 2**23
 Reduction = Literal["mean", "sum", "none"]
 
 
+@uncompiled
 def linear_cross_entropy(
     linear: nn.Linear,
     x: Tensor,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
 
 _LIST_NAME = "experts"
 
@@ -71,6 +71,7 @@ class CallsEveryExpert:
 
     _expert_calls: _Calls
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without rotation."""
         tokens = next(
@@ -105,6 +106,7 @@ def call_every_expert(model: nn.Module) -> None:
                 expert.register_forward_pre_hook(partial(_before, calls, index), prepend=True)
 
 
+@uncompiled
 def _before(calls: _Calls, index: int, _expert: nn.Module, _args: Any) -> None:
     calls.before(index)
 

@@ -6,7 +6,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from gyre_trainer.layers.attention import Attention, rotate_attention
 from gyre_trainer.layers.conv import ConvRule
 from gyre_trainer.layers.embedding import EmbeddingRule
-from gyre_trainer.layers.linear import LinearRule
+from gyre_trainer.layers.linear import TransposedLinearRule, rotate_linear
 from gyre_trainer.layers.mlp import MLP, GatedMLP, MLPRule
 from gyre_trainer.layers.moe import Experts, ExpertsRule, MoE
 from gyre_trainer.layers.multihead import rotate_multihead
@@ -25,10 +25,15 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     A module of an unknown kind is left as it is. A subclass with another forward is not of its
     parent's kind, and neither is a layer whose weight is computed from others.
     """
+    if _is_transposed_linear(module):
+        wrap(module, TransposedLinearRule(), target)
+        return True
     kind = next((kind for kind in (*_LAYERS, *_TORCHS, *_OURS) if isinstance(module, kind)), None)
     if kind is None or type(module).forward is not kind.forward or is_parametrized(module):
         return False
     match module:
+        case nn.Linear():
+            rotate_linear(module, target)
         case Attention():
             rotate_attention(module, target)
         case nn.MultiheadAttention():
@@ -42,6 +47,17 @@ def rotate_known(module: nn.Module, target: RotationTarget) -> bool:
     return True
 
 
+def is_of_known_class(module: nn.Module) -> bool:
+    """Whether the module's class, or one that it derives from, is among the known kinds."""
+    return isinstance(module, (*_LAYERS, *_TORCHS, *_OURS))
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """Whether this is the layer of `transformers` that GPT-2 has; it may not be installed."""
+    cls = type(module)
+    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def _rule_of(module: nn.Module) -> Rule:
     match module:
         case nn.Embedding():
@@ -52,7 +68,5 @@ def _rule_of(module: nn.Module) -> Rule:
             return MLPRule(ups=("gate", "up"))
         case MLP():
             return MLPRule()
-        case Experts():
-            return ExpertsRule()
         case _:
-            return LinearRule()
+            return ExpertsRule()

@@ -114,15 +114,20 @@ class ExpertsRule(Rule):
     Attributes:
         weights: names of the parameters, each with the experts along its first dim.
         chosen: the argument with the experts' numbers, by its position or its name.
+        scores: the argument with a weight for every expert in its last dim, of which a slice takes
+            its own; None where the weights are of the chosen experts.
+        last: names of the parameters that the output is linear in; () for the last of ``weights``.
     """
 
     weights: tuple[str, ...] = ("gate", "up", "down")
     chosen: int | str = 1
+    scores: int | str | None = None
+    last: tuple[str, ...] = ()
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        """The last of the weights."""
-        return self.weights[-1:]
+        """The parameters of the last layer."""
+        return self.last or self.weights[-1:]
 
     def cuts(self, module: nn.Module, num_slices: int) -> list[Cut]:
         """All weights, along the experts."""
@@ -145,13 +150,15 @@ class ExpertsRule(Rule):
         """The outputs of the slice's experts for the tokens that chose them."""
         start, stop = current.bounds[self.weights[0]]
         arguments: dict[int | str, Any] = dict(enumerate(args)) | kwargs
-        try:
-            chosen = arguments[self.chosen]
-        except LookupError:
-            raise RotationError(
-                f"ExpertsRule(chosen={self.chosen!r}): the module is called without that argument"
-            ) from None
+        for name, argument in (("chosen", self.chosen), ("scores", self.scores)):
+            if argument is not None and argument not in arguments:
+                raise RotationError(
+                    f"ExpertsRule({name}={argument!r}): the module is called without that argument"
+                )
+        chosen = arguments[self.chosen]
         is_here = (chosen >= start) & (chosen < stop)
+        if self.scores is not None:
+            arguments[self.scores] = arguments[self.scores].narrow(-1, start, stop - start)
         arguments[self.chosen] = torch.where(is_here, chosen - start, stop - start)
         own = [arguments.pop(position) for position in range(len(args))]
         return current.forward(*own, **{str(name): value for name, value in arguments.items()})

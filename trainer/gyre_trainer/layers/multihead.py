@@ -20,11 +20,11 @@ from gyre_trainer.layers.linear import LinearRule
 from gyre_trainer.rotation.dropout_masks import DropoutMasks, new_key
 from gyre_trainer.rotation.output_reduction import ConcatenatedOutputs, OutputReduction
 from gyre_trainer.rotation.ring_pass import run
-from gyre_trainer.rotation.rotated_module import RotatedModule
+from gyre_trainer.rotation.rotated_module import RotatedModule, uncompiled
 from gyre_trainer.rotation.rule import ModuleSlice, Rule
 from gyre_trainer.rotation.wrap import PartialRotation, RotationTarget, wrap
 from gyre_trainer.shards.layout import Cut, Layout
-from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.shards.local_shards import local_of
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -88,6 +88,7 @@ class InputProjectionsRule(Rule):
 class RotatedMultiheadAttention(RotatedModule):
     """Mixed in before `nn.MultiheadAttention`: the same arguments and the same results."""
 
+    @uncompiled
     def forward(
         self,
         query: Tensor,

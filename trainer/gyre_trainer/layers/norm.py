@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from gyre_trainer.rotation.recomputation import recomputed
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, own_class, uncompiled
 from gyre_trainer.rotation.rule import swapped
-from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.shards.local_shards import local_of
+from gyre_trainer.shards.sharded_parameters import same_storage
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _FORWARDS = [norm.forward for norm in _NORMS]
@@ -25,6 +26,7 @@ class RecomputedNorm:
 
     _repeats: bool | None = None
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without recomputation."""
         assert isinstance(self, nn.Module)
@@ -66,12 +68,8 @@ class RecomputedNorm:
             )
         if drew or not isinstance(one, Tensor) or one.shape != other.shape:
             return False
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in (x, *weights)}
-        return (
-            one.is_floating_point()
-            and one.untyped_storage().data_ptr() not in addresses
-            and torch.equal(one, other)
-        )
+        is_view = any(same_storage(one, tensor) for tensor in (x, *weights))
+        return one.is_floating_point() and not is_view and torch.equal(one, other)
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:

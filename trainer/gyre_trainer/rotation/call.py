@@ -1,6 +1,7 @@
 """A rotated module's arguments, and what one slice computes from them."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -12,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.deferred_grads import DeferredGrads, DeferWeightGrads
 from gyre_trainer.rotation.output_reduction import RunningSum
 from gyre_trainer.rotation.recomputation import Recomputation, autocast_of_now, recomputable
 from gyre_trainer.rotation.rotation import Rotation
-from gyre_trainer.rotation.rule import ModuleSlice, swapped
-from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.rotation.rule import ModuleSlice, parameter_at, swapped
+from gyre_trainer.shards.local_shards import local_of
 
 _CONSTANTS = (
     Tensor,
@@ -80,13 +82,15 @@ class Call:
             rotation.sharded.local(rotation.module.get_parameter(cut.name), cut.name)
             for cut in rotation.layout.cuts
         ]
-        replicated = [local_of(rotation.module.get_parameter(name)) for name in rotation.replicated]
+        replicated = [local_of(parameter_at(rotation.module, name)) for name in rotation.replicated]
         arguments = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._refuse_changeable()
         self.tensors = [*sharded_leaves, *replicated, *arguments]
         self.recorded = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in self.tensors
         )
+        if self.recorded and rotation.sharded.replica_gradients is not None:
+            rotation.sharded.replica_gradients.before_training(path_of(rotation.module))
         self.recomputed = (
             self.recorded and rotation.policy.recompute and rotation.rule.recompute_pays
         )
@@ -195,10 +199,10 @@ class Call:
         self.deferred.positions = {id(leaf): position for position, leaf in enumerate(trained)}
         with (
             swapped(rotation.module, {**weights, **inputs}),
-            DeferWeightGrads(self.deferred),
+            nullcontext() if rotation.is_compiled else DeferWeightGrads(self.deferred),
             self._autocast(),
         ):
-            current = ModuleSlice(rotation.forward, weights, bounds, self.deferred)
+            current = ModuleSlice(rotation.slice_forward, weights, bounds, self.deferred)
             output = rotation.rule.run(current, *args, **kwargs)
         return self._tensors_of(output), trained
 

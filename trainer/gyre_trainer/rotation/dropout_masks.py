@@ -59,7 +59,7 @@ class DropoutMasks:
     def apply(self, x: Tensor, p: float) -> Tensor:
         """``x`` with each entry set to 0 with probability ``p``, else divided by 1 - p."""
         seed = _seed(
-            self.key, next(self.positions), *(() if self.equal else (self.ring.rank, self.first))
+            self.key, next(self.positions), *(() if self.equal else (self.ring.part, self.first))
         )
         if self.equal:
             kept = self._kept(x, p, seed)
@@ -78,12 +78,12 @@ class DropoutMasks:
         """
         *leading, width = x.shape
         sizes = [
-            size * (self.ring.size if dim == self.batch_dim else 1)
+            size * (self.ring.num_parts if dim == self.batch_dim else 1)
             for dim, size in enumerate(leading)
         ]
         counters = torch.arange(self.first, self.first + width, device=x.device)
         for dim, size in enumerate(leading):
-            offset = self.ring.rank * size if dim == self.batch_dim else 0
+            offset = self.ring.part * size if dim == self.batch_dim else 0
             positions = torch.arange(offset, offset + size, device=x.device) * (
                 prod(sizes[dim + 1 :]) << 32
             )

@@ -169,7 +169,7 @@ class RingPass:
         if not self._keeps_graphs:
             with self._randomness.recording(index) if self._randomness else nullcontext():
                 return [output.detach() for output in self._call.compute(index, flat)[0]]
-        saved = SavedTensors(flat)
+        saved = SavedTensors(flat, self._rotation.name)
         with torch.enable_grad(), saved.recording():
             outputs, weights = self._call.compute(index, flat)
         saved.flat = None

@@ -2,15 +2,22 @@
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from gyre_trainer.rotation.dropout_masks import MASKS_ARGUMENT, DropoutMasks, new_key
 from gyre_trainer.rotation.ring_pass import run
 from gyre_trainer.rotation.rotation import Rotation
 from gyre_trainer.rotation.rule import Rule
 
+# Of a function that `torch.compile` must run as it is: hops, and all that decides about them. This
+# one imports the compiler at the first call; that of `torch.compiler` would import it here.
+uncompiled = _disable_dynamo
+
 _MIXED = "_mixed_in"  # marks classes that `mix_in` made
+_MIXED_CLASSES: WeakValueDictionary[tuple[type, type], type] = WeakValueDictionary()
 
 
 class RotatedModule:
@@ -24,10 +31,12 @@ class RotatedModule:
     training: bool
     _by_rule: dict[Rule, Rotation]
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for this rank's part of the batch, as without rotation."""
         return self.ring_forward(*args, **kwargs)
 
+    @uncompiled
     def ring_forward(self, *args: Any, **kwargs: Any) -> Any:
         """One pass round the ring."""
         if self.training and self.rotation.rule.uses_dropout:
@@ -47,10 +56,15 @@ class RotatedModule:
 def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:
     """Replace the module's class by a subclass of it with ``behaviour`` before it.
 
-    The module stays an instance of its own class.
+    The module stays an instance of its own class. Modules of one class share the subclass, so that
+    they share compiled graphs, too.
     """
     cls = type(module)
-    module.__class__ = type(f"{prefix}{cls.__name__}", (behaviour, cls), {_MIXED: True})
+    mixed = _MIXED_CLASSES.get((behaviour, cls))
+    if mixed is None:
+        mixed = type(f"{prefix}{cls.__name__}", (behaviour, cls), {_MIXED: True})
+        _MIXED_CLASSES[behaviour, cls] = mixed
+    module.__class__ = mixed
 
 
 def own_class(module: nn.Module) -> type:

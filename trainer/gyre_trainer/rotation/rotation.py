@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,10 @@ class RotationPolicy:
         residual_dtype: the dtype of activations between rotated modules: of what these return, and
             of replicated parameters in use (norms) and the arguments of their modules. None for
             `compute_dtype`; without either, a module returns the dtype that it is called with.
+        compiler: a backend of `torch.compile`, such as "inductor", for what a module with several
+            parameters computes with a slice; None to run modules as they are. All slices of one
+            size share one compiled graph. Weight gradients are then formed beside the buffer that
+            travels, so they take memory of their own.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -54,6 +58,7 @@ class RotationPolicy:
     recompute: bool = False
     dropout: _Dropout = "independent"
     residual_dtype: torch.dtype | None = None
+    compiler: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "residual_dtype", "grad_dtype"):
@@ -115,6 +120,20 @@ class Rotation:
             return self.layout
         num_rounds = -(-self.layout.numel(0) // max(largest_whole, _MIN_PIECE_NUMEL))
         return self.layout.in_rounds(min(_MAX_ROUNDS, max(1, num_rounds)))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether slices are computed by a compiled graph; a single operator would gain nothing."""
+        return self.policy.compiler is not None and len(self.layout.cuts) > 1
+
+    @cached_property
+    def slice_forward(self) -> Callable[..., Any]:
+        """The module's own forward, compiled if the policy says so."""
+        if not self.is_compiled:
+            return self.forward
+        assert self.policy.compiler is not None
+        compiled: Callable[..., Any] = torch.compile(self.forward, backend=self.policy.compiler)
+        return compiled
 
     @contextmanager
     def own_piece(self, round_: int) -> Iterator[Tensor]:

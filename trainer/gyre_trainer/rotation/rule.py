@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.rotation.deferred_grads import DeferredGrads
 from gyre_trainer.rotation.output_reduction import OutputReduction, SumOfOutputs
 from gyre_trainer.shards.layout import Cut, Layout
@@ -87,12 +88,29 @@ class Rule(ABC):
         return SumOfOutputs(dtype)
 
 
+def parameter_at(module: nn.Module, name: str) -> Any:
+    """The parameter of a name, or the tensor that stands in its place."""
+    path, _, last = name.rpartition(".")
+    return module.get_submodule(path)._parameters[last]
+
+
 @contextmanager
 def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which ``tensors`` replace the module's parameters of these names."""
+    """A context in which ``tensors`` replace the module's parameters of these names.
+
+    Raises:
+        RotationError: the module has no such parameter any more.
+    """
     split = [name.rpartition(".") for name in tensors]
-    places = [(module.get_submodule(path)._parameters, name) for path, _, name in split]
-    before = [parameters[name] for parameters, name in places]
+    try:
+        places = [(module.get_submodule(path)._parameters, name) for path, _, name in split]
+        before = [parameters[name] for parameters, name in places]
+    except (AttributeError, KeyError) as error:
+        raise RotationError(
+            f"{type(module).__name__} was changed after it was rotated, such as by adapters: "
+            f"of its parameters {', '.join(tensors)} one is gone; "
+            "change the model first, then rotate it"
+        ) from error
     try:
         for (parameters, name), tensor in zip(places, tensors.values(), strict=True):
             parameters[name] = tensor  # type: ignore[assignment]  # attribute look-up returns any tensor here

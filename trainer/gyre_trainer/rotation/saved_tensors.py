@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.sharded_parameters import same_storage
 
 
@@ -38,8 +39,10 @@ class SavedTensors:
         flat: the slice's weights while they are on this rank; None while they are elsewhere.
     """
 
-    def __init__(self, flat: Tensor) -> None:
+    def __init__(self, flat: Tensor, name: str) -> None:
+        """``flat`` is the slice's weights, and ``name`` the module's, for messages."""
         self.flat: Tensor | None = flat
+        self._name = name
 
     def recording(self) -> saved_tensors_hooks:
         """A context in which autograd saves its tensors here."""
@@ -53,9 +56,12 @@ class SavedTensors:
 
     def _unpack(self, saved: _WeightView | _SavedTensor) -> Tensor:
         if isinstance(saved, _WeightView):
-            assert self.flat is not None, (
-                "the rule says that its backward reads no weights, but it does"
-            )
+            if self.flat is None:
+                raise RotationError(
+                    f"backward reads weights of {self._name} that are not on this rank: its rule "
+                    "says that backward reads none, or a tensor left a slice by another way than "
+                    "the module's output, such as an attribute, a list or a cache"
+                )
             return self.flat.as_strided(saved.size, saved.stride, saved.offset)
         if saved.tensor._version != saved.version:
             raise RuntimeError(

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map
 
-from gyre_trainer.shards.sharded_parameters import local_of
+from gyre_trainer.shards.local_shards import local_of
 
 _OPERATORS = (
     torch.ops.aten._fused_sgd_.default,

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.layout import slice_bounds
+from gyre_trainer.shards.local_shards import place_of
 
 _Init = Callable[[nn.Module], object]
 
@@ -166,12 +166,9 @@ def _take_shard(target: _Target, whole: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         local, own = parameter.data, whole
     else:
-        local, (placement,) = parameter.to_local(), parameter.placements
-        own, mesh = whole, parameter.device_mesh
-        if isinstance(placement, Shard):
-            size = whole.shape[placement.dim]
-            start, stop = slice_bounds(size, mesh.get_local_rank(), mesh.size())
-            own = whole.narrow(placement.dim, start, stop - start)
+        local, own, place = parameter.to_local(), whole, place_of(parameter)
+        if place is not None:
+            own = whole.narrow(place.dim, place.start, place.stop - place.start)
     if bool(own.isnan().any()):
         raise RotationError(
             f"_init_weights changes {target.name}, but not all of it, or by what it was before; "

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from gyre_trainer.errors import RotationError
-from gyre_trainer.shards.layout import slice_bounds
+from gyre_trainer.shards.local_shards import place_of
 from gyre_trainer.shards.meta_buffers import make_buffers
 from gyre_trainer.shards.own_init import fill_by_own_init, has_own_init
 
@@ -239,16 +239,14 @@ def _local_shard(parameter: Tensor, name: str) -> tuple[Tensor, int, int]:
     """This rank's shard of a parameter, and its first row and column in the whole as a matrix."""
     if not isinstance(parameter, DTensor):
         return parameter, 0, 0
-    (placement,) = parameter.placements
-    if not isinstance(placement, Shard):
+    place = place_of(parameter)
+    if place is None:
         return parameter.to_local(), 0, 0
-    mesh = parameter.device_mesh
-    start, _ = slice_bounds(parameter.shape[placement.dim], mesh.get_local_rank(), mesh.size())
-    if placement.dim == 0:
-        return parameter.to_local(), start, 0
+    if place.dim == 0:
+        return parameter.to_local(), place.start, 0
     if parameter.ndim > 2:
         raise RotationError(
-            f"parameter {name} is cut along dim {placement.dim} of {parameter.ndim}; "
+            f"parameter {name} is cut along dim {place.dim} of {parameter.ndim}; "
             "only matrices can be"
         )
-    return parameter.to_local(), 0, start
+    return parameter.to_local(), 0, place.start

@@ -7,24 +7,19 @@ packed.
 
 import weakref
 from collections.abc import Sequence
-from hashlib import blake2b
-from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gyre_trainer.comm.ring import Ring
 from gyre_trainer.comm.ring_registry import ring_of
 from gyre_trainer.errors import RotationError
 from gyre_trainer.shards.layout import Layout
-
-_DIGEST_COLUMNS = 61
+from gyre_trainer.shards.local_shards import as_parameter, digest_of, local_of
+from gyre_trainer.shards.replica_gradients import ReplicaGradients
 
 
 class ShardedParameters:
@@ -37,6 +32,7 @@ class ShardedParameters:
         parameters: DTensors in the order of the cuts; the local tensor of each is a view of
             ``flat``.
         digests: of the values of the whole parameters, in the same order; 0 where they had none.
+        replica_gradients: averages the gradients over the replicas of the ring; None for one ring.
     """
 
     def __init__(self, sources: Sequence[nn.Parameter], layout: Layout, mesh: DeviceMesh) -> None:
@@ -45,6 +41,7 @@ class ShardedParameters:
         self.ring: Ring = ring_of(mesh)
         rank = self.ring.rank
         self.digests = [digest_of(source) for source in sources]
+        self.replica_gradients: ReplicaGradients | None = None
         device = torch.device(mesh.device_type) if sources[0].is_meta else sources[0].device
         self.flat = torch.full(
             (layout.numel(rank),), torch.nan, dtype=sources[0].dtype, device=device
@@ -79,65 +76,6 @@ class ShardedParameters:
         return local
 
 
-def digest_of(tensor: Tensor) -> int:
-    """A number that is equal for equal bits, and different for nearly all others; 0 on `meta`.
-
-    Every bit counts; entries are added up in a few columns, so it takes one pass over the memory.
-    """
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
-        return 0
-    whole = tensor.detach().contiguous().view(-1)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = whole.view(integers[whole.element_size()])
-    num_rows = len(bits) // _DIGEST_COLUMNS
-    rows, rest = bits[: num_rows * _DIGEST_COLUMNS], bits[num_rows * _DIGEST_COLUMNS :]
-    sums = rows.view(num_rows, _DIGEST_COLUMNS).sum(0, dtype=torch.int64)
-    numbers = torch.cat((sums, rest.to(torch.int64))).tolist()
-    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=6).digest(), "little")
-
-
-def local_of(parameter: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, or the tensor itself if it is plain.
-
-    A gradient of the shard reaches the DTensor.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if not (parameter.requires_grad and torch.is_grad_enabled()):
-        return parameter._local_tensor
-    local: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
-    return local
-
-
-class _Local(torch.autograd.Function):
-    """`DTensor.to_local`, with a gradient that is cut as the parameter is.
-
-    `to_local` would work the gradient's placement out in each backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        ctx.set_materialize_grads(False)
-        return parameter._local_tensor.view_as(parameter._local_tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def as_parameter(
-    local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter
-) -> nn.Parameter:
-    """A DTensor parameter with the local tensor ``local`` and the shape and dtype of ``whole``."""
-    strides = tuple(prod(whole.shape[dim + 1 :]) for dim in range(whole.dim()))
-    tensor = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=whole.shape, stride=strides
-    )
-    return nn.Parameter(tensor, requires_grad=whole.requires_grad)
-
-
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Whether both tensors are views of one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
@@ -169,6 +107,8 @@ def shard_parameters(
 ) -> ShardedParameters:
     """Cut ``sources``; `sharded_parameters_of` finds the result from now on."""
     sharded = ShardedParameters(sources, layout, mesh)
+    if sharded.ring.replicas is not None:
+        sharded.replica_gradients = ReplicaGradients(sharded.parameters, sharded.flat, sharded.ring)
     for parameter in (*sources, *sharded.parameters):
         _SHARDED[parameter] = weakref.ref(sharded)
     return sharded

@@ -1,33 +1,76 @@
 """The configured model, rotated before it exists."""
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gyre_trainer.rotate import RotationPolicy, materialize, rotate_all
-from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.gpt import GPT
+from gyre_trainer import pretrained
+from gyre_trainer.rotate import RotationPolicy, Rules, materialize, rotate_all
+from gyre_trainer.training.config import ModelConfig, TrainConfig
+from gyre_trainer.training.models.gpt import GPT, GPTConfig
+from gyre_trainer.training.models.library import LibraryConfig, layers_of, library_model
 from gyre_trainer.training.rank_context import RankContext
 
 
-def rotated(config: TrainConfig, mesh: DeviceMesh) -> GPT:
+def plain(model: ModelConfig) -> nn.Module:
+    """The model on torch's current default device, not distributed yet.
+
+    Raises:
+        ConfigError: there is no such model of transformers.
+    """
+    return GPT(model) if isinstance(model, GPTConfig) else library_model(model)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The model's blocks, or layers."""
+    return model.blocks if isinstance(model, GPT) else layers_of(model)
+
+
+def features_of(model: nn.Module) -> nn.Module:
+    """The module whose output the head takes."""
+    return model.norm if isinstance(model, GPT) else model.base_model  # type: ignore[return-value]
+
+
+def rotated(config: TrainConfig, mesh: DeviceMesh, rules: Rules | None = None) -> nn.Module:
     """The model, rotated before it exists, so that no rank ever holds more than its own shards.
 
     Its parameters have no values until `materialize`.
+
+    Args:
+        config: of the run.
+        mesh: the ring.
+        rules: the rules of blocks by their paths, where they were found before; None finds them.
     """
     with torch.device("meta"):
-        model = GPT(config.model)
+        model = plain(config.model)
     dtypes = config.precision
     policy = RotationPolicy(
         compute_dtype=getattr(torch, dtypes.compute_dtype),
         grad_dtype=getattr(torch, dtypes.grad_dtype),
         recompute=config.memory.recompute,
     )
-    rotate_all(model, mesh=mesh, policy=policy)
+    finds = rules is None and not isinstance(model, GPT)
+    rotate_all(
+        model,
+        mesh=mesh,
+        policy=policy,
+        rules=rules,
+        find_blocks=finds,
+        verify=None if rules is None else False,
+    )
     return model
 
 
-def build_model(config: TrainConfig, context: RankContext) -> GPT:
-    """The rotated model with its initial weights."""
+def build_model(config: TrainConfig, context: RankContext) -> nn.Module:
+    """The rotated model with its first weights: pretrained ones, or initial ones.
+
+    Raises:
+        ConfigError: there is no such model of transformers.
+        CheckpointRejected: its folder has no weights of it, or damaged ones.
+    """
     model = rotated(config, context.mesh)
-    materialize(model, seed=config.run.seed, device=context.device)
+    if isinstance(config.model, LibraryConfig) and config.model.pretrained:
+        pretrained.load(model, config.model.pretrained, device=context.device)
+    else:
+        materialize(model, seed=config.run.seed, device=context.device)
     return model

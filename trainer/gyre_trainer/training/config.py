@@ -30,8 +30,10 @@ from gyre_trainer.training.configuration.ranges import (
     Seed,
     Text,
 )
-from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.models.gpt import GPTConfig
+from gyre_trainer.training.models.library import LibraryConfig
 
+ModelConfig = GPTConfig | LibraryConfig
 Section = TypeVar("Section")
 DType = Literal["float32", "bfloat16"]
 
@@ -189,7 +191,7 @@ class TrainConfig:
 
     run: RunConfig
     data: DataConfig
-    model: GPTConfig
+    model: ModelConfig
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -202,14 +204,18 @@ class TrainConfig:
                 f"`optimizer.warmup_steps` is {self.optimizer.warmup_steps}, "
                 f"but the run has {self.run.steps} steps"
             )
-        if self.data.sequence_length > self.model.max_seq_len:
+        if isinstance(self.model, GPTConfig):
+            self._require_bounded(self.model)
+
+    def _require_bounded(self, model: GPTConfig) -> None:
+        if self.data.sequence_length > model.max_seq_len:
             raise ConfigError(
                 f"`data.sequence_length` is {self.data.sequence_length}, "
-                f"but `model.max_seq_len` is {self.model.max_seq_len}"
+                f"but `model.max_seq_len` is {model.max_seq_len}"
             )
         num_tokens = self.data.batch_size * self.data.sequence_length
-        width = max(self.model.dim, self.model.hidden_dim, self.model.vocab_size)
-        num_scores = num_tokens * self.data.sequence_length * self.model.num_heads
+        width = max(model.dim, model.hidden_dim, model.vocab_size)
+        num_scores = num_tokens * self.data.sequence_length * model.num_heads
         if max(num_tokens * width, num_scores) > _MAX_NUMEL:
             raise ConfigError(
                 f"`data.batch_size` times `data.sequence_length` is {num_tokens} tokens, whose "
@@ -240,8 +246,27 @@ def load(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     table = config_file.read(path, overrides)
     data, model = table.get("data"), table.get("model")
-    if isinstance(data, dict) and isinstance(model, dict) and "sequence_length" in data:
-        model.setdefault("max_seq_len", data["sequence_length"])
+    length = data.get("sequence_length") if isinstance(data, dict) else None
+    if length is not None and isinstance(model, dict) and _model_class(model) is GPTConfig:
+        model.setdefault("max_seq_len", length)
+    return build(TrainConfig, table)
+
+
+def of_model(
+    path: str, sequence_length: int, batch_size: int, overrides: Sequence[str] = ()
+) -> TrainConfig:
+    """The configuration of a run of the model of `transformers` at ``path``, without a dataset.
+
+    Raises:
+        ConfigError: an override does not describe a run.
+    """
+    table: dict[str, Any] = {
+        "run": {"out": "run", "steps": 1},
+        "data": {"dataset": "none", "sequence_length": sequence_length, "batch_size": batch_size},
+        "model": {"pretrained": path},
+    }
+    for override in overrides:
+        config_file.override(table, override)
     return build(TrainConfig, table)
 
 
@@ -271,7 +296,14 @@ def build(cls: type[Section], table: Mapping[str, Any], where: str = "") -> Sect
     return cls(**{key: _convert(value, hints[key], prefix + key) for key, value in table.items()})
 
 
+def _model_class(table: Mapping[str, Any]) -> type[ModelConfig]:
+    return LibraryConfig if table.keys() & {"pretrained", "config"} else GPTConfig
+
+
 def _convert(value: Any, hint: Any, name: str) -> Any:
+    if hint == ModelConfig:
+        table = _convert(value, dict[str, Any], name)
+        return build(_model_class(table), table, name)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, _convert(value, dict[str, Any], name), name)
     try:

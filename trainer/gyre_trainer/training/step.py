@@ -12,7 +12,7 @@ from gyre_trainer.comm.ring_registry import collective
 from gyre_trainer.rotate import no_sync
 from gyre_trainer.training.collate import Examples
 from gyre_trainer.training.config import TrainConfig
-from gyre_trainer.training.gpt import GPT
+from gyre_trainer.training.models.losses import loss_of
 from gyre_trainer.training.schedule import learning_rate
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -20,11 +20,12 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 
 class Stepper:
-    """A model and its optimizer."""
+    """A model, its loss and its optimizer."""
 
-    def __init__(self, model: GPT, config: TrainConfig, phase: Phase = nullcontext) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, phase: Phase = nullcontext) -> None:
         """Make the optimizer. ``phase`` gives the context that is entered for each phase."""
         self.model = model
+        self.loss = loss_of(model)
         self.optimizer = build_optimizer(model, config)
         self._config = config
         self._phase = phase
@@ -60,8 +61,7 @@ class Stepper:
         device = next(self.model.parameters()).device
         here, num_targets = examples.to(device), examples.num_targets()
         return (
-            self.model.loss(here.inputs, here.targets, here.counts if num_targets else None)
-            * num_targets
+            self.loss(here.inputs, here.targets, here.counts if num_targets else None) * num_targets
         )
 
     def _postponed_averaging(self) -> AbstractContextManager[object]:

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from gyre_trainer.errors import CheckpointRejected
+from gyre_trainer.training.config import ModelConfig
 from gyre_trainer.training.configuration.ranges import AtLeast0, AtLeast1
-from gyre_trainer.training.gpt import GPTConfig
 
 FORMAT = 2
 NAME = "checkpoint.json"
@@ -35,7 +35,7 @@ class Manifest:
     Attributes:
         step: the step that the run resumes at.
         world_size: the number of ranks that wrote it.
-        model: the keys of `GPTConfig`.
+        model: the keys of the configuration of the model.
         loader: the loader's state, in base64.
         files: the other files of the directory.
     """
@@ -61,7 +61,7 @@ def encoded(state: Mapping[str, bytes]) -> dict[str, str]:
     return {name: b64encode(value).decode() for name, value in state.items()}
 
 
-def read(path: Path, model_config: GPTConfig) -> Manifest:
+def read(path: Path, model_config: ModelConfig) -> Manifest:
     """The manifest of the checkpoint directory ``path``.
 
     Raises:

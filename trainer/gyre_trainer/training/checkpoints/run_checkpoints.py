@@ -29,7 +29,7 @@ from gyre_trainer.errors import CheckpointFailed, CheckpointRejected
 from gyre_trainer.training.checkpoints import manifest
 from gyre_trainer.training.checkpoints.manifest import Files, Manifest
 from gyre_trainer.training.checkpoints.reading import SafePlanner, SafeReader
-from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.config import ModelConfig
 from gyre_trainer.training.run_folder import require_regular
 
 _LATEST = "latest"
@@ -52,7 +52,7 @@ class TrainState:
 class Checkpoints:
     """The checkpoints of a run. Every method is collective, with equal arguments on all ranks."""
 
-    def __init__(self, folder: Path, keep: int, model_config: GPTConfig) -> None:
+    def __init__(self, folder: Path, keep: int, model_config: ModelConfig) -> None:
         self._folder = folder
         self._keep = keep
         self._model_config = model_config

@@ -19,8 +19,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         ConfigError: the file cannot be read or is not TOML, or an override has another form.
     """
     table = _read(path)
-    for override in overrides:
-        _override(table, override)
+    for text in overrides:
+        override(table, text)
     return table
 
 
@@ -44,7 +44,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def _override(table: dict[str, Any], text: str) -> None:
+def override(table: dict[str, Any], text: str) -> None:
+    """Set one value of a table, given as ``section.key=value``.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot or not key:

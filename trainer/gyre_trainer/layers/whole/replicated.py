@@ -12,18 +12,25 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gyre_trainer.comm.mesh import groups_of
 from gyre_trainer.comm.ring_registry import ring_of
+from gyre_trainer.comm.spans import path_of
 from gyre_trainer.errors import RotationError
+from gyre_trainer.layers.whole.adapters import plain_adapters, require_whole
+from gyre_trainer.layers.whole.read_parameters import ReadableParameters
 from gyre_trainer.rotation.call import cast
-from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in
+from gyre_trainer.rotation.rotated_module import RotatedModule, mix_in, uncompiled
 from gyre_trainer.rotation.rule import swapped
-from gyre_trainer.shards.sharded_parameters import as_parameter, local_of, sharded_parameters_of
+from gyre_trainer.shards.local_shards import as_parameter, local_of
+from gyre_trainer.shards.replica_gradients import require_equal_replicas
+from gyre_trainer.shards.sharded_parameters import sharded_parameters_of
 
 
 class ReplicatedModule:
@@ -39,6 +46,7 @@ class ReplicatedModule:
     reads_inside: ClassVar[bool] = False
     outer_dtype: torch.dtype | None = None
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, as without rotation."""
         assert isinstance(self, nn.Module)
@@ -73,12 +81,23 @@ class ReplicatedGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self.postponed = False
-        self._parameters = parameters
-        self._group = mesh.get_group()
+        self._parameters = list(parameters)
+        self._mesh = mesh
+        self._groups = groups_of(mesh)
         self._ring = ring_of(mesh)
-        self._due = False
+        self._backward: int | None = None
+        self._is_compared = self._ring.replicas is None
         self._watched = WeakIdKeyDictionary()
         self.watch()
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._watched
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of plain parameters, too; they take the first rank's values."""
+        for parameter in parameters:
+            _take_first_ranks_values(parameter, self._mesh)
+        self._parameters += parameters
 
     def watch(self) -> None:
         """Average the gradients of all parameters that are trainable now, frozen before or not."""
@@ -89,19 +108,27 @@ class ReplicatedGradients:
                 self._watched[parameter] = True
                 parameter.register_post_accumulate_grad_hook(touched)  # type: ignore[no-untyped-call]
 
+    def compare(self, name: str) -> None:
+        """The first time, refuse values that differ among the replicas of the ring."""
+        if not self._is_compared and not any(isinstance(p, FakeTensor) for p in self._parameters):
+            self._is_compared = True
+            require_equal_replicas([local_of(p) for p in self._parameters], self._ring, name)
+
     def touched(self) -> None:
         """Note that a gradient was computed; the end of this backward averages all gradients."""
-        if not self._due and not self.postponed:
-            self._due = True
+        # not a flag: a backward that fails ends without its callbacks
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward and not self.postponed:
+            self._backward = backward
             Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        self._due = False
         grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
         with self._ring.hang_diagnosis.collective("averaging gradients of replicated parameters"):
-            dist.all_reduce(flat, group=self._group)
-        flat /= dist.get_world_size(self._group)
+            for group in self._groups:
+                dist.all_reduce(flat, group=group)
+        flat /= self._ring.num_parts
         for grad, mean in zip(
             grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True
         ):
@@ -119,9 +146,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """A context whose backwards do not average gradients; the next one outside averages their sum.
 
     For gradient accumulation, as DDP's `no_sync`: put all backwards but the last into it, and step
-    after the last. It saves one all-reduce per backward. Gradients of rotated parameters travel in
-    every backward all the same: a rank has no memory for those of other slices. All ranks must do
-    the same.
+    after the last. It saves one all-reduce per backward, and those over replicas of the ring.
+    Gradients of rotated parameters travel round the ring in every backward all the same: a rank has
+    no memory for those of other slices. All ranks must do the same.
 
     Raises:
         RotationError: the model was not rotated, or holds no module that was.
@@ -135,7 +162,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     modules = [module for module in model.modules() if hasattr(module, "grad_averaging")]
     averaging: list[Any] = [module.grad_averaging for module in modules]
-    if not averaging:
+    sharded = [
+        module.rotation.sharded.replica_gradients
+        for module in model.modules()
+        if isinstance(module, RotatedModule)
+    ]
+    averaging += filter(None, sharded)
+    if not modules and not sharded:
         raise RotationError(
             f"{type(model).__name__} is not rotated; "
             "first call rotate_all, or rotate, on the whole model"
@@ -160,13 +193,20 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             names it.
     """
     copies: dict[nn.Parameter, nn.Parameter] = {}
+    plain = dict.fromkeys(plain_adapters(module))
+    for parameter in plain:
+        _take_first_ranks_values(parameter, mesh)
     for path, child in list(module.named_modules()):
         loose = {
             name: p
             for name, p in child._parameters.items()
             if p is not None and not isinstance(p, DTensor)
         }
+        if outer_dtype is None:
+            loose = {name: p for name, p in loose.items() if p not in plain}
         for name, parameter in loose.items():
+            if parameter in plain:
+                continue
             if parameter not in copies:
                 copies[parameter] = _replicated(parameter, f"{path}.{name}".removeprefix("."), mesh)
             setattr(child, name, copies[parameter])
@@ -174,21 +214,41 @@ def replicate(module: nn.Module, mesh: DeviceMesh, outer_dtype: torch.dtype | No
             attends = isinstance(child, nn.MultiheadAttention)
             mix_in(child, ReplicatedAttention if attends else ReplicatedModule, "Replicated")
             child.outer_dtype = outer_dtype
-    module.grad_averaging = ReplicatedGradients(list(copies.values()), mesh)  # type: ignore[assignment]  # kept alive, and a mark
+    module.grad_averaging = ReplicatedGradients([*copies.values(), *plain], mesh)  # type: ignore[assignment]  # kept alive, and a mark
     module.register_forward_pre_hook(_watch)
+    ReadableParameters(module, outer_dtype)
 
 
+@uncompiled
 def _watch(module: nn.Module, _args: Any) -> None:
     """Before a forward that may be trained: see to parameters that changed since the last one."""
     if not torch.is_grad_enabled():
         return
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            raise RotationError(
-                f"{name} was added to {type(module).__name__} after it was rotated, so its "
-                "gradient would never be averaged; add layers first, then rotate the model"
-            )
-    module.grad_averaging.watch()  # type: ignore[union-attr,operator]
+    averaging: Any = module.grad_averaging
+    added = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+        and not isinstance(parameter, DTensor)
+        and parameter not in averaging
+    }
+    if added:
+        adapters = set(plain_adapters(module))
+        for name, parameter in added.items():
+            if parameter not in adapters:
+                raise RotationError(
+                    f"{name} was added to {type(module).__name__} after it was rotated, so its "
+                    "gradient would never be averaged; add layers first, then rotate the model"
+                )
+        require_whole(module)
+        averaging.add(list(added.values()))
+    averaging.watch()
+    averaging.compare(path_of(module))
+
+
+def _take_first_ranks_values(tensor: Tensor, mesh: DeviceMesh) -> None:
+    for group in groups_of(mesh):
+        dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Parameter:
@@ -206,5 +266,5 @@ def _replicated(source: nn.Parameter, name: str, mesh: DeviceMesh) -> nn.Paramet
         )
     else:
         local = source.detach().clone()
-        dist.broadcast(local, group=mesh.get_group(), group_src=0)
+        _take_first_ranks_values(local, mesh)
     return as_parameter(local, mesh, Replicate(), source)

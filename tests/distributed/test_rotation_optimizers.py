@@ -1,0 +1,203 @@
+"""Torch's optimizers and clipping on rotated models take the steps of one process."""
+
+import copy
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.layers.mlp import MLP
+from gyre_trainer.rotate import Adafactor, Rprop, rotate_all
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+)
+
+from tests.distributed.conftest import StartRanks
+from tests.distributed.training import default_dtype, distance, whole, whole_parameters
+
+LOOP_OR_LISTS: dict[str, partial[Any]] = {
+    "AdamW": partial(AdamW, lr=1e-2, amsgrad=True),
+    "Adam": partial(Adam, lr=1e-2, weight_decay=0.1, maximize=True),
+    "SGD": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "ASGD": partial(ASGD, lr=1e-2),
+    "Adadelta": partial(Adadelta, lr=10.0),
+    "Adagrad": partial(Adagrad, lr=1e-2),
+    "Adamax": partial(Adamax, lr=1e-2),
+    "RMSprop": partial(RMSprop, lr=1e-3, momentum=0.9, centered=True),
+    "NAdam": partial(NAdam, lr=1e-2),
+    "RAdam": partial(RAdam, lr=1e-2),
+    "Rprop": partial(Rprop, lr=1e-2),
+}
+OPTIMIZERS: dict[str, partial[Any]] = {
+    **{f"{name}, one by one": partial(of, foreach=False) for name, of in LOOP_OR_LISTS.items()},
+    **{f"{name}, foreach": partial(of, foreach=True) for name, of in LOOP_OR_LISTS.items()},
+    "AdamW, fused": partial(AdamW, lr=1e-2, fused=True),
+    "Adam, fused": partial(Adam, lr=1e-2, weight_decay=0.1, fused=True),
+    "SGD, fused": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
+    "SGD, fused, without momentum": partial(SGD, lr=0.1, fused=True),
+    "Adagrad, fused": partial(Adagrad, lr=1e-2, fused=True),
+    "Adafactor": partial(Adafactor, lr=1e-2, weight_decay=0.1),
+    "Adafactor, maximizing": partial(Adafactor, lr=0.1, maximize=True, d=2.0),
+}
+OF_TORCH: dict[Any, Any] = {Adafactor: torch.optim.Adafactor, Rprop: torch.optim.Rprop}
+BATCH = 12
+
+
+def in_one_process(optimizer_of: Any) -> Any:
+    """The optimizer to compare with: torch's own."""
+    return partial(OF_TORCH.get(optimizer_of.func, optimizer_of.func), **optimizer_of.keywords)
+
+
+def model_of(num_channels: int) -> nn.Module:
+    """A model whose parameters are cut along either dim, unevenly, or whole on every rank."""
+    torch.manual_seed(5)
+    with default_dtype(torch.float64):
+        return nn.Sequential(
+            nn.Conv1d(2, num_channels, 3),
+            nn.Flatten(),
+            nn.Linear(num_channels * 3, 7),
+            nn.LayerNorm(7),
+            MLP(7, 11, bias=True),
+        )
+
+
+def both_models(num_channels: int = 5) -> tuple[nn.Module, nn.Module]:
+    """A rotated model, and the same one in one process."""
+    model = model_of(num_channels)
+    rotate_all(model, mesh=make_mesh("cpu"))
+    return model, model_of(num_channels)
+
+
+def compute_gradients(model: nn.Module, step: int) -> Any:
+    """The loss of a step on this process's part of the batch. Its gradients replace the last."""
+    generator = torch.Generator().manual_seed(step)
+    batch = torch.randn(BATCH, 2, 5, generator=generator, dtype=torch.float64)
+    if hasattr(model, "grad_averaging"):
+        batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    model.zero_grad()
+    loss = (model(batch) - 1).square().mean()
+    loss.backward()
+    return loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def under_every_optimizer() -> dict[str, tuple[float, float]]:
+    """The distance of trained parameters from one process's, and how far training moved those."""
+    found = {}
+    for name, optimizer_of in OPTIMIZERS.items():
+        model, alone = both_models(num_channels=4)  # at three ranks the last one has none of them
+        start = whole_parameters(model)
+        of_torch = partial(
+            OF_TORCH.get(optimizer_of.func, optimizer_of.func), **optimizer_of.keywords
+        )
+        for each, of in ((model, optimizer_of), (alone, of_torch)):
+            optimizer = of(each.parameters())
+            for step in range(2):
+                optimizer.step(partial(compute_gradients, each, step))
+        after = whole_parameters(alone)
+        found[name] = distance(whole_parameters(model), after), distance(after, start)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_any_of_torchs_optimizers_takes_the_steps_of_one_process(
+    ranks: StartRanks, num_ranks: int
+) -> None:
+    for found in ranks(num_ranks).run(under_every_optimizer):
+        assert {name: apart for name, (apart, _) in found.items() if not apart <= 1e-12} == {}
+        assert min(went for _, went in found.values()) > 1e-3
+
+
+def under_every_clipping() -> list[tuple[str, float, float]]:
+    """How to clip, and the distance of the gradients and of their norm from one process's."""
+    model, alone = both_models()
+    found = []
+    for foreach in (False, True):
+        for norm_type in (1.0, 2.0, 3.0, torch.inf):
+            norms: list[Tensor] = []
+            for each in (model, alone):
+                compute_gradients(each, 0)
+                norms.append(
+                    nn.utils.clip_grad_norm_(each.parameters(), 1e-2, norm_type, foreach=foreach)
+                )
+            apart = float((whole(norms[0]) - norms[1]).abs() / norms[1])
+            found.append(
+                (f"{norm_type}, {foreach}", distance(gradients(model), gradients(alone)), apart)
+            )
+        for each in (model, alone):
+            compute_gradients(each, 0)
+            nn.utils.clip_grad_value_(each.parameters(), 1e-2, foreach=foreach)
+        found.append((f"value, {foreach}", distance(gradients(model), gradients(alone)), 0.0))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(
+    ranks: StartRanks, num_ranks: int
+) -> None:
+    for found in ranks(num_ranks).run(under_every_clipping):
+        assert len(found) == 10
+        assert [each for each in found if not max(each[1:]) <= 1e-12] == []
+
+
+def under_8_bits() -> tuple[dict[str, float], float, float, set[torch.dtype]]:
+    """The distance of each parameter from one process's, and the dtypes of the matrices' states.
+
+    Between them are the distances of all parameters, of these ranks and of one process, from those
+    that AdamW leaves in float32.
+    """
+    from torchao.optim import AdamW8bit  # seconds, for this test alone
+
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(64, 192), MLP(192, 384))
+    model, exact = copy.deepcopy(alone), copy.deepcopy(alone)
+    rotate_all(model, mesh=make_mesh("cpu"))
+    batch = torch.randn(BATCH, 64)
+    part = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    dtypes = set()
+    with torch.compiler.set_stance("force_eager"):  # compiling takes most of a minute
+        for each, x, of in (
+            (model, part, AdamW8bit),
+            (alone, batch, AdamW8bit),
+            (exact, batch, AdamW),
+        ):
+            optimizer = of(each.parameters(), lr=1e-2)
+            for _ in range(3):
+                (each(x) - 1).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if each is model:
+                matrices = [p for p in model.parameters() if p.ndim == 2]
+                dtypes = {optimizer.state[p]["exp_avg"].to_local().codes.dtype for p in matrices}
+    found, after, goal = (whole_parameters(each) for each in (model, alone, exact))
+    apart = {name: distance({name: found[name]}, {name: after[name]}) for name in after}
+    return apart, distance(found, goal), distance(after, goal), dtypes
+
+
+@pytest.mark.skipif(
+    find_spec("torchao") is None,
+    reason="needs the extra torchao, which takes seconds of each process that imports transformers",
+)
+def test_adamw_of_8_bits_is_as_near_to_float32_as_in_one_process(ranks: StartRanks) -> None:
+    """Where rows are cut, states that share a scale are on one rank, and results are equal too."""
+    for apart, error, rounding, dtypes in ranks(2).run(under_8_bits):
+        assert dtypes == {torch.uint8}
+        assert error <= 1.5 * rounding
+        assert apart.pop("1.down.weight") > 0.0  # its columns are cut
+        assert max(apart.values()) <= rounding / 10

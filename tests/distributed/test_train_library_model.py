@@ -1,0 +1,86 @@
+"""The trainer's steps on a model of `transformers` are those of one process with that library."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gyre_trainer.comm.mesh import make_mesh
+from gyre_trainer.pretrained import save_pretrained
+from gyre_trainer.training.build import build_model
+from gyre_trainer.training.collate import Examples
+from gyre_trainer.training.config import TrainConfig, build
+from gyre_trainer.training.rank_context import RankContext
+from gyre_trainer.training.step import Stepper, build_optimizer
+from torch import Tensor
+
+from tests.distributed.conftest import StartRanks
+
+NUM_STEPS = 3
+SHAPE: dict[str, Any] = {
+    "vocab_size": 50,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config(folder: Path) -> TrainConfig:
+    sections = {
+        "run": {"out": "nowhere", "steps": NUM_STEPS},
+        "data": {"dataset": "none", "batch_size": 4, "sequence_length": 8},
+        "model": {"pretrained": str(folder)},
+    }
+    return build(TrainConfig, sections)
+
+
+def rows(step: int) -> Tensor:
+    return torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(step))
+
+
+def train(folder: Path, out: Path) -> list[float]:
+    """The loss of each step, summed over the targets of this rank. Runs on each rank."""
+    settings = config(folder)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    context = RankContext(rank, size, torch.device("cpu"), make_mesh("cpu"))
+    stepper = Stepper(build_model(settings, context), settings)
+    sums = []
+    for step in range(NUM_STEPS):
+        here = rows(step).chunk(size)[rank]
+        sums.append(float(stepper.take(Examples(here[:, :-1], here[:, 1:], None), step)))
+    save_pretrained(stepper.model, out)
+    return sums
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])  # granite scales its logits
+def test_a_pretrained_model_trains_as_in_one_process_and_goes_back(
+    family: str, tmp_path: Path, ranks: StartRanks
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    scale = {"logits_scaling": 3.0} if family == "granite" else {}
+    torch.manual_seed(5)
+    library: Any = AutoModelForCausalLM
+    alone = library.from_config(AutoConfig.for_model(family, **SHAPE, **scale))
+    alone.save_pretrained(tmp_path / "before")
+    optimizer = build_optimizer(alone, config(tmp_path / "before"))
+    sums = ranks(2).run(train, tmp_path / "before", tmp_path / "after")
+    for step in range(NUM_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = [1e-3, 5.5e-4, 1e-4][step]  # half a cosine
+        tokens, targets = rows(step)[:, :-1], rows(step)[:, 1:]
+        logits = alone(input_ids=tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sum(each[step] for each in sums) / 32 == pytest.approx(loss.item(), rel=1e-5)
+    after = library.from_pretrained(tmp_path / "after")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            after(rows(9)).logits, alone(rows(9)).logits, rtol=1e-3, atol=1e-4
+        )

@@ -1,0 +1,77 @@
+"""What a deep model's step costs follows from two and three of its layers."""
+
+from typing import Any
+
+import pytest
+from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.depth import figures, num_alike_layers, step_figures
+from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.training.config import TrainConfig, build
+
+GPT = {
+    "vocab_size": 128,
+    "num_layers": 5,
+    "dim": 32,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "hidden_dim": 64,
+    "max_seq_len": 16,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "num_hidden_layers": 5,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def config(model: dict[str, Any], *, recompute: bool = False) -> TrainConfig:
+    sections = {
+        "run": {"out": "nowhere", "steps": 9},
+        "data": {"dataset": "none", "batch_size": 4, "sequence_length": 16},
+        "model": model,
+        "memory": {"recompute": recompute},
+    }
+    return build(TrainConfig, sections, "")
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize(
+    "settings",
+    [config(GPT), config({"config": LLAMA}, recompute=True)],
+    ids=["a GPT", "of transformers, recomputing"],
+)
+def test_two_and_three_layers_tell_what_five_cost(
+    settings: TrainConfig, strategy: Strategy
+) -> None:
+    told, counted = step_figures(settings, strategy, 2), figures(dry_run(settings, strategy, 2))
+    assert told.sent_bytes == counted.sent_bytes
+    assert told.operations == counted.operations
+    # FSDP2 gathers the layer after next only where there are four layers.
+    assert told.peak_bytes == pytest.approx(
+        counted.peak_bytes, rel=0.03 if strategy is Strategy.FSDP2_LAYER else 0
+    )
+
+
+def test_a_step_has_six_operations_for_each_token_and_weight_of_a_matrix() -> None:
+    (alone,) = {step_figures(config(GPT), each, 1).operations for each in Strategy}
+    matrices = 5 * (4 * 32 * 32 + 3 * 32 * 64)
+    head_again = 128 * 32  # computes its logits again in backward
+    scores = 5 * 7 * 2 * 16 * 32  # of each token; queries with keys, and their gradients
+    per_token = 6 * (matrices + 128 * 32) + 2 * head_again + scores
+    assert alone == per_token * 4 * 16
+
+
+def test_layers_that_differ_are_not_alike() -> None:
+    mixed = LLAMA | {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+        "head_dim": 16,
+    }
+    assert num_alike_layers(config({"config": LLAMA})) == 5
+    assert num_alike_layers(config({"config": mixed})) == 0

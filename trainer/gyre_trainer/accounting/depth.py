@@ -1,0 +1,146 @@
+"""What a step of a deep model costs, from two and three of its layers.
+
+Each layer is like the others, so every moment of a step has as many bytes more for one more layer.
+Moments are compared stretch by stretch, from one mark to the next: the last layers of one model
+with the last ones of the other. The stretch with the most bytes need not be the same at every
+depth.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gyre_trainer.accounting.baselines import Strategy
+from gyre_trainer.accounting.dry_run import dry_run
+from gyre_trainer.accounting.live_bytes import CATEGORIES, Category, Timeline
+from gyre_trainer.accounting.step_cost import BLOCK, STEP, StepCost
+from gyre_trainer.training.build import blocks_of, plain
+from gyre_trainer.training.config import TrainConfig
+from gyre_trainer.training.models.gpt import GPTConfig
+
+_FEW, _MORE = 2, 3
+_MARKS = (STEP, "forward", "backward", "clip", "update", BLOCK)
+_Live = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepFigures:
+    """A step's cost in figures.
+
+    Attributes:
+        at_peak: live bytes at the moment with the most.
+        sent_bytes: bytes that a rank sends.
+        operations: floating-point operations of a rank.
+    """
+
+    at_peak: dict[Category, int]
+    sent_bytes: int
+    operations: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most live bytes at any moment."""
+        return sum(self.at_peak.values())
+
+
+def figures(cost: StepCost) -> StepFigures:
+    """The figures of a step that was measured."""
+    return StepFigures(cost.timeline.peak(), cost.sent_bytes, cost.operations)
+
+
+def step_figures(config: TrainConfig, strategy: Strategy, num_ranks: int) -> StepFigures:
+    """What one step costs rank 0, as `dry_run` would count it.
+
+    A model whose layers differ, or that has three or fewer, is measured as it is.
+
+    Raises:
+        ConfigError, RotationError: as of `dry_run`.
+    """
+    num_layers = num_alike_layers(config)
+    if num_layers <= _MORE:
+        return figures(dry_run(config, strategy, num_ranks))
+    few, more = (
+        dry_run(_with_layers(config, depth), strategy, num_ranks) for depth in (_FEW, _MORE)
+    )
+    times = num_layers - _MORE
+    at_peak = _extrapolated(few.timeline, more.timeline, times)
+    return StepFigures(
+        dict(zip(CATEGORIES, at_peak.tolist(), strict=True)),
+        more.sent_bytes + times * (more.sent_bytes - few.sent_bytes),
+        more.operations + times * (more.operations - few.operations),
+    )
+
+
+def num_alike_layers(config: TrainConfig) -> int:
+    """The number of the model's layers; 0 where they are not all alike."""
+    with torch.device("meta"):
+        blocks = blocks_of(plain(config.model))
+    kinds = {
+        (type(block), tuple((name, each.shape) for name, each in block.named_parameters()))
+        for block in blocks
+    }
+    return len(blocks) if len(kinds) == 1 else 0
+
+
+def _with_layers(config: TrainConfig, num_layers: int) -> TrainConfig:
+    model = config.model
+    fewer = (
+        dataclasses.replace(model, num_layers=num_layers)
+        if isinstance(model, GPTConfig)
+        else model.with_layers(num_layers)
+    )
+    return dataclasses.replace(config, model=fewer)
+
+
+def _extrapolated(few: Timeline, more: Timeline, times: int) -> _Live:
+    """Bytes by category at the peak of a step with ``times`` layers more than in ``more``."""
+    live = np.concatenate(
+        [
+            moments
+            for (name, fewer), (_, stretches) in zip(_phases(few), _phases(more), strict=True)
+            for moments in _grown(name, fewer, stretches, times)
+        ]
+    )
+    at_peak: _Live = live[live.sum(axis=1).argmax()]
+    return at_peak
+
+
+def _grown(phase: str, few: Sequence[_Live], more: Sequence[_Live], times: int) -> Iterator[_Live]:
+    """The stretches of one phase with ``times`` layers more.
+
+    Of the layers between the first and the last one, the one next to the last one has the most
+    bytes alive. It stands for all of them, and grows as the last one does, which is the first one
+    in backward.
+    """
+    has_layers = len(more) > len(few)
+    alike = [*more[:2], *more[3:]] if has_layers else more
+    growths = [_growth(*pair) for pair in zip(few, alike, strict=True)]
+    if has_layers:
+        growths.insert(2, growths[1] if phase == "backward" else growths[-1])
+    for stretch, growth in zip(more, growths, strict=True):
+        if len(growth) != len(stretch):
+            growth = growth[[growth.sum(axis=1).argmax()]]  # noqa: PLW2901
+        yield stretch + times * growth
+
+
+def _growth(few: _Live, more: _Live) -> _Live:
+    """What one more layer adds, moment by moment; in all to the peak where moments differ."""
+    if len(few) == len(more):
+        return more - few
+    return more[[more.sum(axis=1).argmax()]] - few[[few.sum(axis=1).argmax()]]
+
+
+def _phases(timeline: Timeline) -> Iterator[tuple[str, Sequence[_Live]]]:
+    """Each phase of the step by its name, with bytes [moments, categories] of each stretch."""
+    bounds = [i for i, event in enumerate(timeline.events) if event in _MARKS]
+    name, stretches = STEP, list[_Live]()
+    for start, stop in zip(bounds, [*bounds[1:], len(timeline.events)], strict=True):
+        event = timeline.events[start]
+        if event not in (BLOCK, STEP):
+            yield name, stretches
+            name, stretches = event, []
+        stretches.append(timeline.live[start:stop])
+    yield name, stretches

@@ -1,0 +1,116 @@
+"""A rank's shard of a DTensor parameter: its memory, its place in the whole, its values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from gyre_trainer.comm.mesh import ring_axis, unnamed
+from gyre_trainer.shards.layout import slice_bounds
+
+_DIGEST_COLUMNS = 61
+
+
+def digest_of(tensor: Tensor) -> int:
+    """A number that is equal for equal bits, and different for nearly all others; 0 on `meta`.
+
+    Every bit counts; entries are added up in a few columns, so it takes one pass over the memory.
+    """
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel():
+        return 0
+    whole = tensor.detach().contiguous().view(-1)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = whole.view(integers[whole.element_size()])
+    num_rows = len(bits) // _DIGEST_COLUMNS
+    rows, rest = bits[: num_rows * _DIGEST_COLUMNS], bits[num_rows * _DIGEST_COLUMNS :]
+    sums = rows.view(num_rows, _DIGEST_COLUMNS).sum(0, dtype=torch.int64)
+    numbers = torch.cat((sums, rest.to(torch.int64))).tolist()
+    return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=6).digest(), "little")
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor itself if it is plain.
+
+    A gradient of the shard reaches the DTensor.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter._local_tensor
+    local: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
+    return local
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local`, with a gradient that is cut as the parameter is.
+
+    `to_local` would work the gradient's placement out in each backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def as_parameter(
+    local: Tensor, mesh: DeviceMesh, placement: Placement, whole: nn.Parameter
+) -> nn.Parameter:
+    """A DTensor parameter with the local tensor ``local`` and the shape and dtype of ``whole``."""
+    placements = [*[Replicate()] * ring_axis(mesh), placement]
+    tensor = as_dtensor(local, unnamed(mesh), placements, whole.shape)
+    return nn.Parameter(tensor, requires_grad=whole.requires_grad)
+
+
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of that shape, of which ``local`` is this rank's part; no rank asks another."""
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank's shard of a parameter lies in the whole.
+
+    Attributes:
+        dim: the dim that is cut.
+        start: the first index along it.
+        stop: the index after the last.
+        is_first: whether this rank is on the first ring of the mesh, so that no other rank with the
+            same shard comes before it.
+    """
+
+    dim: int
+    start: int
+    stop: int
+    is_first: bool
+
+
+def place_of(parameter: DTensor) -> Place | None:
+    """The place of this rank's shard; None if the rank has the whole parameter."""
+    placement, mesh = parameter.placements[-1], parameter.device_mesh
+    if not isinstance(placement, Shard):
+        return None
+    axis = ring_axis(mesh)
+    bounds = slice_bounds(
+        parameter.shape[placement.dim], mesh.get_local_rank(axis), mesh.size(axis)
+    )
+    return Place(placement.dim, *bounds, is_first=not axis or mesh.get_local_rank(0) == 0)

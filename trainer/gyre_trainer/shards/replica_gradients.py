@@ -1,0 +1,198 @@
+"""Gradients of one module's shards, averaged over the replicas of the ring.
+
+When a module's gradients are complete on its ring, an all-reduce starts for them, and backward goes
+on with the modules before it. The end of backward waits for all of these.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from itertools import pairwise
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Variable
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gyre_trainer.comm.ring import Ring
+from gyre_trainer.errors import RotationError
+from gyre_trainer.shards.local_shards import digest_of, local_of
+
+
+class ReplicaGradients:
+    """Averages the accumulated gradients of one module's shards over the replicas.
+
+    As with replicated parameters, the older part of an accumulated gradient is equal on all
+    replicas, or was postponed and is averaged now.
+
+    Attributes:
+        postponed: whether backward leaves each replica its own gradients for now; `no_sync` sets
+            it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], flat: Tensor, ring: Ring) -> None:
+        """``parameters`` are DTensors whose local tensors lie in ``flat``."""
+        self.postponed = False
+        self._parameters = parameters
+        self._flat = flat
+        self._ring = ring
+        self._is_compared = False
+        self._watched = WeakIdKeyDictionary()
+        self._touched = 0
+        self.is_due = False
+        self._backwards = _backwards_of(ring)
+        self._number = self._backwards.add(self)
+
+    def before_training(self, name: str) -> None:
+        """Prepare for a backward; the first time, compare the shards with the other replicas'.
+
+        Raises:
+            RotationError: the replicas have other values; the message has ``name``.
+        """
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter not in self._watched:
+                self._watched[parameter] = True
+                # a hook with a strong reference would keep both alive
+                parameter.register_post_accumulate_grad_hook(partial(_touch, ref(self)))  # type: ignore[no-untyped-call]
+        if not self._is_compared and not isinstance(self._flat, FakeTensor):
+            self._is_compared = True
+            require_equal_replicas([self._flat], self._ring, name)
+
+    def touch(self) -> None:
+        """Note a parameter's gradient; the module's last one starts the all-reduce."""
+        self.is_due = True
+        if self.postponed:
+            return
+        self._backwards.begin()
+        self._touched += 1
+        if self._touched >= sum(parameter.requires_grad for parameter in self._parameters):
+            self.start()
+
+    def start(self) -> None:
+        """Start the all-reduce of what has accumulated."""
+        self.is_due, self._touched = False, 0
+        grads = [local_of(p.grad) for p in self._parameters if p.grad is not None]
+        for grad in _joined(grads):
+            self._backwards.start(grad, self._number)
+
+
+def _touch(gradients: "ref[ReplicaGradients]", _parameter: Tensor) -> None:
+    there = gradients()
+    if there is not None:
+        there.touch()
+
+
+def _joined(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients as one tensor where they lie side by side, as after a module's first backward.
+
+    Empty ones are left out.
+    """
+    filled = [grad for grad in grads if grad.numel()]
+    for one, next_one in pairwise(filled):
+        if (
+            one.data_ptr() + one.numel() * one.element_size() != next_one.data_ptr()
+            or not one.is_contiguous()
+        ):
+            return filled
+    if len(filled) < 2:
+        return filled
+    return [filled[0].as_strided((sum(grad.numel() for grad in filled),), (1,))]
+
+
+class _Backwards:
+    """The all-reduces of one backward after another, for all modules of a ring."""
+
+    def __init__(self, ring: Ring) -> None:
+        assert ring.replicas is not None
+        self._members: WeakValueDictionary[int, ReplicaGradients] = WeakValueDictionary()
+        self._num_members = 0
+        self._group = ring.replicas
+        self._diagnosis = ring.hang_diagnosis
+        self._in_flight: list[tuple[dist.Work, Tensor]] = []
+        self._order = b""
+        self._backward: int | None = None
+
+    def add(self, member: ReplicaGradients) -> int:
+        """The number of a new module's gradients, the same on every rank."""
+        number, self._num_members = self._num_members, self._num_members + 1
+        self._members[number] = member
+        return number
+
+    def begin(self) -> None:
+        """Let the end of the present backward wait for what is started in it."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._order = b""
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def start(self, grad: Tensor, number: int) -> None:
+        """Start to add up ``grad`` over the replicas, in place."""
+        what = f"{number} {grad.numel()} ".encode()
+        self._order = blake2b(self._order + what, digest_size=7).digest()
+        work = dist.all_reduce(grad, group=self._group, async_op=True)
+        self._in_flight.append((work, grad))
+
+    def _finish(self) -> None:
+        for _, member in sorted(self._members.items()):
+            if member.is_due and not member.postponed:
+                member.start()
+        with self._diagnosis.collective("averaging gradients over the replicas"):
+            for work, grad in self._in_flight:
+                work.wait()
+                grad.div_(self._group.size())
+            self._require_one_order()
+        self._in_flight.clear()
+        self._backward = None
+
+    def _require_one_order(self) -> None:
+        """Refuse replicas that trained other modules. On CUDA it would wait for the device."""
+        device = self._in_flight[0][1].device if self._in_flight else torch.device("cuda")
+        if device.type != "cpu" or isinstance(self._in_flight[0][1], FakeTensor):
+            return
+        if _differs(int.from_bytes(self._order, "little"), [self._group], device):
+            raise RotationError(
+                "the replicas of the ring trained other modules, or in another order, so their "
+                "gradients were mixed up; all ranks must call the same modules in the same order"
+            )
+
+
+_BACKWARDS: WeakKeyDictionary[Ring, _Backwards] = WeakKeyDictionary()
+
+
+def _backwards_of(ring: Ring) -> _Backwards:
+    if ring not in _BACKWARDS:
+        _BACKWARDS[ring] = _Backwards(ring)
+    return _BACKWARDS[ring]
+
+
+def require_equal_replicas(tensors: Sequence[Tensor], ring: Ring, name: str) -> None:
+    """Refuse tensors that differ among the replicas of the ring. Collective.
+
+    Raises:
+        RotationError: on every rank of all replicas.
+    """
+    assert ring.replicas is not None
+    digest = 0
+    for tensor in tensors:
+        digest = (digest * 31 + digest_of(tensor)) % 2**55
+    device = tensors[0].device if tensors else torch.device("cpu")
+    differs = torch.tensor(int(_differs(digest, [ring.replicas], device)), device=device)
+    dist.all_reduce(differs, dist.ReduceOp.MAX, group=ring.group)
+    if differs.item():
+        raise RotationError(
+            f"{name} has other values in one replica of the ring than in another, so they would "
+            "train different models; give all ranks the same values, with one seed, one checkpoint "
+            "or sync_from=0"
+        )
+
+
+def _differs(number: int, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Whether a rank of the groups has another number, in [0, 2^62)."""
+    extremes = torch.tensor([number, -number], device=device)
+    for group in groups:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return bool(extremes.sum().item())

@@ -1,0 +1,118 @@
+# ruff: noqa: N803, N806  # names carry shape letters
+"""The loss of a language model, without all of its logits where the model allows that.
+
+Dims: B batch, T time, D features, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gyre_trainer.errors import ConfigError
+from gyre_trainer.rotate import linear_cross_entropy
+from gyre_trainer.training.models.gpt import GPT
+
+
+class Loss(Protocol):
+    """The mean cross-entropy of a model on this rank's tokens."""
+
+    def __call__(
+        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+    ) -> Tensor:
+        """As `GPT.loss`."""
+        ...
+
+
+def loss_of(model: nn.Module) -> Loss:
+    """The loss of a GPT, or of a causal language model of `transformers`."""
+    return model.loss if isinstance(model, GPT) else LibraryLoss(model)
+
+
+class LossHead(nn.Module):
+    """A model's head and its loss in one: it stands where the head stood.
+
+    Attributes:
+        head: the head, rotated or not.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+        self.targets_BT: Tensor | None = None
+        self.weights_BT: Tensor | None = None
+        self.loss: Tensor | None = None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """The mean cross-entropy of the targets that were set before."""
+        assert self.targets_BT is not None
+        if self.weights_BT is None:
+            self.loss = linear_cross_entropy(self.head, x_BTD, self.targets_BT)
+        else:
+            losses_BT = linear_cross_entropy(self.head, x_BTD, self.targets_BT, reduction="none")
+            self.loss = _mean(losses_BT, self.weights_BT)
+        return self.loss
+
+
+class LibraryLoss:
+    """The loss of a causal language model of `transformers`.
+
+    Where the model returns what its head computes, the head computes the loss at once, by slices of
+    the vocabulary. Other models scale or cap their logits; these exist as a whole then.
+
+    Attributes:
+        head: computes the loss.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(head, LossHead):
+            self.head, self._place = head, None
+        elif isinstance(head, nn.Linear):
+            path = next(path for path, module in model.named_modules() if module is head)
+            parent, _, name = path.rpartition(".")
+            self.head, self._place = LossHead(head), (model.get_submodule(parent), name)
+        else:
+            raise ConfigError(
+                f"the head of {type(model).__name__} is {type(head).__name__}, no linear layer"
+            )
+        self._model = model
+        self._is_fused = True
+
+    def __call__(
+        self, tokens_BT: Tensor, targets_BT: Tensor, weights_BT: Tensor | None = None
+    ) -> Tensor:
+        """As `GPT.loss`."""
+        if self._is_fused:
+            self.head.targets_BT, self.head.weights_BT = targets_BT, weights_BT
+            with self._in_place():
+                output = self._model(input_ids=tokens_BT, use_cache=False)
+            loss, self.head.loss = self.head.loss, None
+            if loss is not None and output.logits is loss:
+                return loss
+            self._is_fused = False
+        logits_BTV: Tensor = self._model(input_ids=tokens_BT, use_cache=False).logits
+        losses_BT = F.cross_entropy(
+            logits_BTV.flatten(0, -2).float(), targets_BT.flatten(), reduction="none"
+        ).view_as(targets_BT)
+        return losses_BT.mean() if weights_BT is None else _mean(losses_BT, weights_BT)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """A context in which the head computes the loss."""
+        if self._place is None:
+            yield
+            return
+        parent, name = self._place
+        setattr(parent, name, self.head)
+        try:
+            yield
+        finally:
+            setattr(parent, name, self.head.head)
+
+
+def _mean(losses_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    weights_BT = weights_BT.to(losses_BT.dtype)
+    return (losses_BT * weights_BT).sum() / weights_BT.sum()
