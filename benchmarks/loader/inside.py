@@ -27,6 +27,7 @@ from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
 from gyre_daemon.memory.sidechannel import Peer
 from gyre_daemon.monitoring.metrics import Metrics
+from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.planner import Order
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.service import control
@@ -149,8 +150,9 @@ async def _open(
     sessions = SessionTable(resources, {})
     dataset = await catalog.open(*catalog.resolve(workload.name))
     order = Order("full", "wrap", 1, workload.batch_size)
+    start = Cursor(dataset.fingerprint, order, position=0)
     return sessions, await sessions.open(
-        SessionRequest(ANONYMOUS, dataset, order, Reader("inside", 0, 1, 1), 0, b"", 0)
+        SessionRequest(ANONYMOUS, dataset, order, Reader("inside", 0, 1, 1), 0, start, 0)
     )
 
 

@@ -135,10 +135,12 @@ def read(
     scale: Scale,
     seed: int,
     storage: Mapping[str, str] | None = None,
+    max_requests: int = 0,
 ) -> Result:
     """Run one reader's turn, with a new daemon that has opened the dataset.
 
-    `storage` is the dataset's table of that name.
+    `storage` is the dataset's table of that name, and `max_requests` the daemon's setting; 0 for
+    its default.
     """
     config: dict[str, object] = {
         "uri": f"{server.url}/data/{{0000..{scale.num_objects - 1:04}}}.bin",
@@ -146,6 +148,7 @@ def read(
         **{f"storage.{key}": value for key, value in (storage or {}).items()},
     }
     more = [f"hedge = {json.dumps(reader.hedge)}", f"prefetch_batches = {reader.prefetch_batches}"]
+    more += [f"max_requests = {max_requests}"] if max_requests else []
     num_batches = round(scale.num_batches * reader.share)
     num_samples = num_batches * scale.batch_size
     with daemon(folder, {"set": {**config, **scale.options}}, more=more) as serving:
@@ -190,10 +193,13 @@ def perform(task: dict[str, object]) -> Result:
     cpu_before_s, began = _own_cpu_s(), time.perf_counter()
     batches = open_batches()
     waits_s: list[float] = []
-    first_batch_s = 0.0
+    first_batch_s = warm_s = 0.0
     num_batches, batch_size = int(str(task["num_batches"])), int(str(task["batch_size"]))
     ids: list[npt.NDArray[np.int64]] = []
-    for _ in range(num_batches):
+    num_warming = num_batches // 4
+    for number in range(num_batches):
+        if number == num_warming:
+            warm_s = time.perf_counter() - began
         asked = time.perf_counter()
         batch = next(batches)
         batch.sum()
@@ -211,6 +217,7 @@ def perform(task: dict[str, object]) -> Result:
         **found,
         "first_batch_s": first_batch_s,
         "samples_per_s": num_batches * batch_size / elapsed_s,
+        "steady_samples_per_s": (num_batches - num_warming) * batch_size / (elapsed_s - warm_s),
         "cpu_us_per_sample": used_s / (num_batches * batch_size) * 1e6,
         "p50_wait_s": later[len(later) // 2],
         "p99_wait_s": later[int(len(later) * 0.99)],

@@ -183,7 +183,7 @@ def private_bytes(pid: int) -> int:
     """Memory that no other process has; none if the process is gone."""
     try:
         return _kib_fields(Path(f"/proc/{pid}/smaps_rollup"))["Private_Dirty"]
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):
         return 0
 
 

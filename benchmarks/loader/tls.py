@@ -1,10 +1,11 @@
 """Object storage over TLS beside plain HTTP: by client, and by the daemon as a whole.
 
-`python -m benchmarks.loader.tls [--rounds 3] [--full]`
+`python -m benchmarks.loader.tls [--rounds 3] [--full] [--in-flight 64]`
 
 First the CPU time of a request, by the client that carries it: the daemon's engine drives all of
 them, as in `clients`. Then a job that reads through a daemon, in the orders `full` and `block`. The
-server is another process on the same cores; its answers begin late: p50 20 ms, p99 200 ms.
+server is another process on the same cores; its answers begin late: p50 20 ms, p99 200 ms. So many
+requests are in flight that these cores are the bound, or with `--in-flight 64` the storage is.
 """
 
 import argparse
@@ -139,8 +140,11 @@ def by_client(num_rounds: int, num_requests: int) -> str:
     return "\n".join(lines)
 
 
-def by_daemon(num_rounds: int, folder: Path, scale: Scale) -> str:
-    """A table in Markdown of a job's rate, and of the CPU time of its daemon and of the server."""
+def by_daemon(num_rounds: int, folder: Path, scale: Scale, max_requests: int) -> str:
+    """A table in Markdown of a job's rate, and of the CPU time of its daemon and of the server.
+
+    The ratios are the medians of those of the rounds.
+    """
     objects.write_objects(folder / "objects", scale.num_samples)
     found: dict[tuple[str, str], list[Result]] = {}
     orders = {"full": Reader("full"), "block": Reader("block", "block")}
@@ -151,10 +155,13 @@ def by_daemon(num_rounds: int, folder: Path, scale: Scale) -> str:
             for order, reader in orders.items():
                 for kind, place in both.items():
                     storage = {"ca_file": str(place.roots)} if place.roots else {}
-                    result = objects.read(reader, place.server, folder, scale, seed, storage)
+                    result = objects.read(
+                        reader, place.server, folder, scale, seed, storage, max_requests
+                    )
                     found.setdefault((order, kind), []).append(result)
     names = {
         "samples_per_s": "samples/s",
+        "steady_samples_per_s": "samples/s after the first quarter",
         "cpu_us_per_sample": "CPU us a sample, daemon and job",
         "requests_per_sample": "requests a sample",
         "server_us_per_request": "server's CPU us a request",
@@ -162,13 +169,12 @@ def by_daemon(num_rounds: int, folder: Path, scale: Scale) -> str:
     lines = ["| order | | plain | TLS | ratio |", "|---|---|---:|---:|---:|"]
     for order in orders:
         for key, name in names.items():
-            plain, secure = (
-                statistics.median(float(each[key]) for each in found[order, kind])
-                for kind in ("plain", "TLS")
-            )
-            lines.append(
-                f"| {order} | {name} | {plain:,.4g} | {secure:,.4g} | {secure / plain:.2f} |"
-            )
+            values = [
+                [float(each[key]) for each in found[order, kind]] for kind in ("plain", "TLS")
+            ]
+            plain, secure = map(statistics.median, values)
+            ratio = statistics.median(its / other for other, its in zip(*values, strict=True))
+            lines.append(f"| {order} | {name} | {plain:,.4g} | {secure:,.4g} | {ratio:.2f} |")
     return "\n".join(lines)
 
 
@@ -176,13 +182,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--full", action="store_true", help="ten times the requests")
+    parser.add_argument(
+        "--in-flight", type=int, default=0, help="of the daemon's requests; 0 for its default"
+    )
+    parser.add_argument("--only-daemon", action="store_true", help="without the other clients")
     args = parser.parse_args()
     num_requests, num_batches = (20_000, 160) if args.full else (4_000, 40)
     load_before = load_average()
-    print(by_client(args.rounds, num_requests))
+    if not args.only_daemon:
+        print(by_client(args.rounds, num_requests))
     scale = Scale(num_batches * 512, SAMPLE_BYTES, OBJECT_SAMPLES, 256, num_batches, args.rounds)
     with tempfile.TemporaryDirectory(prefix="gyre-tls-") as folder:
-        print("\n" + by_daemon(args.rounds, Path(folder), scale))
+        print("\n" + by_daemon(args.rounds, Path(folder), scale, args.in_flight))
     print(
         f"\nMedians of {args.rounds} interleaved rounds; {num_requests:,} requests of "
         f"{SAMPLE_BYTES} bytes with {NUM_IN_FLIGHT} in flight, and {num_batches} batches of 256 "

@@ -68,7 +68,7 @@ class Buffer:
         self._num_samples = len(stored.places)
         self._random = random.Random(seed)
         self._buffer_samples, self._shuffle_shards = buffer_samples, shuffle_shards
-        self._meter = ShuffleMeter(self._num_samples)
+        self._meter = ShuffleMeter()
         self.batches: Batches = self._batches()
 
     def quality(self) -> Quality:
@@ -83,8 +83,8 @@ class Buffer:
     def _batches(self) -> Batches:
         for step, (place, ids) in enumerate(self._ids()):
             self._meter.add(
-                GroupPlan(step, ids[None], None, BATCH_SIZE, self._num_samples),
-                {step: place}.__getitem__,
+                GroupPlan(step, ids[None], None, np.zeros(1, np.int64)),
+                {step: (place, self._num_samples)}.__getitem__,
             )
             batch: dict[str, torch.Tensor] = default_collate(
                 [self._samples[index] for index in ids]

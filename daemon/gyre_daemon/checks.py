@@ -18,6 +18,7 @@ from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.local.listing import list_files
 from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.transforms.names import to_steps
 
 
 def check_folders(config: DaemonConfig) -> None:
@@ -35,6 +36,26 @@ def check_folders(config: DaemonConfig) -> None:
             raise ConfigError(f"{key} cannot be used: {error.strerror}") from error
         except OSError:
             continue  # what cannot be used is told when it is needed
+
+
+def check_transforms(config: DaemonConfig, *, is_private: bool) -> None:
+    """Refuse definitions of datasets whose transforms this daemon does not have.
+
+    Their options are checked when a job opens the dataset.
+
+    Raises:
+        ConfigError: names the dataset and the transform.
+    """
+    for name, dataset in config.datasets.items():
+        try:
+            to_steps(
+                dataset.transforms,
+                config.installed_transforms,
+                allow_modules=is_private,
+                allow_files=True,  # the operator names them
+            )
+        except GyreError as error:
+            raise ConfigError(f"datasets.{name}: {error}") from error
 
 
 def missing_datasets(config: DaemonConfig) -> Iterator[tuple[str, GyreError]]:
@@ -67,7 +88,9 @@ async def open_datasets(
         workers = FairExecutor(executor, config.num_io_threads)
         opener = StorageOpener(
             workers,
-            EndpointOptions(config.max_requests, config.read_deadline_s, config.hedge),
+            EndpointOptions(
+                config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s
+            ),
             Metrics(),
         )
         sidecars = SidecarStore(config.index_dir, fallback_index_dir)

@@ -21,7 +21,12 @@ from gyre_daemon import __version__
 from gyre_daemon.access.credentials import Credentials
 from gyre_daemon.access.patterns import check_patterns, unmatched
 from gyre_daemon.access.policy import Policy
-from gyre_daemon.checks import check_folders, missing_datasets, open_datasets
+from gyre_daemon.checks import (
+    check_folders,
+    check_transforms,
+    missing_datasets,
+    open_datasets,
+)
 from gyre_daemon.config import (
     SCALAR_KEYS,
     DaemonConfig,
@@ -141,6 +146,7 @@ def _load(parsed: argparse.Namespace) -> EffectiveConfig:
     check_distinct(addresses, metrics)
     Policy(config)
     check_patterns(config)
+    check_transforms(config, is_private=bool(getattr(parsed, "embedded", False)))
     for name, dataset in config.datasets.items():
         if dataset.format:
             make_format(name, dataset)
@@ -238,6 +244,7 @@ def _print_dataset(name: str, dataset: DatasetConfig) -> None:
         "format": dataset.format,
         "allow": dataset.allow,
         "follow_links": dataset.follow_links,
+        "transforms": [dict(each) for each in dataset.transforms],
     }
     values |= {key: value for key, value in given.items() if value}
     for key, value in (values | dict(dataset.options)).items():

@@ -58,6 +58,8 @@ from gyre_daemon.storage.cache.disk import open_disk_cache
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.transforms.declared import Transforms
+from gyre_daemon.transforms.workers import TransformWorkers
 
 # After the drain, how long calls may take to end. Clients have been told to leave, so calls that
 # are open then are stuck; a longer grace only delays the exit.
@@ -149,7 +151,9 @@ class _Daemon:
     ) -> None:
         metrics = Metrics()
         workers = FairExecutor(executor, config.num_io_threads)
-        terms = EndpointOptions(config.max_requests, config.read_deadline_s, config.hedge)
+        terms = EndpointOptions(
+            config.max_requests, config.read_deadline_s, config.hedge, config.hub_requests_per_s
+        )
         beside = Path(config.index_dir) if config.index_dir else fallback_index_dir.parent
         unpack_dir = config.unpack_dir or beside / "unpacked"
         self._config = config
@@ -163,6 +167,12 @@ class _Daemon:
             allow_ad_hoc=is_private,
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
             reports=CorruptReports(Path(config.report_dir or beside / "reports")),
+        )
+        num_workers = config.num_transform_workers or len(os.sched_getaffinity(0))
+        self._transforms = Transforms(
+            TransformWorkers(num_workers, config.transform_deadline_s, metrics.transforms),
+            config.installed_transforms,
+            allow_modules=is_private,
         )
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         resources = DaemonResources(
@@ -187,6 +197,7 @@ class _Daemon:
             Callers([each.side_channel for each in listeners], authenticator, limits),
             self._policy,
             copy_workers,
+            self._transforms,
             config.prefetch_batches,
             self._ask_to_stop,
         )
@@ -244,6 +255,7 @@ class _Daemon:
                 task.cancel()
         self._scrapes.stop()
         self._catalog.close()
+        self._transforms.close()
         self._registry.files.close()
         if self._cache:
             await self._cache.close()

@@ -13,7 +13,7 @@ from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Scan
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.chunks import Expected, StoredChunk
 from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
@@ -27,7 +27,7 @@ from gyre_daemon.storage.opener import StorageOpener
 from tests.contract.format_contract import FormatContract, inspect, listed
 
 
-def decode_all(shards: Sequence[bytes], index: ChunkIndex) -> list[bytes]:
+def decode_all(shards: Sequence[bytes], index: ChunkedIndex) -> list[bytes]:
     """The decoded shards, decoded by this process."""
     decoded = [b""] * len(shards)
     for chunk in range(index.num_chunks):
@@ -42,7 +42,7 @@ def decode_all(shards: Sequence[bytes], index: ChunkIndex) -> list[bytes]:
             pieces,
             index.parameters(chunk),
         )
-        columns = index.decode(stored)
+        columns = index.decode(chunk)(stored)
         assert [Expected.of(column) for column in columns] == index.expected(chunk)
         decoded[shard] += b"".join(column.data.tobytes() for column in columns)
     return decoded
@@ -58,7 +58,7 @@ class ChunkContract(FormatContract):
     has_checksums = True
 
     def served(self, shards: Sequence[bytes], index: SampleIndex) -> Sequence[bytes]:
-        assert isinstance(index, ChunkIndex)
+        assert isinstance(index, ChunkedIndex)
         return decode_all(shards, index)
 
     @pytest.mark.parametrize("io_block_bytes", [1, 1 << 30])
@@ -66,7 +66,7 @@ class ChunkContract(FormatContract):
         """A block is a chunk."""
         shards, samples = self.shards()
         index = self.index(shards)
-        assert isinstance(index, ChunkIndex)
+        assert isinstance(index, ChunkedIndex)
         table, everyone = index.blocks(io_block_bytes), np.arange(len(samples))
         assert index.blocks(io_block_bytes) is table
         assert table.num_samples == len(samples)
@@ -102,7 +102,7 @@ class ChunkContract(FormatContract):
         """Bits are flipped all over a shard; what reads it is a process as the daemon has them."""
         shards, _ = self.shards()
         data, index = shards[0], self.index(shards[:1])
-        assert isinstance(index, ChunkIndex)
+        assert isinstance(index, ChunkedIndex)
         whole = decode_all(shards[:1], index)[0]
         generator = np.random.default_rng(0)
         places = generator.choice(len(data), min(len(data), 40), replace=False).tolist()
@@ -141,6 +141,9 @@ class ChunkContract(FormatContract):
             finally:
                 room.close()
                 processes.close()
+
+    def test_damage_stays_within_the_shard(self) -> None:
+        """What reads the shards may end its process; see the test before."""
 
     def test_shards_that_are_cut_off_are_named(self) -> None:
         shards, _ = self.shards()

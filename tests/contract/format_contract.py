@@ -12,7 +12,7 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.codecs import CODECS
 from gyre_daemon.datasets.dataset import block_ranges
-from gyre_daemon.datasets.formats import Format, SampleIndex, make_format
+from gyre_daemon.datasets.formats import Format, ListedFormat, SampleIndex, make_format
 from gyre_daemon.datasets.formats.base import (
     Arrays,
     Probe,
@@ -26,6 +26,7 @@ from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.fetching.layout import max_batch_bytes
 from gyre_daemon.storage.shard import Shard
 
+from tests.shard_formats import shard_format
 from tests.unseekable import Unseekable
 
 Sample = Mapping[str, bytes]
@@ -89,8 +90,8 @@ def _respond(
     )
 
 
-class FormatContract:
-    """A subclass provides shards and the samples in them."""
+class IndexContract:
+    """Of the index of any format; a subclass provides shards and the samples in them."""
 
     name: str
     options: ClassVar[Mapping[str, Any]]
@@ -100,18 +101,11 @@ class FormatContract:
         """Several shards and their samples in order, as stored."""
 
     @abstractmethod
-    def empty_shard(self) -> bytes:
-        """One without a sample."""
-
-    @abstractmethod
-    def damaged_shard(self) -> bytes:
-        """One that is damaged."""
-
-    def format(self, **options: Any) -> Format:
-        return make_format("set", DatasetConfig("/data", self.name, {**self.options, **options}))
-
     def index(self, shards: Sequence[bytes]) -> SampleIndex:
-        return self.format().assemble(listed(shards), inspect(self.format(), shards))
+        """The index of shards."""
+
+    def made(self, **options: Any) -> Format | ListedFormat:
+        return make_format("set", DatasetConfig("/data", self.name, {**self.options, **options}))
 
     def served(self, shards: Sequence[bytes], index: SampleIndex) -> Sequence[bytes]:
         """What the ranges of the index are ranges of."""
@@ -190,6 +184,39 @@ class FormatContract:
             assert index.max_ragged_bytes(num_samples) >= largest_run
             assert max_batch_bytes(index, num_samples) >= largest_run
 
+    def test_stored_fields_come_first(self) -> None:
+        fields = self.index(self.shards()[0]).fields
+        assert list(fields[: len(stored_fields(fields))]) == stored_fields(fields)
+
+    def test_unknown_options_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="unknown key `nonsense` in dataset `set`"):
+            self.made(nonsense=1)
+
+    def test_the_pattern_is_of_files(self) -> None:
+        assert "/" not in self.made().pattern
+        assert not fnmatch.fnmatch("x.gyre-index", self.made().pattern), "sidecars are no shards"
+
+
+class FormatContract(IndexContract):
+    """Of a format that inspects shards."""
+
+    @abstractmethod
+    def empty_shard(self) -> bytes:
+        """One without a sample."""
+
+    @abstractmethod
+    def damaged_shard(self) -> bytes:
+        """One that is damaged."""
+
+    def made(self, **options: Any) -> Format:
+        return self.format(**options)
+
+    def format(self, **options: Any) -> Format:
+        return shard_format(self.name, **{**self.options, **options})
+
+    def index(self, shards: Sequence[bytes]) -> SampleIndex:
+        return self.format().assemble(listed(shards), inspect(self.format(), shards))
+
     def test_a_scan_seeks_only_if_the_file_can_and_counts_its_samples(self) -> None:
         inspection = self.format().inspection
         if not isinstance(inspection, Scan):
@@ -234,10 +261,6 @@ class FormatContract:
         index = dataset_format.assemble(listed(shards), loaded)
         assert index.digest() == self.index(shards).digest()
 
-    def test_stored_fields_come_first(self) -> None:
-        fields = self.index(self.shards()[0]).fields
-        assert list(fields[: len(stored_fields(fields))]) == stored_fields(fields)
-
     def test_the_digest_covers_meaning_and_not_versions(self) -> None:
         shards, _ = self.shards()
         digest = self.index(shards).digest()
@@ -262,10 +285,34 @@ class FormatContract:
             self.index([shards[0], self.damaged_shard()])
         assert caught.value.facts["shard"] == "001"
 
-    def test_unknown_options_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="unknown key `nonsense` in dataset `set`"):
-            self.format(nonsense=1)
+    def test_damage_stays_within_the_shard(self) -> None:
+        """Cut off or with flipped bits: it is refused by its name, or indexed within its bytes."""
+        shards, _ = self.shards()
+        data = shards[0]
+        generator = np.random.default_rng(0)
+        places = {0, 1, len(data) // 2, len(data) - 1, *generator.integers(len(data), size=60)}
+        damaged = [data[:place] for place in places]
+        for place in places:
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << int(generator.integers(8))
+            damaged.append(bytes(flipped))
+        for each in damaged:
+            index, refusal = self._index_or_refusal(each)
+            if index is None:
+                assert refusal is None or (
+                    "000" in str(refusal) and refusal.facts["shard"] == "000"
+                )
+                continue
+            extents = index.locate(np.arange(index.num_samples))
+            assert (extents.start >= 0).all()
+            assert (extents.size >= 0).all()
+            assert (extents.start + extents.size <= len(each)).all()
 
-    def test_the_pattern_is_of_files(self) -> None:
-        assert "/" not in self.format().pattern
-        assert not fnmatch.fnmatch("x.gyre-index", self.format().pattern), "sidecars are no shards"
+    def _index_or_refusal(self, shard: bytes) -> tuple[SampleIndex | None, CorruptSample | None]:
+        """Neither where the shard is sound, but something else: with other columns, for one."""
+        try:
+            return self.index([shard]), None
+        except CorruptSample as error:
+            return None, error
+        except ConfigError:
+            return None, None

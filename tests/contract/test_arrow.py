@@ -10,15 +10,16 @@ import pyarrow as pa
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample as RemoteCorruptSample
-from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.arrow.format import RecordBatchScan, check_scan
+from gyre_daemon.datasets.formats.arrow_columns import Wanted
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import S3Server, StartDaemon
 from tests.contract.format_contract import FormatContract, Sample, inspect, listed
+from tests.shard_formats import shard_format
 
 FILE = pa.struct([("path", pa.string()), ("bytes", pa.binary())])
 
@@ -32,7 +33,7 @@ def stored(table: Any, rows: int, *, is_stream: bool = False, **options: Any) ->
 
 
 def index_of(shards: Sequence[bytes], **options: Any) -> SampleIndex:
-    arrow = make_format("set", DatasetConfig("/", "arrow", options))
+    arrow = shard_format("arrow", **options)
     return arrow.assemble(listed(shards), inspect(arrow, shards))
 
 
@@ -210,7 +211,7 @@ def small_file(*, is_stream: bool) -> bytes:
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_file_that_is_cut_off_anywhere_is_refused(is_stream: bool) -> None:
     data = small_file(is_stream=is_stream)
-    run = RecordBatchScan(())
+    run = RecordBatchScan(Wanted())
     for size in range(len(data)):
         with pytest.raises(CorruptSample, match=r"shard a at byte \d+: ") as caught:
             run("a", io.BytesIO(data[:size]))
@@ -221,7 +222,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(is_stream: bool) -> None:
 def test_a_flipped_bit_is_refused_or_stays_within_the_file(is_stream: bool) -> None:
     """Arrow has no checksums: what only changes values cannot be noticed."""
     data = small_file(is_stream=is_stream)
-    run, num_refused = RecordBatchScan(()), 0
+    run, num_refused = RecordBatchScan(Wanted()), 0
     for place in range(len(data)):
         flipped = bytearray(data)
         flipped[place] ^= 1 << (place % 8)
@@ -293,6 +294,7 @@ def test_a_folder_of_hugging_face_is_served(
             name, batch_size=7, epochs=1, tail="pad", order=order, address=daemon.address
         ) as loader:
             assert loader.categories == {"label": ("tern", "heron")}
+            assert loader.media_types == {"image": "image/*"}
             for batch in loader:
                 for place, sample_id in enumerate(batch["sample_id"].tolist()):
                     row = rows[sample_id]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX
+from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Scan, TolerantFormat
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.lines import frames
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -67,6 +67,24 @@ class TestParquet(ChunkContract):
 
     def damaged_shard(self) -> bytes:
         return self.shards()[0][0][:-20]
+
+
+class TestUnionOfParquet(TestParquet):
+    """The columns of the second and third shard are in another order."""
+
+    options: ClassVar = {"schema": "union"}
+
+    def table(self, count: int) -> Any:
+        names = ["id", "text", "box", "tokens"]
+        return super().table(count).select(names if count == 90 else names[::-1])
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        shards, samples = super().shards()
+        names = ["id", "text", "box", "tokens"]
+        return shards, [dict(zip(names, sample.values(), strict=True)) for sample in samples]
+
+    def empty_shard(self) -> bytes:
+        return parquet(super().table(0))
 
 
 class TestCompressedJsonl(ChunkContract):
@@ -367,3 +385,21 @@ class Counting(io.BytesIO):
         data = super().read(size)
         self.num_bytes += len(data)
         return data
+
+
+def test_a_row_group_that_cannot_be_decoded_is_kept_with_its_reason() -> None:
+    """Its rows are known from the footer; who does not replace them gets the reason."""
+    data = bytearray(parquet(pa.table({"text": ["one", "two", "three"]}), row_group_size=2))
+    data[bytes(data).index(b"two")] ^= 1
+    form = TestParquet().format(columns=[])
+    assert isinstance(form, TolerantFormat)
+    assert isinstance(form.inspection, Scan)
+    scans = inspect(form, [bytes(data)])
+    with pytest.raises(CorruptSample, match=r"shard 000: row group 0 \(at byte \d+\) .* CRC"):
+        form.assemble(listed([bytes(data)]), scans)
+    assert form.assemble_tolerantly(listed([bytes(data)]), scans)[0].num_samples == 3
+    form.inspection.check(scans[0], len(data))
+    for forged in (b"{}", b'[[2, "x"]]', b'[[-1, "x"]]', b"[[0, 1]]", b"[[0]]", b"["):
+        arrays = {**scans[0], "damaged": np.frombuffer(forged, np.uint8)}
+        with pytest.raises(ValueError, match=r"."):
+            form.inspection.check(arrays, len(data))

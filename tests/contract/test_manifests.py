@@ -117,7 +117,10 @@ def test_damage_names_the_row(name: str, data: bytes, text: str) -> None:
 def test_wrong_columns_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no column path or .*; it has a, b: name the one"):
         read_manifest("a.csv", b"a,b\nx,1\n")
-    with pytest.raises(ConfigError, match="`types` has 'c', and the manifest a, b"):
+    with pytest.raises(
+        ConfigError,
+        match="`types` names the column 'c', which the manifest does not have; it has a, b",
+    ):
         read_manifest("a.csv", b"a,b\nx,1\n", path_column="a", types={"c": "text"})
     with pytest.raises(CorruptSample, match="row 1 has 'x' as its b"):
         read_manifest("a.csv", b"a,b\nx,x\n", path_column="a", types={"b": "int64"})

@@ -9,9 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
-from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.codecs import CODECS
-from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.formats.lines import scan as lines_scan
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given
@@ -20,6 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from benchmarks.loader.mosaic import streaming
 from tests.contract.format_contract import FormatContract, Sample, inspect, listed
+from tests.shard_formats import shard_format
 
 
 class TestText(FormatContract):
@@ -89,6 +88,22 @@ class TestCsv(FormatContract):
 
     def damaged_shard(self) -> bytes:
         return b'class,text,other\n1,"no end\n'
+
+
+class TestUnionOfTables(TestCsv):
+    """The columns of the second and third shard are in another order."""
+
+    options: ClassVar = {**TestCsv.options, "schema": "union"}
+
+    def shards(self) -> tuple[list[bytes], list[Sample]]:
+        shards, samples = super().shards()
+        return [shards[0], *map(_with_other_order, shards[1:])], samples
+
+
+def _with_other_order(table: bytes) -> bytes:
+    rows, written = list(csv.reader(io.StringIO(table.decode(), newline=""))), io.StringIO()
+    csv.writer(written).writerows(reversed(row) for row in rows)
+    return written.getvalue().encode()
 
 
 class TestMds(FormatContract):
@@ -229,7 +244,7 @@ def test_cells_are_those_that_the_standard_library_wrote(
     names = [f"column {number}" for number in range(len(rows[0]))]
     writer.writerows([names, *rows])
     data = file.getvalue().encode()
-    table = make_format("set", DatasetConfig("/data", name))
+    table = shard_format(name)
     before, lines_scan._CHUNK_BYTES = lines_scan._CHUNK_BYTES, chunk_bytes
     try:
         index = table.assemble(listed([data]), inspect(table, [data]))
@@ -273,7 +288,7 @@ REFUSED: list[tuple[str, bytes, str]] = [
 
 @pytest.mark.parametrize(("name", "data", "text"), REFUSED)
 def test_a_file_that_is_no_such_file_is_refused(name: str, data: bytes, text: str) -> None:
-    form = make_format("set", DatasetConfig("/data", name))
+    form = shard_format(name)
     with pytest.raises(CorruptSample, match=text):
         form.assemble(listed([data]), inspect(form, [data]))
 
@@ -292,11 +307,11 @@ def test_a_file_that_is_no_such_file_is_refused(name: str, data: bytes, text: st
 )
 def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        form = make_format("set", DatasetConfig("/data", name, options))
+        form = shard_format(name, **options)
         form.assemble(listed([b"a,b\n1,2\n"]), inspect(form, [b"a,b\n1,2\n"]))
 
 
 def test_shards_with_other_columns_are_refused() -> None:
-    form, shards = make_format("set", DatasetConfig("/data", "csv")), [b"a,b\n1,2\n", b"a,c\n1,2\n"]
+    form, shards = shard_format("csv"), [b"a,b\n1,2\n", b"a,c\n1,2\n"]
     with pytest.raises(CorruptSample, match=r"001 does not fit: it has the columns \['a', 'c'\]"):
         form.assemble(listed(shards), inspect(form, shards))

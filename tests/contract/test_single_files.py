@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import Listing, ManifestColumn
+from gyre_daemon.datasets.formats.listed import ListedFormat, ManifestColumn
 from gyre_daemon.datasets.indexing.listing import FileListing, list_files
 from gyre_daemon.errors import (
     ConfigError,
@@ -29,7 +29,7 @@ from gyre_daemon.storage.location import parse_location
 from gyre_daemon.storage.opener import StorageOpener
 
 from tests.conftest import S3Server
-from tests.contract.format_contract import FormatContract, Sample
+from tests.contract.format_contract import IndexContract, Sample
 from tests.contract.places import (
     LocalPlace,
     MemoryPlace,
@@ -68,9 +68,9 @@ def listing() -> Iterator[Callable[..., Any]]:
             opener = StorageOpener(FairExecutor(executor, 3), EndpointOptions(16, 10.0), Metrics())
             openers.append(opener)
             config = DatasetConfig(uri, "files", OPTIONS, storage=settings or {}, **keys)
-            inspection = make_format("set", config).inspection
-            assert isinstance(inspection, Listing)
-            return await list_files(opener, parse_location(uri), config, inspection)
+            listed = make_format("set", config)
+            assert isinstance(listed, ListedFormat)
+            return await list_files(opener, parse_location(uri), config, listed)
 
         yield list_place
 
@@ -234,12 +234,12 @@ def index_of(
 ) -> SampleIndex:
     names = Texts.of(name.encode() for name in tree)
     sizes = np.array([len(data) for data in tree.values()], np.int64)
-    inspection = make_format("set", DatasetConfig("/", "files", options)).inspection
-    assert isinstance(inspection, Listing)
-    return inspection.assemble(FileTable(names, sizes), columns)
+    listed = make_format("set", DatasetConfig("/", "files", options))
+    assert isinstance(listed, ListedFormat)
+    return listed.index_of(FileTable(names, sizes), columns)
 
 
-class TestFiles(FormatContract):
+class TestFiles(IndexContract):
     """Their one shard has paths and files in turn; there is nothing that could be damaged."""
 
     name = "files"
@@ -291,29 +291,17 @@ class TestFiles(FormatContract):
             ("extensions", [".jpg"]),
         ):
             with pytest.raises(ConfigError, match=f"`{key}` of a files dataset"):
-                self.format(**{key: value})
+                self.made(**{key: value})
         with pytest.raises(ConfigError, match="must have file, path or a text"):
             index_of({"a/1.jpg": b"1"}, fields=["class"])
-        with pytest.raises(ConfigError, match="has 'image'; there are path, file, class"):
+        with pytest.raises(
+            ConfigError,
+            match="names 'image', which it does not have; choose from path, file, class",
+        ):
             index_of({"a/1.jpg": b"1"}, fields=["image"])
-
-    def empty_shard(self) -> bytes:
-        return b""
-
-    def damaged_shard(self) -> bytes:
-        return b""
-
-    def test_a_probe_reads_little_of_each_shard(self) -> None:
-        """There is no probe, and no sidecar."""
-
-    def test_what_was_found_survives_its_sidecar(self, tmp_path: Path) -> None:
-        """There is no sidecar: the files are listed each time."""
 
     def test_no_samples(self) -> None:
         assert index_of({}, fields=["file"]).num_samples == 0
-
-    def test_damage_names_the_shard(self) -> None:
-        """Nothing of a file is read before it is served."""
 
 
 class TestManifests(TestFiles):

@@ -23,6 +23,7 @@ from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import NO_JOB, FairExecutor
 from gyre_daemon.storage.beneath import Root
 from gyre_daemon.storage.local import local
+from gyre_daemon.storage.local.thread_reads import ThreadReads
 
 from tests.contract.places import (
     FailingDisk,
@@ -253,17 +254,17 @@ def test_reads_are_cut_for_several_threads_only_where_all_have_nothing_else_to_d
     async def cuts() -> list[list[int]]:
         with ThreadPoolExecutor(3) as executor:
             workers, done = FairExecutor(executor, 3), threading.Event()
-            storage = local.LocalStorage([], [], workers, Metrics())
+            reads = ThreadReads([], workers, Metrics())
             found = [
-                storage.cuts(12, 64 << 20),
-                storage.cuts(12, 1 << 20),
-                storage.cuts(2, 64 << 20),
+                reads.cuts(12, 64 << 20),
+                reads.cuts(12, 1 << 20),
+                reads.cuts(2, 64 << 20),
             ]
             busy = asyncio.create_task(workers.run(NO_JOB, 0, 0, done.wait))
             await asyncio.sleep(0)
-            found.append(storage.cuts(12, 64 << 20))
+            found.append(reads.cuts(12, 64 << 20))
             done.set()
             await busy
-            return [*found, storage.cuts(12, 64 << 20)]
+            return [*found, reads.cuts(12, 64 << 20)]
 
     assert run(cuts()) == [[0, 4, 8, 12], [0, 12], [0, 1, 2], [0, 12], [0, 4, 8, 12]]

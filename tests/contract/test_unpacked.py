@@ -151,7 +151,7 @@ class TestUnpackedShards:
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(
-            Overloaded, match=r"cannot be unpacked into .*: Not a directory; set unpack_dir"
+            Overloaded, match=r"cannot be unpacked into .*: Not a directory; set `unpack_dir`"
         ):
             UnpackedShards(tmp_path / "file" / "unpacked", 1000).open(
                 "data", [shard("a.tar.gz", b"")]

@@ -15,10 +15,11 @@ from google.protobuf.message import DecodeError
 from gyre_daemon.config import load
 from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.datasets.formats.npy import parse_npy_header, read_npy_header
-from gyre_daemon.datasets.formats.tokens.headers import (
+from gyre_daemon.datasets.formats.tokens.headers import read_head
+from gyre_daemon.datasets.formats.tokens.megatron import (
     IDX_HEAD_BYTES,
     megatron_header,
-    read_head,
+    read_documents,
     read_megatron_head,
 )
 from gyre_daemon.datasets.formats.values import check_json, check_text, parse_integer
@@ -123,9 +124,15 @@ def megatron(data: bytes) -> None:
         found = read_megatron_head(shard, data[:IDX_HEAD_BYTES], len(data))
         length, begin = (data[each.start : each.stop] for each in found.last_entries)
         header = megatron_header(shard, found, length, begin)
+        assert header.stop == shard.size_bytes
+        places = read_documents(
+            shard, found, [data[each.start : each.stop] for each in found.tables]
+        )
     except CorruptSample:
         return
-    assert header.stop == shard.size_bytes
+    assert places[0] == 0
+    assert places[-1] == shard.size_bytes
+    assert (places[1:] >= places[:-1]).all()
 
 
 def gzip(data: bytes) -> None:

@@ -176,6 +176,13 @@ def test_a_dataset_that_one_may_not_read_is_one_that_does_not_exist(
     ]
 
 
+def test_only_operators_have_shards_scanned_by_ray(bob: User) -> None:
+    with pytest.raises(Refused) as refused:
+        bob.call("IndexDataset", pb.IndexDatasetRequest(dataset=ref("open"), engine="ray"))
+    assert refused.value.code == "PERMISSION_DENIED"
+    assert "no operator" in refused.value.details
+
+
 def test_a_job_needs_a_name_that_the_dataset_admits(node: Node, alice: User) -> None:
     with pytest.raises(Refused) as refused:
         alice.call("OpenSession", open_request("alice", "nightly"))

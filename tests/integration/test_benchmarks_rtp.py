@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from gyre_trainer.training.gpt import GPTConfig
+from gyre_trainer.training.models.gpt import GPTConfig
 
 from benchmarks.rtp import gpu
 from benchmarks.rtp.contenders import Contender, How

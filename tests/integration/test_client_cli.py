@@ -90,7 +90,8 @@ def test_describe(gyre: Gyre) -> None:
     found = gyre.json("describe", "numbers")
     assert (found["num_samples"], found["num_shards"], found["num_bytes"]) == (100, 1, 1600)
     field = {"name": "tokens", "dtype": "uint16", "shape": [8], "ragged": False}
-    assert found["fields"] == [{**field, "token_ids": True, "categories": [], "text": False}]
+    more = {"token_ids": True, "categories": [], "text": False, "media_type": ""}
+    assert found["fields"] == [{**field, **more}]
     text = gyre.text("describe", "texts")
     assert "samples      20\n" in text
     assert "txt    uint8  [*]" in text
@@ -187,6 +188,7 @@ def test_index(gyre: Gyre) -> None:
         "num_samples": 20,
         "shards": {shard: "indexed"},
         "fingerprint_before": None,
+        "was_appended": False,
     }
     assert gyre.text("index", "texts") == (
         "samples      20\nshards       1: 1 kept\n"

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from gyre_client import Loader
 from gyre_client.command.cli import main
 from gyre_client.errors import CorruptSample
@@ -26,6 +27,7 @@ from tests.preloaded.interpreter import Interpreter
 NUM_SAMPLES, SIZE = 60, 6
 BROKEN_HEADER = 5 * 512  # of the second sample, whose predecessor has a member of 0 bytes
 BAD_LINES, BAD_RECORDS, BAD_MEMBERS = [3, 31, 59], [7, 8], [0, 10, 33]
+BAD_GROUPS, BAD_BATCHES = [*range(20, 30), *range(40, 50)], [*range(10, 20)]
 
 
 class Node(NamedTuple):
@@ -98,6 +100,41 @@ def store_rows(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def store_groups(folder: Path) -> None:
+    """Row groups of ten: one is damaged in its texts, one in its numbers."""
+    folder.mkdir()
+    path, texts = folder / "a.parquet", [f"text {number:04}" for number in range(NUM_SAMPLES)]
+    table = pa.table({"number": pa.array(range(NUM_SAMPLES), pa.int32()), "text": texts})
+    options = {"row_group_size": 10, "write_page_checksum": True, "use_dictionary": False}
+    pq.write_table(table, path, compression="none", **options)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"text 0025")] ^= 64
+    data[data.index(np.arange(40, 50, dtype="<i4").tobytes())] ^= 64
+    path.write_bytes(data)
+
+
+def store_batches(folder: Path) -> None:
+    """Compressed record batches of ten, of which one is damaged."""
+    folder.mkdir()
+    path = folder / "a.arrow"
+    random = np.random.default_rng(0).integers(1 << 60, size=NUM_SAMPLES)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(path, pa.schema([("number", pa.int64())]), options=options) as writer:
+        writer.write_table(pa.table({"number": random}), max_chunksize=10)
+    frames = [match.start() for match in re.finditer(rb"\x28\xb5\x2f\xfd", path.read_bytes())]
+    data = bytearray(path.read_bytes())
+    data[frames[1]] ^= 1
+    path.write_bytes(data)
+
+
+def store_frames(folder: Path) -> None:
+    """The same lines, compressed with zstd."""
+    store_lines(folder)
+    for path in folder.iterdir():
+        path.with_suffix(".jsonl.zst").write_bytes(zstandard.compress(path.read_bytes()))
+        path.unlink()
+
+
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("corrupt")
@@ -106,10 +143,13 @@ def node(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> 
         ("lines", store_lines),
         ("records", store_records),
         ("members", store_members),
+        ("groups", store_groups),
+        ("batches", store_batches),
+        ("frames", store_frames),
     ):
         store(folder / name)
         uri = {"uri": str(folder / name)}
-        datasets[name] = {**uri, "on_corrupt": "replace", "max_corrupt": 3}
+        datasets[name] = {**uri, "on_corrupt": "replace", "max_corrupt": 20}
         datasets[f"{name}_fail"] = uri
         datasets[f"{name}_few"] = {**uri, "on_corrupt": "replace", "max_corrupt": 0.02}
     (folder / "clean").mkdir()
@@ -169,6 +209,9 @@ def records(node: Node, name: str) -> list[dict[str, Any]]:
         ("lines", BAD_LINES, "field json: "),
         ("records", BAD_RECORDS, "checksum differs"),
         ("members", BAD_MEMBERS, "field json: .*|field cls: .*|the sample has no member .jpg"),
+        ("groups", BAD_GROUPS, "CRC"),
+        ("batches", BAD_BATCHES, "cannot be read"),
+        ("frames", BAD_LINES, "field json: "),
     ],
 )
 def test_each_corrupt_sample_is_replaced_and_reported(
@@ -186,6 +229,14 @@ def test_each_corrupt_sample_is_replaced_and_reported(
     for each in found:
         assert set(each) == {"shard", "offset", "sample_id", "reason"}
         assert re.search(reason, each["reason"])
+
+
+def test_chunks_that_failed_are_remembered(node: Node) -> None:
+    before = ids_of(node, "groups")
+    node.daemon.stop()
+    node.daemon.restart()
+    assert ids_of(node, "groups") == before
+    assert [each["sample_id"] for each in records(node, "groups")] == BAD_GROUPS
 
 
 def test_all_ranks_agree_and_the_cursor_counts_them(node: Node) -> None:

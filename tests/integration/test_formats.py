@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
@@ -21,9 +23,11 @@ from gyre_client.errors import CorruptSample, InvalidRequest, ShardMissing
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 from tensorboard.summary.writer.record_writer import RecordWriter
+from webdataset import TarWriter
 
 from benchmarks.loader.mosaic import streaming
 from tests.conftest import S3Server, StartDaemon
+from tests.object_server.process import object_server
 
 NUM_SAMPLES = 101
 Sample = dict[str, Any]
@@ -247,14 +251,31 @@ def test_every_sample_is_that_of_the_formats_own_reader(
         check(Loader(name, batch_size=7, epochs=1, tail="pad", address=daemon.address), stored)
 
 
-def test_a_file_that_was_cut_off_is_named(gyred: StartDaemon, tmp_path: Path) -> None:
-    stored = store_tfrecord(tmp_path / "set")
-    last = tmp_path / "set/part-2.tfrecord"
-    shutil.copy(last, tmp_path / "whole")
-    last.write_bytes(last.read_bytes()[:-3])
-    daemon = gyred({"datasets": {"set": {"uri": str(tmp_path / "set"), **stored.keys}}})
-    with pytest.raises(CorruptSample, match=r"part-2.tfrecord at byte \d+: record 49 is cut off"):
-        Loader("set", batch_size=7, address=daemon.address)
+@pytest.mark.parametrize("store", [store_jsonl, store_mds, store_npy, store_tfrecord])
+def test_a_file_that_was_cut_off_is_named_wherever_it_lies(
+    store: Callable[[Path], Stored], gyred: StartDaemon, tmp_path: Path
+) -> None:
+    stored = store(tmp_path / "set")
+    paths = sorted(path for path in (tmp_path / "set").iterdir() if path.name != "index.json")
+    paths[-1].write_bytes(paths[-1].read_bytes()[:-3])
+    with object_server(tmp_path) as server:
+        settings = server.storage_settings
+        names = ",".join(path.name for path in paths)
+        datasets: dict[str, dict[str, Any]] = {
+            "local": {"uri": str(tmp_path / "set")},
+            "s3": {"uri": "s3://set/", "storage": settings},
+            "http": {"uri": f"{server.url}/set/{{{names}}}"},
+        }
+        daemon = gyred(
+            {"datasets": {name: {**each, **stored.keys} for name, each in datasets.items()}}
+        )
+        for name in datasets:
+            with (
+                pytest.raises(CorruptSample, match=re.escape(paths[-1].name)) as caught,
+                Loader(name, batch_size=NUM_SAMPLES, address=daemon.address) as loader,
+            ):
+                next(loader)
+            assert caught.value.facts["shard"] == paths[-1].name
 
 
 def test_a_path_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,6 +296,50 @@ def test_a_folder_of_folders_of_files_is_found(tmp_path: Path) -> None:
         assert loader.categories == {"class": ("part-0", "part-1", "part-2")}
         for sample_id, value in zip(batch["sample_id"], batch["class"], strict=True):
             assert stored.samples[int(sample_id)]["class"] == int(value)
+
+
+def unnamed(name: str, number: int) -> bytes:
+    """A file of seven samples."""
+    stream = io.BytesIO()
+    table = pa.table({"number": np.arange(7) + number})
+    match name:
+        case "jsonl":
+            stream.write(b'{"a": 1}\n' * 7)
+        case "npy":
+            np.save(stream, np.zeros((7, 3)))
+        case "tfrecord":
+            records = RecordWriter(stream)
+            for step in range(7):
+                records.write(Event(step=step).SerializeToString())
+        case "parquet":
+            pq.write_table(table, stream)
+        case "arrow":
+            with pa.ipc.new_file(stream, table.schema) as writer:
+                writer.write_table(table)
+        case _:
+            with TarWriter(stream) as tar:
+                for sample in range(7):
+                    tar.write({"__key__": f"{number}/{sample}", "txt": "text"})
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", ["jsonl", "npy", "tfrecord", "parquet", "arrow", "webdataset"])
+def test_files_whose_names_say_nothing_are_known_by_their_first_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"part-{number:05}-of-00003").write_bytes(unnamed(name, number))
+    (folder / "README").write_text("what this is")
+    caplog.set_level("INFO", "gyre_client")
+    with Loader(folder, batch_size=7, epochs=1, tail="drop") as loader:
+        assert loader.format == name
+        assert f"dataset {folder}: 21 samples, format {name}" in caplog.messages
+        assert sum(len(batch["sample_id"]) for batch in loader) == 21
+    (folder / "part-x").write_text("something else")
+    with pytest.raises(InvalidRequest, match=r"begin differently: .*, part-x \(unknown\)"):
+        Loader(folder, batch_size=7)
 
 
 def test_what_is_several_formats_or_none_is_refused(tmp_path: Path) -> None:

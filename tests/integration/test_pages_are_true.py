@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from gyre_trainer.cli import main
 from gyre_trainer.training.config import load
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 150
@@ -33,7 +34,7 @@ def test_the_plan_of_the_training_page_is_what_the_command_prints(
     (block,) = (
         each for each in blocks("docs/training.md", "") if each.startswith("$ gyre-train plan")
     )
-    command, _, shown = block.partition("\n")
+    command, _, shown = block.replace("\\\n", " ").partition("\n")
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command.removeprefix("$ gyre-train "))) == 0
     assert capsys.readouterr().out == shown
@@ -90,6 +91,26 @@ def test_a_quick_start_of_the_front_page_runs_as_it_is(
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout
+
+
+def test_the_example_of_the_page_of_transforms_runs_as_it_is(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(128):
+        folder = tmp_path / "photos" / f"class{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        height, width = rng.integers(20, 90, 2).tolist()
+        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    code = blocks("docs/transforms.md", "python")[0]
+    code = code.replace("/data/photos", str(tmp_path / "photos"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = [sys.executable, "-W", "error", "-c", code]
+    result = subprocess.run(
+        run, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    shown = "torch.Size([64, 3, 224, 224]) torch.uint8 torch.Size([64])"
+    assert result.stdout.splitlines() == [shown] * 2
 
 
 def test_the_front_page_makes_data_and_serves_it_to_several_ranks(tmp_path: Path) -> None:

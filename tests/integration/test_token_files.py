@@ -21,7 +21,7 @@ from gyre_client.transport.connection import Connection
 from webdataset import TarWriter
 
 from tests.conftest import Daemon, S3Server, StartDaemon
-from tests.unit.test_daemon_token_headers import llm_c, megatron_idx
+from tests.token_files import llm_c, megatron_idx
 
 LENGTH = 10
 IDS = np.random.default_rng(0).integers(0, 50257, 3000)
@@ -168,6 +168,37 @@ def test_an_id_outside_the_vocabulary_is_named_by_sample_shard_and_position(
         torch.cat([batch["tokens"] for batch in batches]).flatten().tolist()
         == ids[: len(batches) * 3 * LENGTH].tolist()
     )
+
+
+def test_megatrons_documents_are_samples_of_their_own_length(serve: Serve, tmp_path: Path) -> None:
+    ids = (IDS % 1000).astype("<u2")
+    ends = np.sort(np.random.default_rng(1).integers(0, len(ids), 40))
+    bounds = [0, *ends.tolist(), len(ids)]
+    ids.tofile(tmp_path / "ids.bin")
+    index = megatron_idx(np.diff(bounds).tolist(), 2, 8, range(len(bounds)))
+    (tmp_path / "ids.idx").write_bytes(index)
+    keys: dict[str, Any] = {"samples": "documents", "sequence_length": None}
+    with Loader(
+        "set", batch_size=8, epochs=1, tail="drop", address=serve("ids.bin", **keys).address
+    ) as loader:
+        num_samples = 0
+        for batch in loader:
+            assert batch["tokens"].dtype == torch.int64
+            places = batch["tokens.offsets"].tolist()
+            for row, sample in enumerate(batch["sample_id"].tolist()):
+                tokens = batch["tokens"][places[row] : places[row + 1]].tolist()
+                assert tokens == ids[bounds[sample] : bounds[sample + 1]].tolist()
+                num_samples += 1
+    assert num_samples == len(ends) // 8 * 8
+    wrong = int(np.argmax(ids))
+    document = int(np.searchsorted(bounds, wrong, side="right")) - 1
+    checked = serve("ids.bin", vocabulary=int(ids.max()), **keys)
+    with (
+        Loader("set", batch_size=41, order="sequential", address=checked.address) as loader,
+        pytest.raises(CorruptSample, match=f"at position {wrong - bounds[document]}") as caught,
+    ):
+        next(loader)
+    assert caught.value.facts["sample_id"] == str(document)
 
 
 def test_ids_within_the_vocabulary_are_served(serve: Serve, tmp_path: Path) -> None:

@@ -109,11 +109,13 @@ def same(batches: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Messages of the client, without its warnings of outages."""
+    """Messages of the client but for warnings of outages and what it says of datasets."""
     return [
         record.message
         for record in caplog.records
-        if record.name == "gyre_client" and record.levelno == logging.INFO
+        if record.name == "gyre_client"
+        and record.levelno == logging.INFO
+        and not record.message.startswith("dataset ")
     ]
 
 

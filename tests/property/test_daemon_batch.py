@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, make_format
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
 from gyre_daemon.fetching.layout import (
@@ -21,10 +20,13 @@ from gyre_daemon.fetching.layout import (
     write_own_tensors,
 )
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
+from gyre_daemon.order.stages import Stage
 from gyre_daemon.order.steps import BatchPlan, GroupPlan
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.shard_formats import shard_format
 
 fixed = st.builds(
     FieldSpec,
@@ -57,9 +59,8 @@ def groups(draw: st.DrawFn) -> tuple[GroupPlan, list[FieldSpec], npt.NDArray[np.
         [draw(st.integers(0, 200)) if spec.ragged else sample_bytes(spec) for spec in fields]
         for _ in range(num)
     ]
-    plan = GroupPlan(
-        3, ids.reshape(shape), None if mask is None else mask.reshape(shape), shape[1], 1000
-    )
+    epochs = np.zeros(shape[0], np.int64)
+    plan = GroupPlan(3, ids.reshape(shape), None if mask is None else mask.reshape(shape), epochs)
     return plan, fields, np.array(rows, np.int64).reshape(num, len(fields))
 
 
@@ -239,8 +240,11 @@ def test_no_batch_is_larger_than_its_bound(
     world_size = data.draw(
         st.sampled_from([divisor for divisor in range(1, size + 1) if size % divisor == 0])
     )
-    plan = BatchPlanner(Order("full", tail, seed, size), index.num_samples)
-    bound = max_batch_bytes(index, size // world_size)
+    least = size if tail == "drop" else 1
+    first = data.draw(st.integers(least, len(rows)))
+    stages = [Stage(0, first), Stage(2, len(rows))][: 1 + (first < len(rows))]
+    plan = BatchPlanner(Order("full", tail, seed, size), index.num_samples, stages=stages)
+    bound = max_batch_bytes(index, size // world_size, least_epoch=first)
     maker = LayoutMaker(index.fields)
     for step in range(6):
         for rank in range(world_size):
@@ -255,9 +259,7 @@ def test_no_batch_is_larger_than_its_bound(
 @given(st.integers(1, 200), st.integers(1, 50), st.sampled_from(["wrap", "pad"]))
 def test_the_bound_of_fixed_sizes_is_close(length: int, size: int, tail: Tail) -> None:
     shard = Shard("0.bin", 1000 * length * 2, "")
-    index = make_format(
-        "wiki", DatasetConfig("/", "tokens", {"dtype": "uint16", "sequence_length": length})
-    ).assemble([shard], [])
+    index = shard_format("tokens", dtype="uint16", sequence_length=length).assemble([shard], [])
     batch = BatchPlanner(Order("full", tail, 0, size), 1000).batches(0, 1, 0, 1)
     (layout,) = (
         LayoutMaker(index.fields)

@@ -9,6 +9,7 @@ import pytest
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.cursor import NUM_BEFORE, Cursor, check_cursor, decode_cursor
 from gyre_daemon.order.planner import BatchPlanner, Order, Tail
+from gyre_daemon.order.stages import Stage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,17 @@ orders = st.builds(Order, st.just("full"), tails, st.integers(0, 2**64 - 1), st.
 def cursors(draw: st.DrawFn) -> Cursor:
     order = draw(orders)
     position = draw(st.integers(0, 2**30)) * order.global_batch_size
-    return Cursor(draw(st.text(max_size=40)), order, position, draw(st.integers(0, position)))
+    numbers = st.sets(st.integers(1, 2**62), max_size=8)
+    firsts, samples = sorted(draw(numbers)), sorted(draw(numbers))
+    stages = tuple(map(Stage, [0, *firsts], samples))
+    return Cursor(
+        draw(st.text(max_size=40)),
+        order,
+        position,
+        draw(st.integers(0, position)),
+        stages=stages,
+        num_shards=draw(st.integers(1, 2**40)) if stages else 0,
+    )
 
 
 def sealed(body: bytes) -> bytes:
@@ -160,9 +171,18 @@ def test_bad_cursors(data: bytes) -> None:
 def test_a_newer_version_says_so() -> None:
     with pytest.raises(
         CursorRejected,
-        match=r"format version 2, but this daemon reads version 1; upgrade the daemon",
+        match=r"format version 3, but this daemon reads versions 1 and 2; upgrade the daemon",
     ):
-        decode_cursor(sealed(b'[2, "whatever"]'))
+        decode_cursor(sealed(b'[3, "whatever"]'))
+
+
+def test_a_cursor_of_before_datasets_could_grow_is_read_and_written_as_it_was() -> None:
+    body = (
+        b'[1,{"algorithm":2,"fingerprint":"0123456789abcdef","order":{"global_batch_size":8,'
+        b'"mode":"full","seed":17,"tail":"wrap"},"position":40,"num_substitutes":0}]'
+    )
+    assert decode_cursor(sealed(body)) == CURSOR
+    assert CURSOR.encode() == sealed(body)
 
 
 @pytest.mark.parametrize(

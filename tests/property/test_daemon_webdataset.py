@@ -15,6 +15,7 @@ import webdataset
 from gyre_daemon.datasets.formats import Extents, SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat, WebdatasetOptions
+from gyre_daemon.datasets.formats.webdataset.tar import plain_header
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -241,3 +242,28 @@ def test_noise_is_no_archive(data: bytes) -> None:
             continue
         assert data[:512] == bytes(512)
         assert len(found["start"]) == 0
+
+
+@given(
+    st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=99),
+    st.integers(0, 8**11 - 1),
+    st.sampled_from([tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.GNUTYPE_SPARSE]),
+    st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+    st.lists(st.tuples(st.integers(0, 511), st.integers(0, 255)), max_size=2),
+)
+def test_a_plain_header_is_what_tarfile_reads(
+    name: str, size: int, kind: bytes, tar_format: Any, damage: list[tuple[int, int]]
+) -> None:
+    """Whole or damaged; what is not plain is left to `tarfile`."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type = size, kind
+    header = bytearray(member.tobuf(tar_format)[-tarfile.BLOCKSIZE :])
+    for place, byte in damage:
+        header[place] = byte
+    plain = plain_header(bytes(header))
+    if plain is not None:
+        read = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        assert plain == (read.name, read.size)
+        assert read.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+    elif not damage and kind == tarfile.REGTYPE:
+        assert name.endswith("/")

@@ -96,7 +96,7 @@ def test_operators_may_read_everything() -> None:
         ("group:roott", "no group of that name; did you mean 'root'?"),
         ("user:a\0b", "no user of that name"),
         ("job:prod-[12", "its `[` has no `]`: write `[[]`"),
-        ("job:prod-[9-0]", "a set in it has nothing in it"),
+        ("job:prod-[9-0]", "a set such as [z-a] matches no character"),
         ("certificate:[", "its `[` has no `]`"),
         ("certificate:train\n", "it has control characters"),
     ],

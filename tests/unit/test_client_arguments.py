@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 from gyre_client.command.cli import main
-from gyre_client.command.formatting import duration, facts, size, table
+from gyre_client.display.formatting import duration, facts, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.loader.loader import Loader
 from gyre_client.messages.arguments import whole

@@ -27,8 +27,8 @@ from gyre_client.loader.epochs import Epochs, epochs_of
 def test_steps_of_epochs(
     num_samples: int, batch_size: int, tail: str, length: int, sizes: list[int]
 ) -> None:
-    epochs = epochs_of(num_samples, batch_size, tail)
-    assert epochs.length == length
+    epochs = epochs_of([(0, num_samples)], batch_size, tail)
+    assert epochs.max_steps(10) == -(-10 * length // batch_size)
     step, found = 0, []
     for _ in sizes:
         stop = epochs.stop_step(step, 1)
@@ -41,10 +41,19 @@ def test_steps_of_epochs(
 
 
 def test_iterations_of_several_epochs_follow_each_other() -> None:
-    epochs = Epochs(length=101, batch_size=10)
+    epochs = epochs_of([(0, 101)], 10, "wrap")
     assert epochs.max_steps(2) == 21
     assert epochs.stop_step(0, 2) == epochs.stop_step(20, 2) == 21
     assert epochs.stop_step(21, 2) == 41
+
+
+def test_epochs_that_grow() -> None:
+    """Two epochs of 7 in batches of 2, then epochs of 9: 7 + 7 + 9 + 9 positions."""
+    epochs = Epochs([(0, 7), (2, 9)], 2)
+    assert [epochs.first_step(epoch) for epoch in range(5)] == [0, 4, 7, 12, 16]
+    assert [epochs.epoch_of(step) for step in (0, 3, 4, 6, 7, 11, 12)] == [0, 0, 1, 1, 2, 2, 3]
+    assert epochs.max_steps(1) == 5
+    assert epochs.stop_step(5, 2) == 7
 
 
 class Counted:
@@ -53,7 +62,7 @@ class Counted:
     def __init__(self, length: int = 5) -> None:
         self._step = 0
         self._active = ActiveIteration()
-        self.epochs = Epochs(length, 1)
+        self.epochs = Epochs([(0, length)], 1)
 
     def __next__(self) -> Any:
         self._step += 1

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from gyre_client.command.histograms import as_svg, as_text
-from gyre_client.command.media import media_type, thumbnail
-from gyre_client.command.samples import Value
-from gyre_client.command.values import words_of
+from gyre_client.display.histograms import as_svg, as_text
+from gyre_client.display.media import media_type, thumbnail
+from gyre_client.display.samples import Value
+from gyre_client.display.values import words_of
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.datasets.lengths import length_histograms

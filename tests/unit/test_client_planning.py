@@ -1,4 +1,4 @@
-"""What `gyre plan` takes for a size."""
+"""What `gyre plan` takes for a size, and for the stages of a job."""
 
 import argparse
 
@@ -23,3 +23,14 @@ def test_invalid_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parser.parse_args(["--batch-size", "1", f"--io-block={text}"])
     assert "is no size such as" in capsys.readouterr().err
+
+
+def test_stages_are_epochs_and_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    found = parser.parse_args(["--batch-size", "1", "--stages", "0:50,3:80"]).stages
+    assert [(each.first_epoch, each.num_samples) for each in found] == [(0, 50), (3, 80)]
+    for text in ("50", "0:50,", "0:-1", "a:b"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--batch-size", "1", f"--stages={text}"])
+        assert "is not EPOCH:SAMPLES" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from gyre_client.command.formatting import plain
+from gyre_client.display.formatting import plain
 from gyre_client.errors import DaemonFault, InvalidRequest
 from gyre_client.messages.arguments import choice
 from gyre_client.messages.frames import MAX_CHUNK_BYTES, chunk_data

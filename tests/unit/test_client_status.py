@@ -4,10 +4,10 @@ import io
 import re
 
 import pytest
-from gyre_client.command.colour import painted
-from gyre_client.command.formatting import cut, fitted, table, width
-from gyre_client.command.rates import SessionRates, session_rates
 from gyre_client.command.status import full_text, summary_lines, to_plain
+from gyre_client.display.colour import painted
+from gyre_client.display.formatting import cut, fitted, table, width
+from gyre_client.display.rates import SessionRates, session_rates
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 from hypothesis import given
@@ -215,6 +215,15 @@ def test_a_cut_line_begins_like_the_whole_one(text: str, num_columns: int) -> No
         else line.startswith(found.removesuffix("\u2026"))
     )
     assert width(found) <= num_columns
+
+
+def test_how_a_dataset_has_grown_is_a_column() -> None:
+    state = session("a")
+    assert "SAMPLES" not in full_text(answer(state), 200)
+    state.stages.add(num_samples=5000)
+    state.stages.add(first_epoch=3, num_samples=8000)
+    text = full_text(answer(state, session("b")), 80)
+    assert "5,000, 8,000 from epoch 3" in text
 
 
 def test_the_sessions_of_others_are_counted() -> None:

@@ -4,20 +4,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.cost import CostQuery, Estimate, StoragePrices, estimate_costs
-from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex, make_format
+from gyre_daemon.datasets.formats import Extents, FieldSpec, SampleIndex
 from gyre_daemon.order.blocks import BlockTable, blocks_of_unequal_samples
 from gyre_daemon.order.planner import Order
 from gyre_daemon.storage.shard import Shard
+
+from tests.shard_formats import shard_format
 
 MIB = 1 << 20
 
 
 def tokens(num_samples: int) -> SampleIndex:
     """Samples of 2 KiB in one shard."""
-    config = DatasetConfig("/data", "tokens", {"dtype": "uint16", "sequence_length": 1024})
-    return make_format("set", config).assemble([Shard("a", num_samples * 2048, "1")], [])
+    tokens_format = shard_format("tokens", dtype="uint16", sequence_length=1024)
+    return tokens_format.assemble([Shard("a", num_samples * 2048, "1")], [])
 
 
 class Members:

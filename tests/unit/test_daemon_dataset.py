@@ -2,21 +2,19 @@
 
 from dataclasses import replace
 
-from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.dataset import fingerprint, fingerprint_ranges
-from gyre_daemon.datasets.formats import make_format
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.shard_formats import shard_format
 
 SHARDS = [Shard("a.bin", 1000, "1"), Shard("b.bin", 2000, "2")]
 PROBES = [b"the middle of a", b"the middle of b"]
 
 
 def print_of(shards: list[Shard], probes: list[bytes], length: int = 10) -> str:
-    index = make_format(
-        "wiki", DatasetConfig("/", "tokens", {"dtype": "uint16", "sequence_length": length})
-    ).assemble(shards, [])
+    index = shard_format("tokens", dtype="uint16", sequence_length=length).assemble(shards, [])
     return fingerprint(shards, index, probes)
 
 

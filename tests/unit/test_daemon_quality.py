@@ -14,13 +14,17 @@ from gyre_daemon.order.steps import GroupPlan
 N, G = 200_000, 256
 
 
+def group_plan(first_step: int, ids: npt.NDArray[np.int64]) -> GroupPlan:
+    return GroupPlan(first_step, ids, None, np.zeros(len(ids), np.int64))
+
+
 def measured(ids: npt.NDArray[np.int64]) -> ShuffleQuality:
     """Of a whole epoch in this order, as a session would see it."""
-    meter = ShuffleMeter(len(ids))
+    meter = ShuffleMeter()
     num_steps, together = len(ids) // G, 7
     for step in range(0, num_steps, together):
         some = ids[step * G : min(step + together, num_steps) * G].reshape(-1, G)
-        meter.add(GroupPlan(step, some, None, G, len(ids)), lambda step: step * G)
+        meter.add(group_plan(step, some), lambda step: (step * G, len(ids)))
     assert meter.quality is not None
     return meter.quality
 
@@ -122,13 +126,13 @@ def looked_at(together: int) -> list[int]:
     """The steps of 5,000 batches that a meter looks at if `together` of them come at once."""
     ids, steps = np.random.default_rng(0).permutation(20_000).reshape(-1, 4), []
 
-    def first_place(step: int) -> int:
+    def first_place(step: int) -> tuple[int, int]:
         steps.append(step)
-        return 4 * step
+        return 4 * step, ids.size
 
-    meter = ShuffleMeter(ids.size)
+    meter = ShuffleMeter()
     for begin in range(0, len(ids), together):
-        meter.add(GroupPlan(begin, ids[begin : begin + together], None, 4, ids.size), first_place)
+        meter.add(group_plan(begin, ids[begin : begin + together]), first_place)
     return steps
 
 
@@ -141,12 +145,12 @@ def test_batches_count_one_by_one_however_many_come_at_once() -> None:
 
 def test_nothing_to_shuffle() -> None:
     assert expected_quality(BatchPlanner(Order("full", "wrap", 0, 1), 1)).worst == 1.0
-    meter = ShuffleMeter(1)
-    meter.add(GroupPlan(0, np.array([[0, 0]]), None, 2, 1), lambda step: 0)
+    meter = ShuffleMeter()
+    meter.add(group_plan(0, np.array([[0, 0]])), lambda step: (0, 1))
     assert meter.quality is None
-    meter = ShuffleMeter(10)
+    meter = ShuffleMeter()
     assert meter.quality is None
-    meter.add(GroupPlan(0, np.array([[3]]), None, 1, 10), lambda step: 0)
+    meter.add(group_plan(0, np.array([[3]])), lambda step: (0, 10))
     assert meter.quality is None, "a batch of one sample has no pairs"
 
 

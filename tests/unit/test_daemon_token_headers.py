@@ -3,91 +3,18 @@
 import gzip
 import io
 import pickle
-import struct
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import SampleIndex, make_format
-from gyre_daemon.datasets.formats.base import ProbeRequest
 from gyre_daemon.errors import ConfigError, CorruptSample
-from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.contract.format_contract import inspect
-
-IDS = np.arange(5000) % 4999
-
-
-class Files:
-    """Shards, and the files beside them, in memory; keeps the requests of probes."""
-
-    def __init__(self, contents: Mapping[str, bytes]) -> None:
-        self.contents = contents
-        self.requests: list[ProbeRequest] = []
-
-    def index(self, **options: Any) -> SampleIndex:
-        """As a daemon would assemble it."""
-        shards = [
-            Shard(name, len(data), "")
-            for name, data in self.contents.items()
-            if not name.endswith(".idx")
-        ]
-        dataset_format = make_format(
-            "set", DatasetConfig("/data", "tokens", {"sequence_length": 8, **options})
-        )
-        contents = [self.contents[shard.name] for shard in shards]
-        found = inspect(dataset_format, contents, shards, self.contents, self.requests)
-        return dataset_format.assemble(shards, found)
-
-
-def ids_of(index: SampleIndex, contents: Mapping[str, bytes]) -> list[list[int]]:
-    """Every sample, as the index says."""
-    extents, shards = index.locate(np.arange(index.num_samples)), list(contents.values())
-    rows = zip(
-        extents.shard.tolist(),
-        extents.start[:, 0].tolist(),
-        extents.size[:, 0].tolist(),
-        strict=True,
-    )
-    return [
-        np.frombuffer(shards[shard][start : start + size], index.fields[0].dtype).tolist()
-        for shard, start, size in rows
-    ]
-
-
-def npy(array: Any, version: tuple[int, int] | None = None) -> bytes:
-    stream = io.BytesIO()
-    np.lib.format.write_array(stream, np.asarray(array), version=version)
-    return stream.getvalue()
-
-
-def llm_c(ids: Any, magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
-    """As `write_datafile` of llm.c and of modded-nanogpt writes it."""
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(ids) if count is None else count
-    return header.tobytes() + np.asarray(ids).tobytes()
-
-
-def megatron_idx(
-    lengths: Sequence[int], itemsize: int, code: int, num_documents: int = 2, version: int = 1
-) -> bytes:
-    """As `_IndexWriter` of Megatron-LM writes it."""
-    places = np.concatenate(([0], np.cumsum(lengths)[:-1])) * itemsize if lengths else np.empty(0)
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, code, len(lengths), num_documents)
-    documents = np.arange(num_documents, dtype="<i8")
-    return (
-        head
-        + np.array(lengths, "<i4").tobytes()
-        + places.astype("<i8").tobytes()
-        + documents.tobytes()
-    )
+from tests.token_files import IDS, Files, ids_of, llm_c, megatron_idx, npy
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", "<i2", "<i4", "<u4", "<i8", "<u8"])
@@ -116,28 +43,6 @@ def test_files_of_llm_c_and_modded_nanogpt_are_read_behind_their_header(
     index = Files(contents).index()
     assert index.fields[0].dtype == np.dtype(dtype)
     assert ids_of(index, contents) == IDS.reshape(-1, 8).tolist()
-
-
-@pytest.mark.parametrize(
-    ("code", "dtype"), [(1, "uint8"), (3, "int16"), (4, "int32"), (5, "int64"), (8, "uint16")]
-)
-def test_a_megatron_file_has_the_dtype_of_its_index(code: int, dtype: str) -> None:
-    ids = (IDS % 100).astype(dtype)
-    itemsize = ids.itemsize
-    shards = {"a.bin": ids.tobytes(), "b.bin": ids[:16].tobytes(), "c.bin": b""}
-    beside = {
-        "a.idx": megatron_idx([4000, 1000], itemsize, code),
-        "b.idx": megatron_idx([16], itemsize, code) + bytes(1),  # with the mode of a sequence
-        "c.idx": megatron_idx([], itemsize, code, 1),
-    }
-    files = Files(shards | beside)
-    index = files.index()
-    assert index.fields[0].dtype == np.dtype(dtype)
-    assert ids_of(index, shards) == [
-        *ids.reshape(-1, 8).tolist(),
-        *ids[:16].reshape(-1, 8).tolist(),
-    ]
-    assert [len(request.shard) for request in files.requests] == [3, 1, 3, 6]
 
 
 def test_a_shard_is_looked_at_once_and_only_the_first_is_asked_for_an_index() -> None:
@@ -233,34 +138,6 @@ def test_headers_that_cannot_be_served_are_named(contents: bytes, sentence: str)
     with pytest.raises(CorruptSample, match=sentence) as caught:
         Files({"a.bin": contents}).index(dtype="uint16")
     assert caught.value.facts["shard"] == "a.bin"
-
-
-@pytest.mark.parametrize(
-    ("index", "sentence"),
-    [
-        (
-            megatron_idx([4000, 999], 2, 8),
-            "is not whole: it has 10000 bytes, and 9998 by the Megatron index beside it",
-        ),
-        (megatron_idx([5000], 2, 7), "Megatron index has version 1 and dtype float32"),
-        (megatron_idx([5000], 2, 99), "dtype code 99"),
-        (megatron_idx([5000], 2, 8, version=2), "version 2"),
-        (megatron_idx([5000], 2, 8)[:-8], "Megatron index has 54 bytes, and 62 by its own count"),
-        (megatron_idx([5000], 2, 8)[:20], "is no index of Megatron's"),
-    ],
-)
-def test_a_megatron_index_that_does_not_fit_is_named(index: bytes, sentence: str) -> None:
-    with pytest.raises(CorruptSample, match=sentence):
-        Files({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": index}).index()
-
-
-def test_an_idx_file_of_another_kind_is_ignored() -> None:
-    assert (
-        Files({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": b"0 4096\n"})
-        .index(dtype="uint16")
-        .num_samples
-        == 625
-    )
 
 
 def test_shards_of_one_dataset_are_alike() -> None:

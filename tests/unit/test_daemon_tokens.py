@@ -4,19 +4,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import SampleIndex, make_format
+from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.shard_formats import shard_format
 
 
 def index_of(num_tokens: list[int], itemsize: int = 2, **options: Any) -> SampleIndex:
     shards = [
         Shard(f"{number}.bin", count * itemsize, "") for number, count in enumerate(num_tokens)
     ]
-    return make_format("wiki", DatasetConfig("/data", "tokens", options)).assemble(shards, [])
+    return shard_format("tokens", **options).assemble(shards, [])
 
 
 def by_brute_force(num_tokens: list[int], length: int, stride: int) -> list[tuple[int, int]]:
@@ -73,9 +74,7 @@ def test_a_dataset_of_many_terabytes() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 101])
 def test_half_a_token(num_bytes: int) -> None:
-    dataset_format = make_format(
-        "wiki", DatasetConfig("/data", "tokens", {"sequence_length": 1, "dtype": "uint16"})
-    )
+    dataset_format = shard_format("tokens", sequence_length=1, dtype="uint16")
     with pytest.raises(
         CorruptSample,
         match=rf"shard b\.bin has {num_bytes} bytes, no multiple of the 2 bytes of a uint16",
@@ -87,8 +86,8 @@ def test_half_a_token(num_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({}, "`sequence_length` is missing in dataset `wiki` of format tokens"),
-        ({"sequence_length": 0}, "sequence_length .* must be 1 to"),
+        ({}, "`sequence_length` of a tokens dataset is missing"),
+        ({"sequence_length": 0}, "`sequence_length` .* is missing: .* 1 to"),
         ({"sequence_length": -1}, "sequence_length .* must be 1 to"),
         ({"sequence_length": 1 << 70}, "sequence_length .* must be 1 to"),
         ({"sequence_length": 2, "stride": -1}, "stride 0 to"),

@@ -15,6 +15,8 @@ from gyre_daemon.datasets.formats.webdataset import WebdatasetFormat
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
+from tests.shard_formats import shard_format
+
 Member = tuple[str, bytes]
 
 
@@ -60,7 +62,7 @@ def npy(shape: str, dtype: str = "<f4", data: bytes = b"") -> bytes:
 
 
 def index_of(*shards: bytes, **options: Any) -> SampleIndex:
-    dataset_format = make_format("set", DatasetConfig("/data", "webdataset", options))
+    dataset_format = shard_format("webdataset", **options)
     listed = [Shard(f"{number}.tar", len(data), "") for number, data in enumerate(shards)]
     scans = [
         WebdatasetFormat.inspection.run(shard.name, io.BytesIO(data))
@@ -294,7 +296,7 @@ def test_an_unknown_format() -> None:
 def test_an_index_that_points_outside_its_shard_is_refused(column: str, value: int) -> None:
     """Addresses are made of these numbers."""
     data = tar_of(TWO)
-    dataset_format = make_format("set", DatasetConfig("/data", "webdataset", {}))
+    dataset_format = shard_format("webdataset")
     scan = dict(WebdatasetFormat.inspection.run("0.tar", io.BytesIO(data)))
     scan[column] = scan[column].copy()
     scan[column][2] = value

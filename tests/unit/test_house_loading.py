@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LOADS = re.compile(r"\btorch\.load\((?:[^()]|\([^()]*\))*\)|\bpickle\.loads?\(|\bjoblib\.load\(")
-OWN_PIPES = ("scan_server.py",)  # what the daemon's own processes tell each other
+# what the daemon tells its own processes, and its tasks on a Ray cluster
+OWN_PIPES = ("scan_server.py", "shard_tasks.py")
 PLACES = ("README.md", "docs", "examples", "client", "daemon", "trainer", "benchmarks")
 
 

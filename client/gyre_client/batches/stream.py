@@ -92,7 +92,10 @@ class BatchStream:
         self.opened = self._first = session.opened
         self._next_step = self.opened.first_step
         self._request.cursor = self.opened.cursor
-        self._request.ClearField("step")  # from now on the cursor says where to go on
+        # from now on the cursor says where to go on, and with which samples and transforms
+        self._request.ClearField("step")
+        self._request.ClearField("grow")
+        self._request.changed_transforms = False
         self._thread = threading.Thread(
             target=self._run, args=(session,), name="gyre-receiver", daemon=True
         )

@@ -20,7 +20,7 @@ _UNIT_BYTES = {"": 1, "B": 1} | _BINARY_UNITS | _DECIMAL_UNITS
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds DATASET, --format and --option."""
+    """Adds DATASET, --format, --option and --pack."""
     dataset = parser.add_argument("dataset", metavar="DATASET", help="a name, a path or a URI")
     dataset.complete = shtab.FILE  # type: ignore[attr-defined]
     parser.add_argument(
@@ -30,18 +30,26 @@ def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
         "--option",
         action="append",
         default=[],
-        type=_option,
+        type=option,
         metavar="KEY=VALUE",
         help="of the format; repeatable",
+    )
+    parser.add_argument(
+        "--pack",
+        action="append",
+        default=[],
+        type=option,
+        metavar="KEY=VALUE",
+        help="pack samples into sequences: field=NAME and length=TOKENS at least; repeatable",
     )
 
 
 def dataset_of(args: argparse.Namespace) -> pb.DatasetRef:
     """Returns the dataset that the arguments name."""
-    return dataset_ref(args.dataset, args.format, dict(args.option))
+    return dataset_ref(args.dataset, args.format, dict(args.option), dict(args.pack) or None)
 
 
-def _option(text: str) -> tuple[str, object]:
+def option(text: str) -> tuple[str, object]:
     """Parses KEY=VALUE; a value that is not valid TOML is a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:
@@ -73,6 +81,20 @@ def size_bytes(text: str) -> int:
             f"{text!r} is no size such as 1048576, 1MiB (binary) or 1MB (decimal)"
         )
     return int(Fraction(match[1]) * _UNIT_BYTES[match[2]])
+
+
+def stages(text: str) -> list[pb.Stage]:
+    """Parses EPOCH:SAMPLES,EPOCH:SAMPLES,... to the stages of a job."""
+    found = []
+    for each in text.split(","):
+        epoch, _, samples = each.partition(":")
+        try:
+            found.append(pb.Stage(first_epoch=int(epoch), num_samples=int(samples)))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{each!r} is not EPOCH:SAMPLES, such as 3:80000 for 80,000 from epoch 3 on"
+            ) from None
+    return found
 
 
 def steps(text: str) -> tuple[int, int | None]:

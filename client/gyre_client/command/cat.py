@@ -7,8 +7,8 @@ from typing import Any
 from gyre_common.printable import printable
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput
-from gyre_client.command.samples import Value, first_samples
+from gyre_client.display.formatting import CommandOutput
+from gyre_client.display.samples import Value, first_samples
 from gyre_client.messages.arguments import MAX_UINT32, whole
 from gyre_client.transport.connection import Connection
 

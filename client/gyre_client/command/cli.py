@@ -20,13 +20,13 @@ from gyre_client.command.convert import add_convert_arguments, convert
 from gyre_client.command.datasets import datasets
 from gyre_client.command.describe import add_describe_arguments, describe
 from gyre_client.command.drain import drain
-from gyre_client.command.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.command.indexing import add_index_arguments, index
 from gyre_client.command.lint import lint
 from gyre_client.command.planning import add_plan_arguments, plan
 from gyre_client.command.status import status
 from gyre_client.command.top import top
 from gyre_client.command.why import add_why_arguments, why
+from gyre_client.display.formatting import CommandOutput, emit, emit_more, to_json
 from gyre_client.errors import ConfigError, GyreError, InvalidRequest, NotInstalled, UnknownDataset
 from gyre_client.targets.target import Target, find_target, given_address, target_of_dataset
 from gyre_client.transport.connection import Connection
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     dataset = argparse.ArgumentParser(add_help=False, parents=[common])
     add_dataset_arguments(dataset)
     shuffle = argparse.ArgumentParser(add_help=False, parents=[dataset])
-    shuffle.add_argument("--seed", type=int, default=0, help="of the shuffle")
+    shuffle.add_argument("--seed", type=int, default=0, help="of the shuffle (0)")
 
     parser = argparse.ArgumentParser(
         prog="gyre", description="Look at a Gyre daemon and its datasets."
@@ -107,7 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(run: Command, parent: argparse.ArgumentParser, about: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(run.__name__, parents=[parent], help=about)
+        summary = f"{about[0].upper()}{about[1:]}."
+        command = commands.add_parser(
+            run.__name__, parents=[parent], help=about, description=summary
+        )
         command.set_defaults(run=run)
         return command
 
@@ -123,13 +126,17 @@ def _parser() -> argparse.ArgumentParser:
     add(drain, common, "stop a daemon, as its operator: it sends the batches in flight and ends")
     live = add(top, common, "what its sessions do, live: how fast, and what holds them up")
     live.add_argument(
-        "--interval", type=interval_s, default=1.0, metavar="S", help="seconds between two looks"
+        "--interval",
+        type=interval_s,
+        default=1.0,
+        metavar="S",
+        help="seconds between two looks (1)",
     )
     live.add_argument("--once", action="store_true", help="one look, and end")
     add_plan_arguments(add(plan, shuffle, "which samples make a step, or what each order costs"))
     add_why_arguments(add(why, dataset, "why the batch of a step took as long as it did"))
     samples = add(cat, shuffle, "print the first samples of the shuffle")
-    samples.add_argument("--num", type=int, default=3, help="how many")
+    samples.add_argument("--num", type=int, default=3, help="how many (3)")
     add_convert_arguments(
         add(convert, dataset, "write a dataset again in another format, with that format's writer")
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 import shtab
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput, facts, size
-from gyre_client.command.progress import ProgressBar
+from gyre_client.display.formatting import CommandOutput, facts, size
+from gyre_client.display.progress import ProgressBar
 from gyre_client.errors import NotInstalled
 from gyre_client.messages.arguments import MAX_UINT32, whole
-from gyre_client.messages.requests import is_location
+from gyre_client.messages.requests import is_location, transform_list
 from gyre_client.transport.connection import Connection
 
 FORMATS = ("webdataset", "mds", "parquet", "tokens")
@@ -30,7 +30,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         help="a field to write; repeatable; all if absent",
     )
     parser.add_argument(
-        "--samples-per-shard", type=int, default=10_000, metavar="N", help="not of mds"
+        "--samples-per-shard",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="samples in a file (10000); MDS shards are bounded by bytes instead",
     )
 
 
@@ -47,7 +51,8 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     except ModuleNotFoundError as error:
         raise NotInstalled.needs("gyre convert", error.name, "client") from error
     num_samples = whole("samples-per-shard", args.samples_per_shard, 1, MAX_UINT32)
-    description = connection.describe(dataset_of(args))
+    as_stored = transform_list([])
+    description = connection.describe(dataset_of(args), transforms=as_stored)
     is_path = is_location(args.dataset, args.format)
     source = {
         "dataset": args.dataset,
@@ -55,6 +60,7 @@ def convert(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         "daemon_user": args.daemon_user,
         "format": description.format if is_path else None,
         "options": dict(args.option) or None,
+        "transform": [],
     }
     with ProgressBar("samples") as bar:
         num_written = conversion.convert_dataset(

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput, facts, page_width, plain, size, table
-from gyre_client.command.histograms import as_text
-from gyre_client.command.media import Picture, media_type, shows_pictures, thumbnail
-from gyre_client.command.page import page_of
-from gyre_client.command.samples import Sample, first_samples
-from gyre_client.command.values import words_of
+from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, size, table
+from gyre_client.display.histograms import as_text
+from gyre_client.display.media import Picture, media_type, shows_pictures, thumbnail
+from gyre_client.display.page import page_of
+from gyre_client.display.samples import Sample, first_samples
+from gyre_client.display.values import words_of
 from gyre_client.errors import GyreError, InvalidRequest, NotInstalled
 from gyre_client.messages.arguments import whole
 from gyre_client.messages.requests import is_location
@@ -28,8 +29,8 @@ _MAX_PICTURE_COLUMNS, _PICTURE_LINES = 60, 16
 
 def add_describe_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
-    parser.add_argument("--num", type=int, default=3, help="how many samples to show")
-    parser.add_argument("--seed", type=int, default=0, help="of the shuffle that they come from")
+    parser.add_argument("--num", type=int, default=3, help="how many samples to show (3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle of samples (0)")
     page = parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with images and sounds, too"
     )
@@ -48,10 +49,10 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
             samples = first_samples(connection, dataset, description, args.num, args.seed)
         except GyreError as error:  # what is known of the dataset is worth showing
             pairs.append(("shown", f"no sample: {' '.join(str(error).split())}"))
-    rows = [(field.name, field.dtype, _shape(field)) for field in description.fields]
+    heads, rows = _fields(description.fields)
     if args.html:
-        _write(args.html, page_of(description, pairs, rows, samples))
-    text = f"{facts(pairs)}\n\n{table(('FIELD', 'DTYPE', 'SHAPE'), rows)}"
+        _write(args.html, page_of(description, pairs, (heads, rows), samples))
+    text = f"{facts(pairs)}\n\n{table(heads, rows)}"
     more: list[str | Picture] = [
         f"\n{as_text(each, page_width())}" for each in description.lengths[:_MAX_HISTOGRAMS]
     ]
@@ -66,15 +67,47 @@ def describe(connection: Connection, args: argparse.Namespace) -> CommandOutput:
 def _facts(description: pb.DatasetDescription, *, is_path: bool) -> list[tuple[str, str]]:
     least, greatest = description.least_shard_bytes, description.greatest_shard_bytes
     sizes = f": {size(least)} to {size(greatest)}" if description.num_shards > 1 else ""
+    packing = description.packing
+    packed = [("packed", _packed(packing))] if description.HasField("packing") else []
     return [
         ("name", "-" if is_path else description.name),
         ("format", description.format),
         ("uri", description.uri),
-        ("samples", f"{description.num_samples:,}"),
+        ("samples", f"{description.num_samples:,}{_left_out(description)}"),
         ("shards", f"{description.num_shards:,}{sizes}"),
         ("size", size(description.num_bytes)),
         ("fingerprint", description.fingerprint),
+        *([("grows", "by shards behind all others (append)")] if description.grows else []),
+        *packed,
+        *([("transforms", ", ".join(description.transforms))] if description.transforms else []),
     ]
+
+
+def _fields(fields: Iterable[pb.Field]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Returns the heads and the rows of the table of fields."""
+    heads, has_media = ("FIELD", "DTYPE", "SHAPE"), any(field.media_type for field in fields)
+    rows = [(field.name, field.dtype, _shape(field)) for field in fields]
+    if not has_media:
+        return heads, list(rows)
+    media = [field.media_type for field in fields]
+    return (*heads, "MEDIA TYPE"), [(*row, each) for row, each in zip(rows, media, strict=True)]
+
+
+def _packed(packing: pb.Packing) -> str:
+    """Returns how well documents fill the sequences, and what became of some of them."""
+    ends = {"drop": "left out", "truncate": "cut short", "split": "split"}
+    filled = f"{packing.length:,}, of which {packing.efficiency:.2%} is filled"
+    parts = [f"{packing.num_documents:,} documents by {packing.field} into sequences of {filled}"]
+    if packing.num_overlong:
+        parts.append(f"{packing.num_overlong:,} longer ones {ends[packing.overlong]}")
+    if packing.num_empty:
+        parts.append(f"{packing.num_empty:,} empty ones left out")
+    return "; ".join(parts)
+
+
+def _left_out(description: pb.DatasetDescription) -> str:
+    number = description.num_left_out
+    return f"; the filter leaves {number:,} out" if number else ""
 
 
 def _shape(field: pb.Field) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from gyre_client.command.formatting import CommandOutput, duration, plain
+from gyre_client.display.formatting import CommandOutput, duration, plain
 from gyre_client.transport.connection import Connection
 
 

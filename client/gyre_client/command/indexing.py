@@ -9,8 +9,8 @@ from typing import Any
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput, facts, table
-from gyre_client.command.progress import ProgressBar
+from gyre_client.display.formatting import CommandOutput, facts, table
+from gyre_client.display.progress import ProgressBar
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 20  # shards in the text for people; JSON has all of them
@@ -35,11 +35,17 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read all local shards now, so that one that is touched later can be told",
     )
+    parser.add_argument(
+        "--engine",
+        default="local",
+        metavar="local|ray|ray://HOST:PORT",
+        help="what scans the shards: the daemon's processes, a Ray of its machine, or a cluster",
+    )
 
 
 def index(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     """Builds the missing parts of a dataset's index, and shows the progress."""
-    progress = connection.index(dataset_of(args), with_checksums=args.checksums)
+    progress = connection.index(dataset_of(args), with_checksums=args.checksums, engine=args.engine)
     with ProgressBar("shards") as bar:
         indexed = Indexed.of(progress, bar)
     return CommandOutput(indexed.to_plain(), indexed.to_text())
@@ -80,6 +86,7 @@ class Indexed:
             "shards": self.changes,
             "fingerprint": self.last.fingerprint,
             "fingerprint_before": self.last.fingerprint_before or None,
+            "was_appended": self.last.was_appended,
         }
 
     def to_text(self) -> str:
@@ -110,6 +117,11 @@ class Indexed:
         before = self.last.fingerprint_before
         if not before:
             return "none is known that would have to fit"
+        if self.last.was_appended:
+            return (
+                f"those of {before}, as it was before, fit; epochs that begin after a resume have "
+                "the new samples, too"
+            )
         if before != self.last.fingerprint:
             return f"those of {before}, as it was before, no longer fit"
         if num_changed:

@@ -8,8 +8,8 @@ from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput, facts, page_width, plain, size, stacked
-from gyre_client.command.progress import ProgressBar
+from gyre_client.display.formatting import CommandOutput, facts, page_width, plain, size, stacked
+from gyre_client.display.progress import ProgressBar
 from gyre_client.transport.connection import Connection
 
 _MAX_LISTED = 100  # findings in the text for people; JSON has all that the daemon names

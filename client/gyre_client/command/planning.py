@@ -1,13 +1,14 @@
 """`gyre plan`: the samples of steps, or what each order costs, before any run."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.arguments import dataset_of, size_bytes, steps
-from gyre_client.command.formatting import CommandOutput, plain, size, table
+from gyre_client.command.arguments import dataset_of, option, size_bytes, stages, steps
+from gyre_client.display.formatting import CommandOutput, plain, size, table
 from gyre_client.errors import InvalidRequest
 from gyre_client.messages.arguments import MAX_UINT64, whole
 from gyre_client.messages.requests import ORDERS, TAILS, order
@@ -21,22 +22,28 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only this command has."""
     add = parser.add_argument
     add("--batch-size", type=int, required=True, help="the global batch size, over all ranks")
-    add("--tail", choices=tuple(TAILS), default="wrap")
-    add("--order", choices=tuple(ORDERS), default="full")
-    about = "about how long a block is, such as 1MiB"
+    about = "what happens to samples that do not fill the last batch of an epoch (wrap)"
+    add("--tail", choices=tuple(TAILS), default="wrap", help=about)
+    about = "how the samples are gone through (full)"
+    add("--order", choices=tuple(ORDERS), default="full", help=about)
+    about = "about how long a block of the order `block` is, such as 1MiB; chosen if absent"
     add("--io-block", type=size_bytes, default=0, metavar="SIZE", help=about)
-    about = "how many blocks are mixed with each other"
+    about = "how many blocks are mixed with each other; chosen if absent"
     add("--window", type=int, default=0, metavar="BLOCKS", help=about)
 
     add = parser.add_argument_group("the samples of steps").add_argument
+    about = "share out each step by linear=A and quadratic=B times lengths; repeatable"
+    add("--balance", action="append", default=[], type=option, metavar="KEY=VALUE", help=about)
     add("--step", type=steps, metavar="S|A:B", help="one step, or those from A to before B")
-    add("--rank", type=int, default=0)
-    add("--world-size", type=int, default=1)
+    about = "how the job's dataset has grown, as `gyre status` shows it, such as 0:50000,3:80000"
+    add("--stages", type=stages, metavar="EPOCH:SAMPLES,...", help=about)
+    add("--rank", type=int, default=0, help="whose samples, counted from 0 (0)")
+    add("--world-size", type=int, default=1, help="the number of ranks (1)")
 
     add = parser.add_argument_group("what each order costs").add_argument
     about = "estimate requests, bytes, memory, shuffle quality and money"
     add("--cost", action="store_true", help=about)
-    add("--epochs", type=int, default=1)
+    add("--epochs", type=int, default=1, help="how many epochs are read (1)")
     about = "of the node; as large as the data if absent"
     add("--cache", type=size_bytes, default=0, metavar="SIZE", help=about)
     about = "of 1000 requests; no money is reckoned if absent"
@@ -59,17 +66,21 @@ def _steps(connection: Connection, args: argparse.Namespace) -> CommandOutput:
         raise InvalidRequest(f"--step {first}:{stop} is no range of 1 to {MAX_STEPS} steps")
     request = pb.PlanStepRequest(
         dataset=dataset_of(args),
-        order=_order(args, args.world_size, args.order),
+        order=_order(args, args.world_size, args.order, dict(args.balance) or None),
         rank=whole("rank", args.rank, 0, args.world_size - 1),
         world_size=args.world_size,
+        stages=args.stages,
     )
     values: list[dict[str, Any]] = []
     texts = []
     for request.step in range(first, first + 1 if stop is None else stop):
         step = connection.plan_step(request)
+        balanced = ""
+        if step.HasField("spread"):
+            balanced = f"; the most expensive rank exceeds the mean by {step.spread:.2%}"
         texts.append(
             f"step {request.step} begins at position {step.first_position}, in epoch "
-            f"{step.epoch}; rank {args.rank} of {args.world_size} reads the samples\n"
+            f"{step.epoch}; rank {args.rank} of {args.world_size} reads the samples{balanced}\n"
             f"{' '.join(_marked(step))}"
         )
         values.append(plain(step) if stop is None else {"step": request.step, **plain(step)})
@@ -115,9 +126,14 @@ def _costs(connection: Connection, args: argparse.Namespace) -> CommandOutput:
     return CommandOutput(plain(response), text)
 
 
-def _order(args: argparse.Namespace, world_size: int, mode: str) -> pb.OrderSpec:
+def _order(
+    args: argparse.Namespace,
+    world_size: int,
+    mode: str,
+    balance: Mapping[str, object] | None = None,
+) -> pb.OrderSpec:
     blocks = (args.io_block, args.window)
-    return order(args.batch_size, world_size, args.seed, args.tail, mode, *blocks)
+    return order(args.batch_size, world_size, args.seed, args.tail, mode, *blocks, balance)
 
 
 def _name(estimate: pb.CostEstimate) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.formatting import (
+from gyre_client.display.formatting import (
     CommandOutput,
     cut,
     duration,
@@ -17,7 +17,7 @@ from gyre_client.command.formatting import (
     size,
     stacked,
 )
-from gyre_client.command.rates import SessionRates, session_rates
+from gyre_client.display.rates import SessionRates, session_rates
 from gyre_client.transport.connection import Connection
 
 _UNKNOWN = "-"
@@ -79,19 +79,30 @@ _MORE_COLUMNS = (
     _Column("READY", 0, lambda row: str(row.session.num_ready)),
     _Column("IN FLIGHT", 0, lambda row: str(row.session.num_in_flight)),
     _Column("HELD", 0, lambda row: str(row.session.num_held)),
+    _Column("TRANSFORMS", 0, lambda row: ", ".join(row.session.transforms) or _UNKNOWN),
     _Column("SHARED BY", 0, lambda row: str(row.session.num_sharing)),
     _Column("SUBSTITUTES", 0, lambda row: str(row.session.num_substitutes)),
     _Column("STORAGE WAIT", 0, lambda row: duration(row.session.wait_storage_s)),
     _Column("PROCESSOR WAIT", 0, lambda row: duration(row.session.wait_processor_s)),
     _Column("TRAINER WAIT", 0, lambda row: duration(row.session.wait_trainer_s)),
 )
+_SAMPLES = _Column("SAMPLES", 0, lambda row: _samples(row.session))
+
+
+def _samples(session: pb.SessionState) -> str:
+    """Returns how many samples the epochs of a job have, if its dataset grows."""
+    first, *later = session.stages or [pb.Stage()]
+    more = [f", {each.num_samples:,} from epoch {each.first_epoch:,}" for each in later]
+    return f"{first.num_samples:,}{''.join(more)}" if session.stages else _UNKNOWN
 
 
 def full_text(status: pb.DaemonStatus, num_columns: int) -> str:
     """Returns the whole status, in lines no longer than `num_columns`."""
     parts = [facts(_daemon_facts(status), num_columns)]
     if status.sessions:
-        columns = (*_COLUMNS, *_MORE_COLUMNS)
+        columns = [*_COLUMNS, *_MORE_COLUMNS]
+        if any(session.stages for session in status.sessions):
+            columns.append(_SAMPLES)
         names = [column.name for column in columns]
         parts.append(stacked(names, _cells(status, columns), _NUM_KEYS, num_columns))
     if status.storage:
@@ -126,6 +137,15 @@ def _daemon_facts(status: pb.DaemonStatus) -> list[tuple[str, object]]:
     if status.num_substitutes_sent:
         replaced = f"{status.num_substitutes_sent:,} samples sent in place of corrupt ones"
         pairs.append(("substitutes", replaced))
+    if status.num_samples_transformed:
+        num_replaced = status.num_transform_workers_replaced
+        work = (
+            f"{status.num_samples_transformed:,} samples in "
+            f"{duration(status.transform_cpu_s)} of processor time"
+        )
+        if num_replaced:
+            work += f"; {num_replaced} workers replaced"
+        pairs.append(("transformed", work))
     if status.HasField("cache"):
         cache = status.cache
         num_reads = max(1, cache.num_hits + cache.num_joined + cache.num_misses)

@@ -6,10 +6,10 @@ import time
 
 from gyre_common.printable import printable
 
-from gyre_client.command.colour import painted
-from gyre_client.command.formatting import cut, emit, page_width, to_json
 from gyre_client.command.status import summary_lines, to_plain
-from gyre_client.command.terminal import live_terminal
+from gyre_client.display.colour import painted
+from gyre_client.display.formatting import cut, emit, page_width, to_json
+from gyre_client.display.terminal import live_terminal
 from gyre_client.errors import DaemonUnavailable, InvalidRequest
 from gyre_client.transport.connection import Connection
 

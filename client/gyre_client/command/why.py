@@ -6,14 +6,14 @@ from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
 from gyre_client.command.arguments import dataset_of
-from gyre_client.command.formatting import CommandOutput, duration, facts, page_width, plain, size
+from gyre_client.display.formatting import CommandOutput, duration, facts, page_width, plain, size
 from gyre_client.messages.arguments import MAX_UINT64, whole
 from gyre_client.transport.connection import Connection
 
 
 def add_why_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select batches."""
-    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--step", type=int, required=True, help="a global step, counted from 0")
     parser.add_argument("--job", default="", help="of this job only")
 
 

@@ -178,7 +178,10 @@ class TokensWriter:
                 "--column"
             )
         if columns[0].is_optional:
-            raise InvalidRequest(f"some samples lack {names!r}; token files cannot say so")
+            raise InvalidRequest(
+                f"some samples lack {names!r}, which token files cannot say; convert to "
+                "webdataset or parquet"
+            )
         (self._column,) = columns
         self._folder, self._samples_per_shard = folder, samples_per_shard
         self._number = 0
@@ -233,7 +236,10 @@ def _mds_encoding(column: Column) -> str:
             "webdataset or parquet"
         )
     if column.dtype.kind not in "iuf":
-        raise InvalidRequest(f"MDS has no encoding for {column.name!r}, which is {column.dtype}")
+        raise InvalidRequest(
+            f"MDS has no encoding for {column.name!r}, which is {column.dtype}; leave it out with "
+            "--column, or convert to webdataset or parquet"
+        )
     if not column.shape:
         return column.dtype.name
     return f"ndarray:{column.dtype.name}:{','.join(map(str, column.shape))}"

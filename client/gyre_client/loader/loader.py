@@ -4,39 +4,39 @@ It reads batches from a stream (`batches.stream`) that it opens when they are fi
 iterators of a loader take from that one stream; `epoch_iterator` only says where each of them ends.
 """
 
+import logging
 import os
-import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
+from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
-from torch.utils.data import IterableDataset
 
-from gyre_client.batches.device import CudaTransfer, DeviceStream, parse_device
+from gyre_client.batches.device import DeviceStream, parse_device
 from gyre_client.batches.stream import STALL_TIMEOUT_S, BatchStream
 from gyre_client.batches.tokens import widened
-from gyre_client.errors import CursorRejected, ForkedProcess, InvalidRequest
+from gyre_client.errors import ForkedProcess, InvalidRequest
 from gyre_client.loader import accelerated
 from gyre_client.loader.dataloader_keywords import refuse_unknown
+from gyre_client.loader.described import DescribedDataset
 from gyre_client.loader.epoch_iterator import ActiveIteration, EpochIterator
 from gyre_client.loader.epochs import epochs_of
 from gyre_client.loader.one_thread import OneThread
+from gyre_client.loader.opening import cursor_of, describe, open_stream
 from gyre_client.loader.ranks import rank_and_world_size
 from gyre_client.loader.resources import FORK_ADVICE, LoaderResources
-from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
-from gyre_client.messages.arguments import MAX_UINT32, choice, flag, mapping, seconds, shown, whole
-from gyre_client.messages.requests import JOINS, dataset_ref, reader
+from gyre_client.messages.arguments import MAX_UINT32, choice, flag, seconds, whole
+from gyre_client.messages.requests import JOINS, dataset_ref, reader, transform_list
 from gyre_client.messages.requests import order as order_spec
 from gyre_client.targets.target import target_of_dataset
-from gyre_client.transport.connection import Connection
-from gyre_client.transport.outage import Outage
 
+_log = logging.getLogger("gyre_client")
 NEVER = 1 << 64  # the stop step of an iteration without an end
 
 
-class Loader(IterableDataset[dict[str, torch.Tensor]]):
+class Loader(DescribedDataset):
     """Reads one rank's part of a globally shuffled dataset from a Gyre daemon.
 
         with Loader("corpus", batch_size=256, seed=1) as loader:
@@ -105,6 +105,9 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         # The daemon's configuration uses this word.
         format: str | None = None,  # noqa: A002
         options: Mapping[str, object] | None = None,
+        pack: Mapping[str, object] | None = None,
+        balance: Mapping[str, object] | None = None,
+        transform: Sequence[Mapping[str, object]] | None = None,
         **unknown: object,
     ) -> None:
         """Finds the daemon and the dataset; waits up to `reattach_timeout_s` for the daemon.
@@ -156,6 +159,15 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
                 the names of the files there decide. A daemon must allow such ad-hoc datasets; a
                 private one does.
             options: The other keys of the ad-hoc definition, such as {"sequence_length": 1024}.
+            pack: Packs the samples, as documents, into sequences: {"field": "tokens", "length":
+                2048}. `batch_size` then counts sequences; see docs/text.md. If None, as the
+                dataset's definition says.
+            balance: Shares out each global batch so that the parts of all ranks cost about the
+                same, where a document of L tokens costs linear * L + quadratic * L^2:
+                {"linear": 24576, "quadratic": 1}; see docs/text.md.
+            transform: What the daemon does to samples, in this order: dicts with a `name` and
+                options, such as `{"name": "crop_or_pad", "field": "text", "length": 256}`; see
+                docs/transforms.md. If None, what the dataset's definition says; `[]` for nothing.
             unknown: Not accepted. For a keyword of torch's DataLoader, the error says what to use
                 instead.
 
@@ -172,17 +184,19 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._num_epochs = None if epochs is None else whole("epochs", epochs, 1, MAX_UINT32)
         self._restart = flag("restart", restart)
         widened([], token_dtype)
+        self._declared = None if transform is None else transform_list(transform)
         self._device = parse_device(device)
         self._request = pb.OpenSessionRequest(
-            dataset=dataset_ref(dataset, format, options),
+            dataset=dataset_ref(dataset, format, options, pack),
             order=order_spec(
-                batch_size, world_size, seed, tail, order, io_block_bytes, window_blocks
+                batch_size, world_size, seed, tail, order, io_block_bytes, window_blocks, balance
             ),
             reader=reader(job, rank, world_size),
             # 0: the daemon reads ahead beyond the end of an iteration
             num_epochs=(self._num_epochs or 0) if restart else 0,
             prefetch_batches=whole("prefetch_batches", prefetch_batches, 0, MAX_UINT32),
             join=choice("join", join, JOINS),
+            transforms=self._declared,
         )
         self._reattach_timeout_s = seconds("reattach_timeout_s", reattach_timeout_s)
         self._stall_timeout_s = seconds("stall_timeout_s", stall_timeout_s)
@@ -195,13 +209,18 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._resources = LoaderResources(target_of_dataset(address, dataset, format, daemon_user))
         self._finalizer = weakref.finalize(self, self._resources.release)
         try:
-            self._description = self._describe()
+            self._description = describe(
+                self._resources.target, self._request.dataset, self._declared, reattach_timeout_s
+            )
             # A dtype that cannot hold the ids is refused here and not with the first batch.
             widened(self._description.fields, token_dtype)
         except BaseException:
             self.close()
             raise
-        self._epochs = epochs_of(self.num_samples, self._global_batch_size, tail)
+        what, found = self._description.name or self._description.uri, self.num_samples
+        _log.info("dataset %s: %s samples, format %s", printable(what), f"{found:,}", self.format)
+        self._tail = tail
+        self._epochs = epochs_of([(0, self.num_samples)], self._global_batch_size, tail)
 
     def __iter__(self) -> EpochIterator:
         accelerated.check_reader(self)
@@ -242,6 +261,8 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         """The most steps that one iteration can have; with `wrap`, some epochs have one less.
 
+        If the dataset has grown, it is that of an iteration over all samples.
+
         Raises:
             TypeError: The iteration has no end, because `epochs` is None.
         """
@@ -259,34 +280,9 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         raise ForkedProcess(f"a Loader cannot be sent to another process. {FORK_ADVICE}")
 
     @property
-    def num_samples(self) -> int:
-        """N, the number of samples in the dataset."""
-        return self._description.num_samples
-
-    @property
     def local_batch_size(self) -> int:
         """B, the number of samples in each of this rank's batches."""
         return self._global_batch_size // self._request.reader.world_size
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the dataset's contents.
-
-        Datasets with equal fingerprints give the same batches for the same arguments.
-        """
-        return self._description.fingerprint
-
-    @property
-    def categories(self) -> dict[str, tuple[str, ...]]:
-        """What the values of integer fields stand for: the names of classes, by field.
-
-            names = loader.categories["class"]
-            print(names[batch["class"][0]])  # the folder that the first file lies in
-
-        Fields whose values are just numbers are left out.
-        """
-        fields = self._description.fields
-        return {field.name: tuple(field.categories) for field in fields if field.categories}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -335,29 +331,37 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         self._locate()
         return {"cursor": self._cursor}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, changed_transforms: bool = False
+    ) -> None:
         """Makes the batch after that state the next one.
+
+        If shards were added to a dataset that may grow, the epochs that begin from there on have
+        all samples. Load the same state on all ranks.
+
+        Args:
+            state_dict: From `state_dict`.
+            changed_transforms: Whether the samples before that state may have been transformed in
+                another way than this loader's. The same samples follow in either case.
 
         Raises:
             InvalidRequest: It is no dict of names and values.
-            CursorRejected: The state belongs to another dataset, order or version, or it is not the
-                state of a Loader. The loader then stays where it was.
+            CursorRejected: The state belongs to another dataset, order, version or other
+                transforms, or it is not the state of a Loader. The loader then stays where it was.
         """
-        cursor = mapping("state_dict", state_dict).get("cursor")
-        if not isinstance(cursor, bytes) or not 0 < len(cursor) <= MAX_CURSOR_BYTES:
-            raise CursorRejected(
-                f"this is no state of a Loader: it has {shown(sorted(state_dict))}, "
-                f"and `cursor` must be bytes, at most {MAX_CURSOR_BYTES}"
-            )
+        cursor = cursor_of(state_dict)
         self._check_process()
         with self._one_thread:
             self._resources.close_stream()
             previous, self._cursor = self._cursor, cursor
+            self._request.changed_transforms = flag("changed_transforms", changed_transforms)
             try:
-                self._stream()
+                self._stream(grow=True)
             except BaseException:
                 self._cursor = previous
                 raise
+            finally:
+                self._request.changed_transforms = False
             self._loaded_step = self._step
             self._active.forget_end()
 
@@ -369,36 +373,43 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
     def _global_batch_size(self) -> int:
         return self._request.order.global_batch_size
 
-    def _stream(self, step: int | None = None) -> BatchStream | DeviceStream:
-        """Returns the stream; opens it at the cursor, or at `step`, if it is not open."""
+    def _stream(self, step: int | None = None, *, grow: bool = False) -> BatchStream | DeviceStream:
+        """Returns the stream; opens it at the cursor, or at `step`, if it is not open.
+
+        With `grow`, samples that were added since the cursor was saved come in later epochs.
+        """
         self._check_process()
         if self._resources.stream is None:
             self._request.cursor = self._cursor
             self._request.ClearField("step")
+            self._request.grow = grow
             if step is not None:
                 self._request.step = step
             stream = self._open()
             self._resources.stream = stream
             self._cursor = stream.opened.cursor
             self._step = stream.opened.first_step
+            self._adopt(stream.opened)
         return self._resources.stream
 
     def _open(self) -> BatchStream | DeviceStream:
-        # Made first: a device that fails opens no session.
-        transfer = None if self._device is None else CudaTransfer(self._device)
-        stream = BatchStream(
+        return open_stream(
             self._resources.target,
             self._request,
-            self._reattach_timeout_s,
-            self._token_dtype,
-            self._stall_timeout_s,
+            self._description,
+            device=self._device,
+            token_dtype=self._token_dtype,
+            reattach_timeout_s=self._reattach_timeout_s,
+            stall_timeout_s=self._stall_timeout_s,
         )
-        try:
-            check_same_dataset(stream.opened, self._description)
-        except BaseException:
-            stream.close()
-            raise
-        return stream if transfer is None else DeviceStream(stream, transfer)
+
+    def _adopt(self, opened: pb.SessionOpened) -> None:
+        """Counts samples and epochs as the session does, if the dataset may grow."""
+        if opened.stages:
+            self._description.num_samples = opened.num_samples
+            self._description.fingerprint = opened.fingerprint
+            stages = [(each.first_epoch, each.num_samples) for each in opened.stages]
+            self._epochs = epochs_of(stages, self._global_batch_size, self._tail)
 
     def _locate(self) -> None:
         """Opens the stream if nothing was read yet: the daemon says where a job begins."""
@@ -417,13 +428,6 @@ class Loader(IterableDataset[dict[str, torch.Tensor]]):
         """Returns the step after the last one of the iteration that the next batch belongs to."""
         self._locate()
         return NEVER if num_epochs is None else self._epochs.stop_step(self._step, num_epochs)
-
-    def _describe(self) -> pb.DatasetDescription:
-        with Connection(self._resources.target.address) as connection:
-            return Outage(self._reattach_timeout_s).retry(
-                lambda timeout_s: connection.describe(self._request.dataset, timeout_s),
-                threading.Event().wait,
-            )
 
     def _check_process(self) -> None:
         self._resources.check_process()

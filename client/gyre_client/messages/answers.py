@@ -7,6 +7,7 @@ process maps, allocates and waits for.
 import math
 import mmap
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from google.protobuf.message import Message
 from gyre_protos.v1 import loader_pb2 as pb
@@ -144,6 +145,8 @@ def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> No
             f"the session begins at step {opened.first_step}, but step {request.step} was asked for"
         )
     _check_count("the dataset's num_samples", opened.num_samples, 1, MAX_COUNT)
+    if opened.stages:
+        _check_stages(opened, request.order)
     _check_count("max_queued_batches", opened.max_queued_batches, 1, MAX_QUEUED)
     _check_count("max_kept_batches", opened.max_kept_batches, 0, MAX_QUEUED)
     _check_count("arena_bytes", opened.arena_bytes, 0, MAX_BYTES)
@@ -153,6 +156,20 @@ def check_opened(opened: pb.SessionOpened, request: pb.OpenSessionRequest) -> No
             "pages"
         )
     check_fields(opened.fields)
+    if request.transforms.transforms and not opened.transforms:
+        raise DaemonFault(
+            "the daemon serves samples as they are stored, although transforms were asked for; it "
+            "may be of an older version"
+        )
+
+
+def _check_stages(opened: pb.SessionOpened, order: pb.OrderSpec) -> None:
+    stages = [(each.first_epoch, each.num_samples) for each in opened.stages]
+    least = order.global_batch_size if order.tail == pb.TAIL_DROP else 1
+    rise = all(before[0] < after[0] and before[1] < after[1] for before, after in pairwise(stages))
+    if not rise or stages[0][0] or stages[0][1] < least or stages[-1][1] != opened.num_samples:
+        raise DaemonFault(f"the daemon says that the epochs of a job grow so: {stages[:10]}")
+    _check_count("the first epoch of a stage", stages[-1][0], 0, MAX_COUNT)
 
 
 def check_same_dataset(
@@ -160,10 +177,16 @@ def check_same_dataset(
 ) -> None:
     """Checks that a session reads the dataset that was described, or read, before.
 
+    The number of samples of a dataset that grows may differ from that of its description.
+
     Raises:
         CursorRejected: The dataset has changed meanwhile.
         DaemonFault: It is said to be the same one, but has other samples or fields.
     """
+    if isinstance(before, pb.DatasetDescription) and before.grows and opened.stages:
+        if opened.fields != before.fields:
+            raise CursorRejected("the fields of the dataset have changed. Make a new Loader")
+        return
     if opened.fingerprint != before.fingerprint:
         raise CursorRejected(
             f"the dataset has changed: its fingerprint was {before.fingerprint} and is "

@@ -41,6 +41,7 @@ def order(
     mode: str = "full",
     io_block_bytes: int = 0,
     window_blocks: int = 0,
+    balance: Mapping[str, object] | None = None,
 ) -> pb.OrderSpec:
     """Returns the order in which samples make batches; `batch_size` is global, over all ranks.
 
@@ -69,7 +70,24 @@ def order(
         raise InvalidRequest(
             f"io_block_bytes and window_blocks belong to order='block', not to {mode!r}"
         )
+    if balance is not None:
+        spec.balance.CopyFrom(_balance(balance))
     return spec
+
+
+def _balance(values: Mapping[str, object]) -> pb.Balance:
+    """Returns what samples cost; the daemon checks the numbers."""
+    message = pb.Balance()
+    for key, value in mapping("balance", values).items():
+        if key not in ("linear", "quadratic", "field"):
+            raise InvalidRequest(f"balance has no key {key!r}; it has linear, quadratic and field")
+        if key == "field":
+            message.field = text("balance['field']", value)
+        elif isinstance(value, Real):
+            setattr(message, key, float(value))
+        else:
+            raise InvalidRequest(f"balance[{key!r}] is {shown(value)}; it must be a number")
+    return message
 
 
 def reader(job: str | None, rank: int, world_size: int) -> pb.Reader:
@@ -107,6 +125,7 @@ def dataset_ref(
     dataset: str | os.PathLike[str],
     data_format: str | None = None,
     options: Mapping[str, object] | None = None,
+    pack: Mapping[str, object] | None = None,
 ) -> pb.DatasetRef:
     """Returns the message that names a dataset to a daemon.
 
@@ -115,6 +134,8 @@ def dataset_ref(
         data_format: Makes `dataset` a URI or path of data in this format. If None, the daemon finds
             the format of a URI or path by the names of its files.
         options: The definition's other keys, as plain Python values.
+        pack: How its samples are packed into sequences, as the key `pack` of a definition says it;
+            None for what the definition says.
 
     Raises:
         InvalidRequest: There are options for a name, an option is of no type of TOML, or the name
@@ -125,20 +146,46 @@ def dataset_ref(
     name = text("dataset", os.fspath(dataset))
     if not name:
         raise InvalidRequest("the name of the dataset is empty")
+    packing = None if pack is None else pb.OptionTable(values=_option_values("pack", pack))
     if not is_location(dataset, data_format):
         if options:
             keys = ", ".join(mapping("options", options))
             raise InvalidRequest(
                 f"options ({keys}) need a path, a URI or a format; {name!r} is a dataset's name"
             )
-        return pb.DatasetRef(name=name)
+        return pb.DatasetRef(name=name, pack=packing)
     uri = name if "://" in name else text("dataset", str(Path(name).expanduser().absolute()))
-    values = {
-        key: option_value(value, f"options[{key!r}]")
-        for key, value in mapping("options", {} if options is None else options).items()
-    }
+    values = _option_values("options", {} if options is None else options)
     data_format = "" if data_format is None else text("format", data_format)
-    return pb.DatasetRef(ad_hoc=pb.AdHocDataset(uri=uri, format=data_format, options=values))
+    ad_hoc = pb.AdHocDataset(uri=uri, format=data_format, options=values)
+    return pb.DatasetRef(ad_hoc=ad_hoc, pack=packing)
+
+
+def _option_values(name: str, values: Mapping[str, object]) -> dict[str, pb.OptionValue]:
+    return {
+        key: option_value(value, f"{name}[{key!r}]") for key, value in mapping(name, values).items()
+    }
+
+
+def transform_list(transforms: Sequence[Mapping[str, object]]) -> pb.TransformList:
+    """Returns the message that declares what is done to samples.
+
+    Args:
+        transforms: A dict for each, with its `name` and its options as plain Python values.
+
+    Raises:
+        InvalidRequest: One is no such dict, or an option is of no type of TOML.
+    """
+    if isinstance(transforms, str | Mapping) or not isinstance(transforms, Sequence):
+        raise InvalidRequest(f"transform is {shown(transforms)}; it must be a list of dicts")
+    tables = []
+    for place, each in enumerate(transforms):
+        where = f"transform[{place}]"
+        values = mapping(where, each)
+        if not text(f"{where}['name']", values.get("name", "")):
+            raise InvalidRequest(f"{where} has no name; its keys are {shown(sorted(values))}")
+        tables.append(option_value(values, where).table)
+    return pb.TransformList(transforms=tables)
 
 
 def option_value(value: object, name: str = "the option value", depth: int = 0) -> pb.OptionValue:

@@ -188,18 +188,25 @@ class Connection:
         timeout_s: float = OPEN_TIMEOUT_S,
         *,
         with_lengths: bool = False,
+        transforms: pb.TransformList | None = None,
     ) -> pb.DatasetDescription:
-        """Returns the dataset's description; the daemon opens the dataset for it."""
-        request = pb.DescribeDatasetRequest(dataset=dataset, lengths=with_lengths)
+        """Returns the dataset's description; the daemon opens the dataset for it.
+
+        With `transforms`, the fields are those that they make; if it is None, those of the
+        dataset's definition.
+        """
+        request = pb.DescribeDatasetRequest(
+            dataset=dataset, lengths=with_lengths, transforms=transforms
+        )
         description = self._call(self._stub.DescribeDataset, request, timeout_s)
         check_description(description)
         return description
 
     def index(
-        self, dataset: pb.DatasetRef, *, with_checksums: bool = False
+        self, dataset: pb.DatasetRef, *, with_checksums: bool = False, engine: str = ""
     ) -> Iterator[pb.IndexProgress]:
         """Builds the missing parts of the dataset's index and checksums; yields once per shard."""
-        request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums)
+        request = pb.IndexDatasetRequest(dataset=dataset, checksums=with_checksums, engine=engine)
         return checked_progress(self._messages(self._stub.IndexDataset, request))
 
     def lint(self, dataset: pb.DatasetRef) -> Iterator[pb.LintProgress]:

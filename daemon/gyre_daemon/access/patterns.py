@@ -75,7 +75,9 @@ def check_name(pattern: str, where: str) -> None:
     if "[" in without_sets:
         raise ConfigError(f"{where}; its `[` has no `]`: write `[[]` for the character itself")
     if _IMPOSSIBLE in fnmatch.translate(pattern):
-        raise ConfigError(f"{where}; a set in it has nothing in it, as [z-a] has not")
+        raise ConfigError(
+            f"{where}; a set such as [z-a] matches no character: write its range in rising order"
+        )
 
 
 def _check_user(pattern: str, where: str) -> None:

@@ -11,6 +11,7 @@ from gyre_daemon.config.load import (
     load,
     parse_dataset,
     parse_limits,
+    parse_pack,
 )
 from gyre_daemon.config.schema import (
     MAX_PREFETCH_BATCHES,
@@ -18,6 +19,7 @@ from gyre_daemon.config.schema import (
     DatasetConfig,
     JobLimits,
     LimitsConfig,
+    PackConfig,
     UserLimits,
 )
 from gyre_daemon.config.sizes import Size, parse_size
@@ -32,11 +34,13 @@ __all__ = [
     "EffectiveConfig",
     "JobLimits",
     "LimitsConfig",
+    "PackConfig",
     "Size",
     "UserLimits",
     "load",
     "parse_dataset",
     "parse_limits",
     "parse_options",
+    "parse_pack",
     "parse_size",
 ]

@@ -11,6 +11,7 @@ from gyre_daemon.config.schema import (
     DatasetConfig,
     JobLimits,
     LimitsConfig,
+    PackConfig,
     Positive,
     Text,
     UserLimits,
@@ -95,7 +96,8 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
     """Check what every dataset has in common; its format checks the rest when it is opened.
 
     Raises:
-        ConfigError: `uri` is missing, `uri` or `format` is not text, or `storage` is not a table.
+        ConfigError: `uri` is missing, `uri` or `format` is not text, or `storage` is not a table;
+            or as `parse_pack`.
     """
     where = f"datasets.{name}"
     rest = dict(convert(table, dict[str, Any], where))
@@ -106,7 +108,20 @@ def parse_dataset(name: str, table: object) -> DatasetConfig:
         )
     keys = [each.name for each in fields(DatasetConfig) if each.name != "options"]
     common = {key: rest.pop(key) for key in keys if key in rest}
-    return build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")
+    packing = common.pop("pack", None)
+    config = build(DatasetConfig, common | {"options": rest}, where, f"{where}.{{}}")
+    if packing is None:
+        return config
+    return replace(config, pack=parse_pack(packing, f"{where}.pack"))
+
+
+def parse_pack(table: object, where: str) -> PackConfig:
+    """Check how documents are packed.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is out of range.
+    """
+    return build(PackConfig, convert(table, dict[str, Any], where), where, f"{where}.{{}}")
 
 
 def parse_limits(table: object) -> LimitsConfig:

@@ -23,6 +23,28 @@ _Fraction = Annotated[float, Meta(gt=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
+class PackConfig:
+    """The table `pack` of a dataset: its samples are documents, and sequences of them are served.
+
+    Attributes:
+        field: that is packed: whole numbers, whose samples differ in length.
+        length: of a sequence, in tokens.
+        overlong: what happens to a document that is longer: `fail` refuses the dataset, `drop`
+            leaves it out, `truncate` keeps its beginning, `split` cuts it.
+        padding_id: fills what is left of a sequence.
+        window: documents that are packed together.
+        seed: of the shuffle before documents are packed; not that of the order of the sequences.
+    """
+
+    field: Text
+    length: Annotated[int, Meta(ge=1, le=1 << 24)]
+    overlong: Literal["fail", "drop", "truncate", "split"] = "fail"
+    padding_id: int = 0
+    window: Annotated[int, Meta(ge=1024)] = 1 << 20
+    seed: Annotated[int, Meta(ge=0)] = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DatasetConfig:
     """One named dataset.
 
@@ -41,6 +63,13 @@ class DatasetConfig:
             the job that reads one; `replace` gives another sample its place, and writes a report.
         max_corrupt: with `replace`, how many samples may be corrupt, as an integer, or as a
             fraction of all.
+        filter: which samples are in its order, as an expression over lengths and indexed values;
+            empty for all.
+        append: whether the dataset may grow by shards behind all others; a cursor of its first
+            shards then fits.
+        pack: how documents are packed into sequences; None to serve them as they are.
+        transforms: what is done to its samples, in this order: tables with a `name` and options.
+            Jobs that bring transforms of their own do without these.
     """
 
     uri: Text
@@ -54,6 +83,10 @@ class DatasetConfig:
     cast: Mapping[str, str] = field(default_factory=dict)
     on_corrupt: Literal["fail", "replace"] = "fail"
     max_corrupt: Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=0.5)] = 0.01
+    filter: str = ""
+    append: bool = False
+    pack: PackConfig | None = None
+    transforms: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +154,16 @@ class DaemonConfig:
         num_io_threads: threads that read local files and decode.
         num_copy_workers: processes that copy local samples into arenas, at most one per core; with
             0 the kernel copies.
+        num_transform_workers: processes that transform samples; 0 for one per core.
+        transform_deadline_s: how long one of them may take for a few samples, or for one.
+        installed_transforms: names of transforms of other packages that jobs may use; each is an
+            entry point of the group `gyre.transforms`.
         max_requests: the most requests in flight to one object storage; the daemon finds out how
             many of these the storage handles well.
         read_deadline_s: a read from object storage fails after this time, retries included.
         hedge: whether a late request to object storage is sent a second time.
+        hub_requests_per_s: requests to the Hugging Face Hub, in the long run, of all datasets and
+            jobs together; a minute's worth may be sent at once.
         index_dir: where the indexes of shards are kept; empty for beside local shards where that
             folder is writable.
         cache_memory: bytes of object storage's blocks kept in memory, on top of memory_budget; 0
@@ -167,9 +206,13 @@ class DaemonConfig:
     drain_timeout_s: Annotated[float, Meta(ge=0, le=_MAX_NUMBER)] = 10.0
     num_io_threads: Annotated[int, Meta(ge=1, le=_MAX_THREADS)] = 4
     num_copy_workers: Annotated[int, Meta(ge=0, le=_MAX_THREADS)] = 4
+    num_transform_workers: Annotated[int, Meta(ge=0, le=_MAX_THREADS)] = 0
+    transform_deadline_s: Positive = 60.0
+    installed_transforms: tuple[str, ...] = ()
     max_requests: Annotated[int, Meta(ge=1, le=_MAX_REQUESTS)] = 1024
     read_deadline_s: Positive = 60.0
     hedge: bool = True
+    hub_requests_per_s: Positive = 10.0
     index_dir: str = ""
     cache_memory: Size = Size(1 << 30)
     cache_dir: str = ""

@@ -43,7 +43,7 @@ def converted(
 ) -> dict[str, Any]:
     """A table's values in the types that the dataclass annotates; errors use the keys' `names`."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    check_keys(table, hints, where)
+    check_keys(table, [each.name for each in fields(cls)], where)
     return {key: convert(value, hints[key], names[key]) for key, value in table.items()}
 
 

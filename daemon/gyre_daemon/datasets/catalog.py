@@ -10,25 +10,30 @@ from dataclasses import dataclass, replace
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.checks.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.checks.replacement import CorruptReports
-from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.dataset import Dataset, Prefix
 from gyre_daemon.datasets.indexing.changes import (
     RECORD_SUFFIX,
     Change,
     PreviousIndex,
     load_previous,
+    remembered,
     save_record,
     save_version,
     what_changed,
 )
 from gyre_daemon.datasets.indexing.indexer import Indexer
-from gyre_daemon.datasets.indexing.shards import IndexedShard
+from gyre_daemon.datasets.indexing.ray_scans import RayScans, ray_address
+from gyre_daemon.datasets.indexing.shards import IndexedShard, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards, is_compressed, unpacked_name
+from gyre_daemon.datasets.packed_datasets import PackedDatasets
 from gyre_daemon.datasets.sidecars.store import SidecarStore
-from gyre_daemon.errors import NotAllowed, UnknownDataset
+from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
 from gyre_daemon.storage.cache.node import NodeCache
 from gyre_daemon.storage.engine.endpoint import Endpoint
 from gyre_daemon.storage.location import redact
 from gyre_daemon.storage.opener import StorageOpener
+
+_MAX_PREFIXES = 64  # each is small, and takes a look at all shards to find again
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,8 @@ class IndexProgress:
         fingerprint: at last, of the dataset.
         fingerprint_before: at last, of the dataset as it was; empty if it was never indexed.
         removed: at last, the shards that the dataset no longer has.
+        was_appended: at last, whether the dataset as it was is the first shards of what it is now,
+            and cursors of it fit because of `append`.
     """
 
     num_done: int
@@ -58,6 +65,7 @@ class IndexProgress:
     fingerprint: str = ""
     fingerprint_before: str = ""
     removed: tuple[str, ...] = ()
+    was_appended: bool = False
 
     def after(self, name: str, indexed: IndexedShard) -> "IndexProgress":
         """The progress after one more shard, which has this name."""
@@ -71,7 +79,7 @@ class IndexProgress:
         )
 
     def finished(
-        self, dataset: Dataset, previous: PreviousIndex, names: Set[str]
+        self, dataset: Dataset, previous: PreviousIndex, names: Set[str], *, was_appended: bool
     ) -> "IndexProgress":
         """The last progress, of a dataset whose shards have these names.
 
@@ -84,6 +92,7 @@ class IndexProgress:
             fingerprint=dataset.fingerprint,
             fingerprint_before=previous.fingerprint,
             removed=tuple(sorted(previous.shards.keys() - names)),
+            was_appended=was_appended,
         )
 
 
@@ -126,6 +135,9 @@ class Catalog:
         self._open: dict[str, Dataset] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._lint_locks: dict[str, asyncio.Lock] = {}
+        # of open datasets that grow, by name, fingerprint and number of shards
+        self._prefixes: dict[tuple[str, str, int], Prefix] = {}
+        self._packed = PackedDatasets()
 
     @property
     def endpoints(self) -> Iterable[Endpoint]:
@@ -139,7 +151,10 @@ class Catalog:
         """
         for name in self._open.keys() & self.datasets.keys():
             config, after = self.datasets[name], datasets.get(name)
-            if after is None or replace(after, allow=config.allow) != config:
+            # who may read it, and what is done to its samples, is asked for each session
+            if after is None or config != replace(
+                after, allow=config.allow, transforms=config.transforms, pack=config.pack
+            ):
                 self._open.pop(name, None)
         self.datasets = datasets
 
@@ -191,6 +206,8 @@ class Catalog:
                 dict(config.cast),
                 config.on_corrupt,
                 config.max_corrupt,
+                config.append,
+                config.filter,
             ],
             sort_keys=True,
             default=str,
@@ -198,25 +215,62 @@ class Catalog:
         return f"{uri} {options}", config
 
     async def open(self, name: str, config: DatasetConfig) -> Dataset:
-        """The open dataset; indexes that are missing are built.
+        """The open dataset, packed if its definition says so; indexes that are missing are built.
 
         Raises:
             ConfigError, InvalidRequest: the definition makes no sense.
             ShardMissing, NotAllowed, StorageUnavailable, CorruptSample: its shards cannot be used;
                 names the first.
         """
+        dataset = await self._open_documents(name, config)
+        return await self._packed.of(dataset, config.pack) if config.pack else dataset
+
+    async def _open_documents(self, name: str, config: DatasetConfig) -> Dataset:
+        """The open dataset, as it is without packing."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._open:
-                opening = await self._indexer.begin(self._shown(name), config)
-                async with contextlib.aclosing(self._indexer.scan(opening, None)) as scanning:
-                    async for _ in scanning:
-                        pass
+                opening = await self._scanned(name, config)
                 dataset = await self._indexer.finish(opening, refresh=False)
                 return self._keep(name, config, await self._remembered(dataset))
             return self._open[name]
 
+    async def prefix(
+        self, name: str, config: DatasetConfig, dataset: Dataset, num_shards: int
+    ) -> Prefix:
+        """What the first shards of an open dataset would be alone; found once.
+
+        Args:
+            name: from `resolve`.
+            config: from `resolve`.
+            dataset: from `open`.
+            num_shards: of the first shards; 1 to as many as the dataset has.
+
+        Raises:
+            InvalidRequest: a shard is not what it was when the dataset was opened.
+            GyreError: as `open`.
+        """
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            key = name, dataset.fingerprint, num_shards
+            if key not in self._prefixes:
+                opening = await self._scanned(name, config)
+                prefix = await self._indexer.prefix(opening, dataset, num_shards)
+                if prefix is None:
+                    raise InvalidRequest(
+                        f"the shards of `{dataset.name}` have changed since the dataset was "
+                        "opened; `gyre index` looks again"
+                    )
+                if len(self._prefixes) >= _MAX_PREFIXES:
+                    del self._prefixes[next(iter(self._prefixes))]
+                self._prefixes[key] = prefix
+            return self._prefixes[key]
+
+    async def num_shards_then(self, dataset: Dataset, fingerprint: str) -> int:
+        """How many shards a dataset had when it had this fingerprint; 0 if that is not known."""
+        then = await asyncio.to_thread(remembered, self._records, dataset.uri, fingerprint)
+        return len(then)
+
     async def index(
-        self, name: str, config: DatasetConfig, *, with_checksums: bool = False
+        self, name: str, config: DatasetConfig, *, with_checksums: bool = False, engine: str = ""
     ) -> AsyncGenerator[IndexProgress, None]:
         """List the shards again, index the stale ones, and report each shard.
 
@@ -226,17 +280,24 @@ class Catalog:
             name: from `resolve`.
             config: from `resolve`.
             with_checksums: take the checksums of every local shard, which reads all of it.
+            engine: what scans the shards, see `ray_address`.
 
         Raises:
             Overloaded: an index cannot be stored; otherwise as `open`.
         """
+        address = ray_address(engine)
         async with self._locks.setdefault(name, asyncio.Lock()):
             opening = await self._indexer.begin(self._shown(name), config)
             previous = await asyncio.to_thread(
                 load_previous, self._records, name, opening.location, self._open.get(name)
             )
             progress = IndexProgress(0, len(opening.scans), 0, "", reused=False, change="indexed")
-            async with contextlib.aclosing(self._indexer.scan(opening, previous)) as scanning:
+            ray_scans = RayScans(address) if address else None
+            indexing = self._indexer.scan(opening, previous, ray_scans)
+            async with (
+                ray_scans or contextlib.nullcontext(),
+                contextlib.aclosing(indexing) as scanning,
+            ):
                 async for indexed in scanning:
                     if progress.num_done:
                         yield progress
@@ -245,11 +306,16 @@ class Catalog:
             if with_checksums:
                 await self._indexer.take_checksums(dataset)
             self._keep(name, config, await self._remembered(dataset))
+            was_appended = False
+            if dataset.grows and 0 < len(previous.shards) < len(dataset.shards):
+                before = await self._indexer.prefix(opening, dataset, len(previous.shards))
+                was_appended = before is not None and before.fingerprint == previous.fingerprint
             shards = opening.source.shards
             await asyncio.to_thread(
                 save_record, self._records, name, opening.location, shards, dataset.fingerprint
             )
-            yield progress.finished(dataset, previous, {shard.name for shard in shards})
+            names = {shard.name for shard in shards}
+            yield progress.finished(dataset, previous, names, was_appended=was_appended)
 
     async def lint(self, name: str, config: DatasetConfig) -> AsyncGenerator[LintProgress, None]:
         """Read every shard and check every sample, whatever was found before; see `lint_dataset`.
@@ -267,25 +333,34 @@ class Catalog:
     def close(self) -> None:
         """Forget all datasets; sessions keep those that they read."""
         self._open.clear()
+        self._packed.clear()
         self._indexer.close()
 
     def _shown(self, name: str) -> str | None:
         """The name for messages; None for an ad-hoc dataset."""
         return name if name in self.datasets else None
 
+    async def _scanned(self, name: str, config: DatasetConfig) -> OpeningDataset:
+        """The shards as they are listed now, each with what its format must know of it."""
+        opening = await self._indexer.begin(self._shown(name), config)
+        async with contextlib.aclosing(self._indexer.scan(opening, None)) as scanning:
+            async for _ in scanning:
+                pass
+        return opening
+
     async def _remembered(self, dataset: Dataset) -> Dataset:
         """The dataset, whose shards are kept for the day when a cursor of it does not fit."""
         arguments = self._records, dataset.uri
-        shards = dataset.storage.shards
-        await asyncio.to_thread(save_version, *arguments, shards, dataset.fingerprint)
+        await asyncio.to_thread(save_version, *arguments, dataset.shards, dataset.fingerprint)
 
         def changed_since(fingerprint: str) -> str:
-            return what_changed(*arguments, fingerprint, shards)
+            return what_changed(*arguments, fingerprint, dataset)
 
         return replace(dataset, what_changed=changed_since)
 
     def _keep(self, name: str, config: DatasetConfig, dataset: Dataset) -> Dataset:
         """Keep a dataset, unless its definition was replaced while it was being opened."""
-        if self.datasets.get(name, config) == config:
+        kept = self.datasets.get(name, config)
+        if replace(kept, pack=None) == replace(config, pack=None):
             self._open[name] = dataset
         return dataset

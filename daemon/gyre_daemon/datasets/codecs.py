@@ -129,8 +129,13 @@ def _finish_cast(spec: FieldSpec, scratch: memoryview, destination: memoryview) 
         else:
             is_lost = (cast.astype(dtype) != values) | ((cast < 0) != (values < 0))
     if is_lost.any():
-        raise ValueError(f"{values[np.argmax(is_lost)]} does not fit into {spec.dtype}")
+        lost = values[np.argmax(is_lost)]
+        raise ValueError(f"{lost} does not fit into {spec.dtype}; choose a wider dtype in `cast`")
     np.frombuffer(destination, spec.dtype)[:] = cast
+
+
+def _finish_default(spec: FieldSpec, scratch: memoryview, destination: memoryview) -> None:
+    destination[:] = spec.default
 
 
 CODECS: Mapping[str, Codec] = {
@@ -166,16 +171,24 @@ CODECS: Mapping[str, Codec] = {
         scratch_bytes=lambda stored, reserved: stored,
         finish=_finish_cast,
     ),
+    "default": Codec(
+        misfits=lambda stored, reserved: np.asarray(stored > 0),
+        scratch_bytes=None,
+        finish=_finish_default,
+    ),
 }
 
 
 def has_checks(spec: FieldSpec) -> bool:
     """Whether the bytes of such a field can be wrong; any bytes are `bytes`."""
-    return spec.codec not in ("bytes", "indexed")
+    return spec.codec not in ("bytes", "indexed", "default")
 
 
-def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> None:
+def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> memoryview:
     """Check the stored bytes of one sample as they are checked when it is served.
+
+    Returns:
+        What is served.
 
     Args:
         spec: its field.
@@ -188,7 +201,7 @@ def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> None:
     codec = CODECS[spec.codec]
     sizes = np.array([len(stored)]), np.array([reserved])
     if codec.misfits(*sizes)[0]:
-        raise ValueError(f"{len(stored)} bytes are no {spec.codec} here")
+        raise ValueError(f"its {len(stored)} bytes cannot be read as {spec.codec}")
     before = int(codec.scratch_bytes(*sizes)[0]) if codec.scratch_bytes else 0
     destination = memoryview(bytearray(reserved))
     destination[: len(stored) - before] = stored[before:]
@@ -196,6 +209,7 @@ def check_field(spec: FieldSpec, stored: memoryview, reserved: int) -> None:
         codec.finish(spec, stored[:before], destination)
     elif spec.codec == "ids" and (unknown := first_unknown_id(spec, destination)) is not None:
         raise ValueError(unknown_id(spec, destination, unknown))
+    return destination
 
 
 def unknown_id(spec: FieldSpec, destination: memoryview, number: int) -> str:

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
+from gyre_daemon.datasets.packing import Packed
 from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.order.planner import BlockIndex
 from gyre_daemon.order.substitutes import NO_SAMPLES
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.shard import Shard
@@ -24,11 +26,17 @@ class Dataset:
         format: the name of its format.
         uri: where it lies, without credentials.
         storage: its shards.
+        shards: as they are stored, or unpacked; `storage` may have them decoded.
         index: its samples.
         fingerprint: hexadecimal; equal for equal data, wherever it lies.
         corrupt: int64 [C], ids of the samples that others replace, in rising order.
         chosen: the fields, where the operator renames or casts some; None for those of the index.
-        stored_bytes: of all shards as they are stored; 0 where the storage has them so.
+        num_left_out: samples that the operator's filter leaves out; nothing else counts them.
+        grows: whether shards may be added at its end while jobs go through it (`append`).
+        packed: what makes it a packed dataset, whose samples are sequences of documents: the index
+            is that of the documents.
+        transforms: tells what is done to its samples from anything else; empty for nothing.
+        transform_names: of what is done to them.
         what_changed: takes an earlier fingerprint, and says how the shards differ from those that
             had it; empty if that is not known.
     """
@@ -37,21 +45,33 @@ class Dataset:
     format: str
     uri: str
     storage: Storage
+    shards: Sequence[Shard]
     index: SampleIndex
     fingerprint: str
     corrupt: npt.NDArray[np.int64] = field(default_factory=lambda: NO_SAMPLES, repr=False)
     chosen: Sequence[FieldSpec] | None = None
-    stored_bytes: int = 0
+    num_left_out: int = 0
+    grows: bool = False
+    packed: Packed | None = None
+    transforms: str = ""
+    transform_names: tuple[str, ...] = ()
     what_changed: Callable[[str], str] = field(default=lambda _: "", repr=False)
 
     @property
     def num_samples(self) -> int:
         """N, the number of samples of an epoch."""
-        return self.index.num_samples
+        return self.ordered.num_samples
+
+    @property
+    def ordered(self) -> BlockIndex:
+        """What an order goes through: the samples of the index, or packed sequences."""
+        return self.packed or self.index
 
     @property
     def fields(self) -> Sequence[FieldSpec]:
         """The tensors of a sample."""
+        if self.packed:
+            return self.packed.fields
         return self.index.fields if self.chosen is None else self.chosen
 
     @property
@@ -60,9 +80,29 @@ class Dataset:
         return not any(spec.ragged for spec in self.fields)
 
     @property
+    def is_read_in_groups(self) -> bool:
+        """Whether several small batches are best read together."""
+        return self.storage.is_node_local
+
+    @property
     def num_bytes(self) -> int:
         """The size of all shards together."""
-        return self.stored_bytes or sum(shard.size_bytes for shard in self.storage.shards)
+        return sum(shard.size_bytes for shard in self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the first shards of a dataset would be as a dataset of their own.
+
+    Attributes:
+        num_samples: of these shards.
+        fingerprint: of these shards.
+        fields: of their samples.
+    """
+
+    num_samples: int
+    fingerprint: str
+    fields: Sequence[FieldSpec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +139,9 @@ def fingerprint(
     """The identity of a dataset's data.
 
     It covers the shards' relative names and sizes, where each sample lies in them, and some of
-    their contents. Times and etags are left out, so that a copy of the data elsewhere has the same
-    fingerprint. It covers which samples are replaced, because that changes what jobs read.
+    their contents, or all of these where the storage knows digests. Times and etags are left out,
+    so that a copy of the data elsewhere has the same fingerprint. It covers which samples are
+    replaced, because that changes what jobs read.
 
     Args:
         shards: in the dataset's order.
@@ -112,6 +153,8 @@ def fingerprint(
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([(shard.name, shard.size_bytes) for shard in shards]).encode())
     digest.update(index.digest())
+    if any(shard.digest for shard in shards):
+        digest.update(json.dumps([shard.digest for shard in shards]).encode())
     for content in contents:
         digest.update(hashlib.blake2b(content, digest_size=16).digest())
     if len(corrupt):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from gyre_daemon.datasets.codecs import check_field
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, SHAPE_SUFFIX
 from gyre_daemon.datasets.formats.names import is_servable
@@ -20,6 +21,7 @@ CASTS = (
     "float32",
     "float64",
 )
+_TEXTS = ("text", "quoted")
 _NUMBERS = ("bytes", "integer", "number")
 
 
@@ -72,12 +74,40 @@ def _cast(spec: FieldSpec, dtype: str) -> FieldSpec:
             f"`cast` of {spec.name!r:.100} is {dtype!r:.100}; it must be one of {', '.join(CASTS)}"
         )
     wanted = np.dtype(dtype)
-    if spec.codec in ("text", "quoted") and spec.ragged:
+    if spec.codec in _TEXTS and spec.ragged:
         stored, codec = ("<f8", "number") if wanted.kind == "f" else ("<i8", "integer")
-        spec = FieldSpec(spec.name, np.dtype(stored), (), ragged=False, codec=codec)  # type: ignore[arg-type]
-    if spec.codec not in _NUMBERS or spec.ragged or spec.dtype.kind not in "iufb":
+        read = FieldSpec(spec.name, np.dtype(stored), (), ragged=False, codec=codec)  # type: ignore[arg-type]
+        filled = read
+    else:
+        read, filled = spec, replace(spec, codec="bytes")
+    if spec.forms:
+        forms = tuple(_cast_form(form, filled, dtype) for form in spec.forms)
+        return replace(_cast(replace(spec, forms=()), dtype), forms=forms)
+    if read.codec == "cast":
+        return replace(read, dtype=wanted)
+    if read.codec not in _NUMBERS or read.ragged or read.dtype.kind not in "iufb":
         raise ConfigError(
             f"`cast` cannot change {spec.name!r:.100}: only numbers, arrays of one shape, and text "
             "with a number can be cast"
         )
-    return replace(spec, dtype=wanted, codec="cast", cast_from=(spec.codec, spec.dtype))
+    return replace(read, dtype=wanted, codec="cast", cast_from=(read.codec, read.dtype))
+
+
+def _cast_form(form: FieldSpec, filled: FieldSpec, dtype: str) -> FieldSpec:
+    """How a schema stores a field; a default becomes a number of the other dtype.
+
+    Args:
+        form: how it stores it, without a cast.
+        filled: what the default is: a number as a tensor has it, or as text.
+        dtype: the other one.
+    """
+    if form.codec != "default":
+        return _cast(form, dtype)
+    cast = _cast(replace(filled, forms=()), dtype)
+    try:
+        value = check_field(cast, memoryview(form.default), cast.element_bytes)
+    except ValueError as error:
+        raise ConfigError(
+            f"`cast` of {form.name!r:.100} is {dtype}, and its default cannot be cast: {error}"
+        ) from error
+    return replace(cast, codec="default", default=bytes(value))

@@ -11,165 +11,26 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.codecs import CODECS, Finish, first_unknown_id, unknown_id
+from gyre_daemon.datasets.codecs import first_unknown_id, unknown_id
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import Extents, indexed_fields, stored_fields
+from gyre_daemon.datasets.formats import indexed_fields, stored_fields
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker, write_own_tensors
-from gyre_daemon.memory.arena import Slot
+from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, Fetch, Place
+from gyre_daemon.fetching.layout import LayoutMaker, write_own_tensors
+from gyre_daemon.fetching.packed import lay_out_packed, locate_packed, write_packed
+from gyre_daemon.fetching.samples import Samples, Scratch, StoredField
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
-from gyre_daemon.storage.base import NextUse, Reads
+from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.delays import Delays
 
 _Integers = npt.NDArray[np.int64]
 _Columns = tuple[_Integers, _Integers, _Integers, _Integers]  # start, size, target, sample
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """A batch group that is laid out and not yet read.
-
-    Attributes:
-        plan: the sample ids of its batches.
-        extents: where the samples lie in storage, batch after batch.
-        layout: where the samples go in the slot.
-    """
-
-    plan: GroupPlan
-    extents: Extents
-    layout: GroupLayout
-
-    def part(self, begin: int, end: int) -> "Fetch":
-        """The batches `[begin, end)` of the group; they keep their places in the slot."""
-        size = self.plan.sample_ids.shape[1]
-        extents = self.extents.part(slice(begin * size, end * size))
-        return Fetch(self.plan[begin:end], extents, self.layout.part(begin, end))
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class BatchGroup:
-    """The batches of successive steps, complete and never changed again.
-
-    Attributes:
-        plan: the sample ids of the batches.
-        layout: where the batches and their tensors lie in the slot.
-        slot: the memory that the group owns.
-    """
-
-    plan: GroupPlan
-    layout: GroupLayout
-    slot: Slot
-
-    def part(self, steps: range) -> "BatchGroup":
-        """The batches of some of its steps; their bytes stay where they are."""
-        if len(steps) == len(self.plan):
-            return self
-        begin, end = steps.start - self.plan.first_step, steps.stop - self.plan.first_step
-        return BatchGroup(self.plan[begin:end], self.layout.part(begin, end), self.slot)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all batches, without the padding between them."""
-        return sum(batch.num_bytes for batch in self.layout.batches)
-
-    @property
-    def payloads(self) -> list[memoryview]:
-        """The bytes of each batch, as views of the slot."""
-        pairs = zip(self.layout.batches, self.layout.offsets.tolist(), strict=True)
-        return [self.slot.memory[offset : offset + batch.num_bytes] for batch, offset in pairs]
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """What a cache is told about the later reads of a job; see `Reads`.
-
-    Attributes:
-        block_bytes: the approximate size of the blocks of the order; 0 lets the cache choose.
-        next_use: says in how many samples the job reads each of some blocks; None if unknown.
-    """
-
-    block_bytes: int = 0
-    next_use: NextUse | None = None
-
-
-NOTHING_AHEAD = Ahead()
-
-
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """n consecutive samples of a batch group with F stored fields, across its batches.
-
-    Attributes:
-        sample_ids: int64 [n].
-        slot: the memory that the samples go to.
-        shard: int64 [n], the number of each sample's shard.
-        start: int64 [n, F], the byte of the shard at which each stored field begins.
-        stored: int64 [n, F], the sizes of the stored fields in bytes.
-        target: int64 [n, F], the addresses of the fields in the slot.
-        reserved: int64 [n, F], the bytes reserved for each field in the slot.
-        absent: bool [n, F], which samples lack which fields; None if no field is optional.
-    """
-
-    sample_ids: _Integers
-    slot: Slot
-    shard: _Integers
-    start: _Integers
-    stored: _Integers
-    target: _Integers
-    reserved: _Integers
-    absent: npt.NDArray[np.bool_] | None
-
-    @classmethod
-    def of(cls, fetch: Fetch, slot: Slot, some: slice) -> "_Samples":
-        destinations, extents = fetch.layout.destinations[some], fetch.extents.part(some)
-        return cls(
-            fetch.plan.sample_ids.reshape(-1)[some],
-            slot,
-            extents.shard,
-            extents.start,
-            extents.size,
-            destinations[:, :, 0] + slot.address,
-            destinations[:, :, 1] - destinations[:, :, 0],
-            extents.absent,
-        )
-
-    def lacking(self, column: int) -> npt.NDArray[np.bool_] | None:
-        """Bool [n], which samples lack a field; None if none does."""
-        if self.absent is None or not self.absent[:, column].any():
-            return None
-        return self.absent[:, column]
-
-    def offsets(self, column: int) -> list[int]:
-        """Where a field's bytes begin in the slot, for each sample."""
-        offsets: list[int] = (self.target[:, column] - self.slot.address).tolist()
-        return offsets
-
-    def clear(self, column: int, lacking: npt.NDArray[np.bool_]) -> None:
-        """Write zeros for samples that lack a field."""
-        offsets, sizes = self.offsets(column), self.reserved[:, column].tolist()
-        for sample in np.flatnonzero(lacking).tolist():
-            begin, size = offsets[sample], sizes[sample]
-            self.slot.memory[begin : begin + size] = bytes(size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Memory for stored bytes of one field that are not part of its tensor, such as a header.
-
-    Attributes:
-        memory: uint8.
-        ends: int64 [n + 1]; sample i has the bytes `[ends[i], ends[i + 1])` of the memory.
-    """
-
-    memory: npt.NDArray[np.uint8]
-    ends: _Integers
 
 
 _NO_MEMORY = np.empty(0, np.uint8)
@@ -181,30 +42,40 @@ class Fetcher:
     def __init__(self, dataset: Dataset, workers: FairExecutor) -> None:
         self._dataset = dataset
         self._workers = workers
-        stored = stored_fields(dataset.fields)
-        self.codecs = [CODECS[spec.codec] for spec in stored]
+        packed = dataset.packed
+        self._specs = [packed.stored] if packed else stored_fields(dataset.fields)
+        self.stored = [StoredField.of(spec) for spec in self._specs]
         self.indexed_names = [spec.name for spec in indexed_fields(dataset.fields)]
-        self._finishes = any(CODECS[spec.codec].finish or spec.codec == "ids" for spec in stored)
+        self._finishes = packed is not None or any(field.finishes for field in self.stored)
         self._layouts = LayoutMaker(dataset.fields)
 
     def prepare(self, plan: GroupPlan, num_together: int) -> list[Fetch]:
         """Lay out batches in groups of `num_together`: only arithmetic on the index, no I/O."""
-        extents = self._dataset.index.locate(plan.sample_ids.reshape(-1))
         size, fetches = plan.sample_ids.shape[1], []
+        if packed := self._dataset.packed:
+            whole, located = locate_packed(self._dataset.index, packed, plan)
+        else:
+            extents = self._dataset.index.locate(plan.sample_ids.reshape(-1))
         for begin in range(0, len(plan), num_together):
             some = plan[begin : begin + num_together]
-            its = extents.part(slice(begin * size, (begin + len(some)) * size))
-            fetches.append(Fetch(some, its, self._layouts.make(some, its.tensor_bytes)))
+            which = slice(begin * size, (begin + len(some)) * size)
+            if packed:
+                rows = whole.part(which.start, which.stop)
+                its = located.part(whole.which(which.start, which.stop))
+                fetches.append(Fetch(some, its, lay_out_packed(packed, rows, some), rows))
+            else:
+                its = extents.part(which)
+                fetches.append(Fetch(some, its, self._layouts.make(some, its.tensor_bytes)))
         return fetches
 
     async def fill(
         self,
         fetch: Fetch,
-        slot: Slot,
+        slot: Place,
         flow: Flow,
         ahead: Ahead = NOTHING_AHEAD,
         delays: Delays | None = None,
-    ) -> BatchGroup:
+    ) -> None:
         """Read a batch group into its slot.
 
         The bytes are the same in whatever order the samples arrive.
@@ -230,53 +101,58 @@ class Fetcher:
         if delays.num_requests:
             delays.storage_s = delays.read_s
         if self._finishes:
-            work = partial(self._finish, slot, plan.parts)
+            work = partial(self._finish, fetch, slot, plan.parts)
             await self._workers.run(flow, plan.num_bytes, plan.urgency, work)
             delays.finish_s += time.monotonic() - done
-        return BatchGroup(fetch.plan, fetch.layout, slot)
 
-    def _finish(self, slot: Slot, parts: Sequence[tuple[_Samples, list[_Scratch]]]) -> None:
+    def _finish(
+        self, fetch: Fetch, slot: Place, parts: Sequence[tuple[Samples, list[Scratch]]]
+    ) -> None:
         """Check and decode; runs in a thread, which continues if the caller is cancelled."""
         with slot.arena.lease():
+            if (packed := self._dataset.packed) and fetch.rows:
+                write_packed(packed, fetch.rows, fetch.plan, fetch.layout, slot.memory)
             for samples, scratches in parts:
-                for column, (codec, scratch) in enumerate(zip(self.codecs, scratches, strict=True)):
-                    if codec.finish:
-                        self._finish_column(samples, column, scratch, codec.finish)
-                    elif self._dataset.fields[column].codec == "ids":
+                for column, (field, scratch) in enumerate(zip(self.stored, scratches, strict=True)):
+                    if self._specs[column].codec == "ids":
                         self._check_ids(samples, column)
+                    elif field.finishes:
+                        self._finish_column(samples, column, scratch, field)
 
     def _finish_column(
-        self, samples: _Samples, column: int, scratch: _Scratch, finish: Finish
+        self, samples: Samples, column: int, scratch: Scratch, field: StoredField
     ) -> None:
-        spec = self._dataset.fields[column]
         memory, ends = scratch.memory.data, scratch.ends.tolist()
         lacking, sizes = samples.lacking(column), samples.reserved[:, column].tolist()
-        for sample, begin in enumerate(samples.offsets(column)):
-            if lacking is not None and lacking[sample]:
+        pairs = zip(samples.offsets(column), field.of_each(samples), strict=True)
+        for sample, (begin, (spec, codec)) in enumerate(pairs):
+            if codec.finish is None or (lacking is not None and lacking[sample]):
                 continue
             stored = memory[ends[sample] : ends[sample + 1]]
             try:
-                finish(spec, stored, samples.slot.memory[begin : begin + sizes[sample]])
+                codec.finish(spec, stored, samples.slot.memory[begin : begin + sizes[sample]])
             except ValueError as error:
                 raise self.corrupt(samples, sample, column, str(error)) from error
 
-    def _check_ids(self, samples: _Samples, column: int) -> None:
+    def _check_ids(self, samples: Samples, column: int) -> None:
         """Check token ids against the vocabulary, adjacent samples of a batch at once."""
-        spec, size = self._dataset.fields[column], int(samples.reserved[0, column])
-        offsets, memory = np.array(samples.offsets(column)), samples.slot.memory
-        runs = [0, *(np.flatnonzero(np.diff(offsets) != size) + 1).tolist(), len(offsets)]
+        spec, memory = self._specs[column], samples.slot.memory
+        offsets, sizes = np.array(samples.offsets(column)), samples.reserved[:, column]
+        ends = offsets + sizes
+        runs = [0, *(np.flatnonzero(offsets[1:] != ends[:-1]) + 1).tolist(), len(offsets)]
         for first, stop in itertools.pairwise(runs):
-            begin, end = int(offsets[first]), int(offsets[stop - 1]) + size
+            begin, end = int(offsets[first]), int(ends[stop - 1])
             unknown = first_unknown_id(spec, memory[begin:end])
             if unknown is not None:
-                row, position = divmod(unknown, size // spec.dtype.itemsize)
-                sample = memory[begin + row * size : begin + (row + 1) * size]
-                reason = unknown_id(spec, sample, position)
-                raise self.corrupt(samples, first + row, column, reason)
+                place = begin + unknown * spec.dtype.itemsize
+                sample = first + int(np.searchsorted(ends[first:stop], place, side="right"))
+                position = (place - int(offsets[sample])) // spec.dtype.itemsize
+                its = memory[int(offsets[sample]) : int(ends[sample])]
+                raise self.corrupt(samples, sample, column, unknown_id(spec, its, position))
 
-    def corrupt(self, samples: _Samples, sample: int, column: int, reason: str) -> CorruptSample:
+    def corrupt(self, samples: Samples, sample: int, column: int, reason: str) -> CorruptSample:
         """The error for one field of one sample."""
-        dataset, spec = self._dataset, self._dataset.fields[column]
+        dataset, spec = self._dataset, self._specs[column]
         sample_id, offset = int(samples.sample_ids[sample]), int(samples.start[sample, column])
         shard = dataset.storage.shards[int(samples.shard[sample])].name
         return CorruptSample(
@@ -291,10 +167,13 @@ class Fetcher:
             },
         )
 
-    def misfit(self, samples: _Samples, sample: int, column: int) -> CorruptSample:
+    def misfit(self, samples: Samples, sample: int, column: int) -> CorruptSample:
         """The error for stored bytes that cannot be a field of this kind."""
-        num_bytes, codec = samples.stored[sample, column], self._dataset.fields[column].codec
-        return self.corrupt(samples, sample, column, f"{num_bytes} bytes are no {codec} here")
+        num_bytes = samples.stored[sample, column]
+        spec, _ = list(self.stored[column].of_each(samples))[sample]
+        return self.corrupt(
+            samples, sample, column, f"its {num_bytes} bytes cannot be read as {spec.codec}"
+        )
 
 
 class _GroupReads:
@@ -305,9 +184,9 @@ class _GroupReads:
     """
 
     def __init__(
-        self, fetcher: Fetcher, fetch: Fetch, slot: Slot, flow: Flow, ahead: Ahead, delays: Delays
+        self, fetcher: Fetcher, fetch: Fetch, slot: Place, flow: Flow, ahead: Ahead, delays: Delays
     ) -> None:
-        self.parts: list[tuple[_Samples, list[_Scratch]]] = []
+        self.parts: list[tuple[Samples, list[Scratch]]] = []
         self.num_bytes = fetch.layout.num_bytes
         self.flow = flow
         self.urgency = fetch.plan.first_step
@@ -318,7 +197,7 @@ class _GroupReads:
         self._ahead = ahead
 
     def __len__(self) -> int:
-        return self._fetch.plan.sample_ids.size
+        return len(self._fetch.ids)
 
     def lease(self) -> AbstractContextManager[None]:
         return self._slot.arena.lease()
@@ -327,19 +206,19 @@ class _GroupReads:
         """Compute the reads of some samples.
 
         The part with the first sample also writes the tensors that are not read from storage, such
-        as `sample_id`.
+        as `sample_id`; packed sequences get theirs at last, in a thread.
         """
         fetch = self._fetch
-        if not which.start:
+        if not which.start and fetch.rows is None:
             names = self._fetcher.indexed_names
             indexed = dict(zip(names, fetch.extents.indexed, strict=True))
             write_own_tensors(fetch.plan, fetch.layout, self._slot.memory, indexed)
-        samples = _Samples.of(fetch, self._slot, which)
+        samples = Samples.of(fetch.ids, fetch.extents, fetch.layout, self._slot, which)
         pieces: list[_Columns] = []
         everyone = np.arange(len(samples.shard))
         scratches = [
             self._add_reads(samples, column, everyone, pieces)
-            for column in range(len(self._fetcher.codecs))
+            for column in range(len(self._fetcher.stored))
         ]
         self.parts.append((samples, scratches))
         start, size, target, sample = _in_order(pieces)
@@ -359,27 +238,27 @@ class _GroupReads:
         )
 
     def _add_reads(
-        self, samples: _Samples, column: int, everyone: _Integers, pieces: list[_Columns]
-    ) -> _Scratch:
+        self, samples: Samples, column: int, everyone: _Integers, pieces: list[_Columns]
+    ) -> Scratch:
         """Append the reads of one field: those into scratch memory, then those into the slot."""
-        codec = self._fetcher.codecs[column]
+        field = self._fetcher.stored[column]
         start, stored = samples.start[:, column], samples.stored[:, column]
-        target, reserved = samples.target[:, column], samples.reserved[:, column]
-        misfits, lacking = codec.misfits(stored, reserved), samples.lacking(column)
+        target = samples.target[:, column]
+        misfits, lacking = field.misfits(samples, column), samples.lacking(column)
         if lacking is not None:
             misfits &= ~lacking
             samples.clear(column, lacking)
         if misfits.any():
             raise self._fetcher.misfit(samples, int(np.argmax(misfits)), column)
-        if codec.scratch_bytes is None:
+        before = field.scratch_bytes(samples, column)
+        if before is None:
             if stored.any():
                 pieces.append((start, stored, target, everyone))
-            return _Scratch(_NO_MEMORY, np.zeros(len(stored) + 1, np.int64))
-        before = codec.scratch_bytes(stored, reserved)
+            return Scratch(_NO_MEMORY, np.zeros(len(stored) + 1, np.int64))
         if lacking is not None:
             before = np.where(lacking, 0, before)
         ends = np.concatenate(([0], np.cumsum(before)))
-        scratch = _Scratch(np.empty(int(ends[-1]), np.uint8), ends)
+        scratch = Scratch(np.empty(int(ends[-1]), np.uint8), ends)
         after = stored - before
         if ends[-1]:
             pieces.append((start, before, ends[:-1] + scratch.memory.ctypes.data, everyone))

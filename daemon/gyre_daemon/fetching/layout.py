@@ -61,7 +61,8 @@ class BatchLayout:
 
     Attributes:
         tensors: in the order of their offsets.
-        destinations: int64 [B, F, 2], first byte and end of each sample's part of each field.
+        destinations: int64 [n, F, 2], first byte and end of each stored field of what is read: of
+            each sample, or of each document of packed sequences.
         gaps: byte ranges between the tensors.
         num_bytes: of the batch.
     """
@@ -94,13 +95,13 @@ class GroupLayout:
 
     @property
     def destinations(self) -> Int64Array:
-        """Int64 [K * B, F, 2]: those of all batches, from the beginning of the memory."""
+        """Int64 [n, F, 2]: those of all batches, from the beginning of the memory."""
         if self.shared:
-            destinations = self.shared.destinations[None]
-        else:
-            destinations = np.stack([each.destinations for each in self.batches])
-        absolute = destinations + self.offsets[:, None, None, None]
-        return absolute.reshape(-1, *destinations.shape[2:])
+            absolute = self.shared.destinations + self.offsets[:, None, None, None]
+            return absolute.reshape(-1, *self.shared.destinations.shape[1:])
+        counts = [len(each.destinations) for each in self.batches]
+        destinations = np.concatenate([each.destinations for each in self.batches])
+        return destinations + np.repeat(self.offsets, counts)[:, None, None]
 
     def part(self, begin: int, end: int) -> "GroupLayout":
         """Some of the batches, where they are."""
@@ -140,11 +141,14 @@ class LayoutMaker:
             _make_layout(sizes[begin : begin + num_samples], self._fields, pads=pads)
             for begin in range(0, num_samples if self._is_fixed else len(sizes), num_samples)
         ]
-        if self._is_fixed:
-            batches *= num_batches
-        ends = np.cumsum([whole_pages(batch.num_bytes) for batch in batches])
-        offsets = np.concatenate(([0], ends[:-1]))
-        return GroupLayout(tuple(batches), offsets, int(offsets[-1]) + batches[-1].num_bytes)
+        return joined(batches * num_batches if self._is_fixed else batches)
+
+
+def joined(batches: Sequence[BatchLayout]) -> GroupLayout:
+    """The layout of a batch group of these batches."""
+    ends = np.cumsum([whole_pages(batch.num_bytes) for batch in batches])
+    offsets = np.concatenate(([0], ends[:-1]))
+    return GroupLayout(tuple(batches), offsets, int(offsets[-1]) + batches[-1].num_bytes)
 
 
 def max_batch_bytes(
@@ -152,18 +156,25 @@ def max_batch_bytes(
     num_samples: int,
     num_corrupt: int = 0,
     fields: Sequence[FieldSpec] | None = None,
+    least_epoch: int | None = None,
 ) -> int:
     """An upper bound of the size of any batch of `num_samples`.
 
     Where samples stand in for `num_corrupt` others, each may occur twice in an epoch. `fields` are
-    those of the index, if they are not renamed and cast.
+    those of the index, if they are not renamed, cast or transformed. The shortest epoch has
+    `least_epoch` samples; by default, all have N.
     """
     fields = index.fields if fields is None else fields
-    num_epochs = num_samples // max(index.num_samples, 1) + 2
+    num_all = max(index.num_samples, 1)
+    num_epochs = num_samples // (least_epoch or num_all) + 2
     num_substitutes = min(num_samples, num_epochs * num_corrupt)
-    ragged = index.max_ragged_bytes(num_samples)
-    if num_substitutes:
-        ragged += index.max_ragged_bytes(num_substitutes)
+    ragged = 0
+    if any(spec.ragged for spec in fields):
+        ragged = index.max_ragged_bytes(num_samples)
+        if num_epochs > num_samples // num_all + 2:  # a sample comes more often than with N
+            ragged = num_epochs * index.max_ragged_bytes(-(-num_samples // num_epochs))
+        if num_substitutes:
+            ragged += index.max_ragged_bytes(num_substitutes)
     fixed = sum(num_samples * spec.element_bytes for spec in fields if not spec.ragged)
     offsets = sum((num_samples + 1) * 8 for spec in fields if spec.ragged)
     own = 9 * num_samples  # sample ids and mask
@@ -203,19 +214,26 @@ def write_own_tensors(
         _write_indexed(layout, memory, indexed)
     shared = layout.shared
     if shared and len(layout.batches) > 1:
-        _write_fixed(plan, shared, layout.offsets, memory)
+        write_ids(plan, shared, layout.offsets, memory)
         return
     for row, (batch, offset) in enumerate(
         zip(layout.batches, layout.offsets.tolist(), strict=True)
     ):
-        _write_fixed(plan[row : row + 1], batch, layout.offsets[row : row + 1], memory)
+        write_ids(plan[row : row + 1], batch, layout.offsets[row : row + 1], memory)
         _write_offsets(batch, memory[offset : offset + batch.num_bytes])
 
 
-def _write_fixed(
+def write_ids(
     plan: GroupPlan, layout: BatchLayout, offsets: Int64Array, memory: memoryview
 ) -> None:
-    """Write ids, masks and gaps, in one assignment for batches at equal distances."""
+    """Write ids, masks and gaps, in one assignment for batches at equal distances.
+
+    Args:
+        plan: the samples.
+        layout: of every batch.
+        offsets: int64 [K], where each begins in the memory.
+        memory: of the batch group.
+    """
     first, num_batches = int(offsets[0]), len(offsets)
     stride = int(offsets[1]) - first if num_batches > 1 else 0
     for begin, end in layout.gaps:
@@ -255,43 +273,58 @@ def _write_offsets(layout: BatchLayout, memory: memoryview) -> None:
             column += 1
 
 
-def _make_layout(sizes: Int64Array, fields: Sequence[FieldSpec], *, pads: bool) -> BatchLayout:
-    num_samples = len(sizes)
-    tensors: list[TensorSpec] = []
-    gaps: list[tuple[int, int]] = []
-    stored = stored_fields(fields)
-    destinations = np.empty((num_samples, len(stored), 2), np.int64)
-    end = 0
+class TensorPlaces:
+    """Places the tensors of a batch one behind the other, first the ids and the mask.
 
-    def align() -> None:
-        nonlocal end
-        before, end = end, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if before < end:
-            gaps.append((before, end))
+    Attributes:
+        end: the byte behind the last tensor.
+    """
 
-    def add(name: str, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> int:
-        nonlocal end
-        align()
-        begin = end
-        tensors.append(TensorSpec(name, dtype, shape, begin))
-        end += tensors[-1].num_bytes
+    def __init__(self, num_samples: int, *, pads: bool) -> None:
+        self.end = 0
+        self._tensors: list[TensorSpec] = []
+        self._gaps: list[tuple[int, int]] = []
+        self.add(SAMPLE_ID, _INT64, (num_samples,))
+        if pads:
+            self.add(MASK, _BOOL, (num_samples,))
+
+    def add(self, name: str, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> int:
+        """Place one more tensor; returns where it begins."""
+        self._align()
+        begin = self.end
+        self._tensors.append(TensorSpec(name, dtype, shape, begin))
+        self.end += self._tensors[-1].num_bytes
         return begin
 
-    add(SAMPLE_ID, _INT64, (num_samples,))
-    if pads:
-        add(MASK, _BOOL, (num_samples,))
+    def finished(self, destinations: Int64Array) -> BatchLayout:
+        """The layout of the batch, where what is read has these destinations."""
+        self._align()
+        return BatchLayout(tuple(self._tensors), destinations, tuple(self._gaps), self.end)
+
+    def _align(self) -> None:
+        before, self.end = self.end, -(-self.end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if before < self.end:
+            self._gaps.append((before, self.end))
+
+
+def _make_layout(sizes: Int64Array, fields: Sequence[FieldSpec], *, pads: bool) -> BatchLayout:
+    num_samples = len(sizes)
+    places = TensorPlaces(num_samples, pads=pads)
+    stored = stored_fields(fields)
+    destinations = np.empty((num_samples, len(stored), 2), np.int64)
     for column, spec in enumerate(stored):
         if spec.ragged:
             ends = sizes[:, column].cumsum()
-            base = add(spec.name, spec.dtype, (int(ends[-1]) // spec.element_bytes, *spec.shape))
-            add(spec.name + OFFSETS_SUFFIX, _INT64, (num_samples + 1,))
+            base = places.add(
+                spec.name, spec.dtype, (int(ends[-1]) // spec.element_bytes, *spec.shape)
+            )
+            places.add(spec.name + OFFSETS_SUFFIX, _INT64, (num_samples + 1,))
         else:
             ends = np.arange(1, num_samples + 1) * spec.element_bytes
-            base = add(spec.name, spec.dtype, (num_samples, *spec.shape))
+            base = places.add(spec.name, spec.dtype, (num_samples, *spec.shape))
         destinations[:, column, 1] = base + ends
         destinations[0, column, 0] = base
         destinations[1:, column, 0] = destinations[:-1, column, 1]
     for spec in indexed_fields(fields):
-        add(spec.name, spec.dtype, (num_samples, *spec.shape))
-    align()
-    return BatchLayout(tuple(tensors), destinations, tuple(gaps), end)
+        places.add(spec.name, spec.dtype, (num_samples, *spec.shape))
+    return places.finished(destinations)

@@ -15,14 +15,20 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import first_error
-from gyre_daemon.fetching.fetch import NOTHING_AHEAD, Ahead, BatchGroup, Fetch, Fetcher
+from gyre_daemon.fetching.batch_group import NOTHING_AHEAD, Ahead, BatchGroup, Fetch
+from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.fetching.transformed import TransformingFetcher
 from gyre_daemon.memory.arena import Slot
 from gyre_daemon.memory.share import Share
-from gyre_daemon.order.planner import NEVER, BatchPlanner, Order
+from gyre_daemon.order.balance import CostRule
+from gyre_daemon.order.next_uses import NEVER
+from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.order.stages import Stage
 from gyre_daemon.order.steps import GroupPlan
 from gyre_daemon.runtime.fair import FairExecutor, Flow
 from gyre_daemon.storage.base import BlockCache
 from gyre_daemon.storage.delays import Delays
+from gyre_daemon.transforms.declared import TransformedDataset
 
 # Batches that are laid out at once, unless a batch group has more. To lay out many costs less for
 # each, but the event loop does nothing else meanwhile.
@@ -61,7 +67,7 @@ class GroupResult:
         return next((range(steps.start, step) for step in steps if step in self.errors), steps)
 
 
-SpecKey = tuple[int, Order, int, int, int]
+SpecKey = tuple[int, str, str, Order, CostRule | None, tuple[Stage, ...], int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class Spec:
         world_size: the number of ranks.
         planner: plans the samples of each step in this order.
         num_wished: the window in batches that was asked for; 0 where the size of a batch decides.
+        balance: what samples cost, if that decides which rank reads which.
     """
 
     dataset: Dataset
@@ -83,11 +90,23 @@ class Spec:
     world_size: int
     planner: BatchPlanner
     num_wished: int
+    balance: CostRule | None = None
 
     @property
     def key(self) -> SpecKey:
         """Two specs with one key give the same batches; a dataset that was opened again differs."""
-        return id(self.dataset), self.order, self.rank, self.world_size, self.num_wished
+        dataset, ranks = self.dataset, (self.rank, self.world_size)
+        data = id(dataset.storage), dataset.fingerprint, dataset.transforms
+        order = self.order, self.balance, self.planner.stages.all
+        return *data, *order, *ranks, self.num_wished
+
+
+def _fetcher_of(spec: Spec, workers: FairExecutor) -> Fetcher | TransformingFetcher:
+    if not isinstance(spec.dataset, TransformedDataset):
+        return Fetcher(spec.dataset, workers)
+    rank, world_size = spec.rank, spec.world_size
+    epochs = partial(spec.planner.epochs, rank=rank, world_size=world_size)
+    return TransformingFetcher(spec.dataset, workers, spec.order.seed, epochs)
 
 
 class Prefetcher:
@@ -105,7 +124,7 @@ class Prefetcher:
         self._flow = flow
         self._workers = workers
         self._num_rewinds = 0
-        self._fetcher = Fetcher(spec.dataset, workers)
+        self._fetcher = _fetcher_of(spec, workers)
         self._fetches: deque[Fetch] = deque()  # laid out, not begun
         self._next_to_begin = first_step
         self._num_prepared = max(1, min(_FIRST_BYTES // share.batch_bytes, _MAX_PREPARED))  # grows

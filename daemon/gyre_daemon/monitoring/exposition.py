@@ -27,7 +27,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from gyre_daemon.monitoring.jobs import JobKey, SessionGauges, SessionTotals
-from gyre_daemon.monitoring.metrics import CacheCounts, RequestCount, RequestLabels
+from gyre_daemon.monitoring.metrics import CacheCounts, RequestCount, RequestLabels, TransformCounts
 from gyre_daemon.runtime.lag import BOUNDS_S, LoopLag
 
 _JOB_LABELS = ["job_name", "user"]  # `job` is Prometheus's own name for what it scrapes
@@ -53,6 +53,7 @@ class Census:
         loop_lag: of the event loop.
         memory_abandoned_bytes: arenas that are closed and that some process still has.
         num_substitutes_sent: samples in place of corrupt ones, in those batches.
+        transforms: what was done to samples.
     """
 
     version: str
@@ -69,6 +70,7 @@ class Census:
     loop_lag: LoopLag = field(default_factory=LoopLag)
     memory_abandoned_bytes: int = 0
     num_substitutes_sent: int = 0
+    transforms: TransformCounts = field(default_factory=TransformCounts)
 
     @property
     def num_sessions(self) -> int:
@@ -102,6 +104,13 @@ _DAEMON_COUNTERS: _Table = (
     ("gyre_cache_fetched_bytes", "cache.num_bytes_fetched", "Bytes of the blocks taken."),
     ("gyre_cache_blocks_evicted", "cache.num_evicted", "Blocks dropped to make room."),
     ("gyre_cache_blocks_corrupt", "cache.num_corrupt", "Damaged blocks found on disk."),
+    ("gyre_samples_transformed", "transforms.num_samples", "Samples that were transformed."),
+    ("gyre_transform_cpu_seconds", "transforms.cpu_s", "Processor time of transforms."),
+    (
+        "gyre_transform_workers_replaced",
+        "transforms.num_replaced",
+        "Processes that died or hung while they transformed samples.",
+    ),
 )
 _JOB_COUNTERS: _Table = (  # of `SessionTotals`
     ("gyre_job_batches_sent", "num_batches", "Batches sent to the trainers of a job."),

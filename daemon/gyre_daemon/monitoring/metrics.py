@@ -67,6 +67,21 @@ class CacheCounts:
 
 
 @dataclass(slots=True)
+class TransformCounts:
+    """What worker processes did to samples.
+
+    Attributes:
+        num_samples: samples that were transformed.
+        cpu_s: processor time of that.
+        num_replaced: processes that died or hung, and were replaced.
+    """
+
+    num_samples: int = 0
+    cpu_s: float = 0.0
+    num_replaced: int = 0
+
+
+@dataclass(slots=True)
 class Metrics:
     """The counters of one daemon since its start; they belong to the event loop."""
 
@@ -76,6 +91,7 @@ class Metrics:
     num_substitutes_sent: int = 0
     jobs: Jobs = field(default_factory=Jobs)
     cache: CacheCounts = field(default_factory=CacheCounts)
+    transforms: TransformCounts = field(default_factory=TransformCounts)
 
     def requests(self, labels: RequestLabels) -> RequestCount:
         """The count of one kind and outcome, for the caller to add to."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.order.permutation import Int64Array
 
 # Sessions and caches ask for a few block sizes again and again. A table takes up to 16 bytes per
@@ -62,6 +63,21 @@ class BlockTable:
         last = self.first_block[1:] - 1
         irregular: Int64Array = last[self.sizes(last) != self.regular_size]
         return irregular
+
+    def of_first(self, num_samples: int) -> "BlockTable":
+        """The blocks of the first samples, with the same numbers.
+
+        Raises:
+            InvalidRequest: no shard ends there.
+        """
+        if num_samples == self.num_samples:
+            return self
+        run = int(np.searchsorted(self.first, num_samples))
+        if self.first[run] != num_samples:
+            raise InvalidRequest(
+                f"no shard of the dataset ends with its first {num_samples} samples"
+            )
+        return BlockTable(self.regular_size, self.first_block[: run + 1], self.first[: run + 1])
 
 
 class BlockTables:
@@ -126,6 +142,17 @@ def blocks_of_unequal_samples(
     is_first[shard_first] = True
     first = np.append(np.flatnonzero(is_first), len(shard)).astype(np.int64)
     return BlockTable(max(1, len(shard) // (len(first) - 1)), np.arange(len(first)), first)
+
+
+def blocks_that_begin_at(first: Int64Array) -> BlockTable:
+    """Blocks of any size.
+
+    Args:
+        first: int64 [B + 1], the first sample of each, and the number of all samples.
+    """
+    sizes, counts = np.unique(np.diff(first), return_counts=True)
+    regular = int(sizes[counts.argmax()]) if len(sizes) else 1
+    return BlockTable(regular, np.arange(len(first)), first)
 
 
 def _cumulated(counts: Int64Array) -> Int64Array:

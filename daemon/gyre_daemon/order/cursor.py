@@ -1,6 +1,9 @@
 """The cursor: where a job stands in its stream.
 
 It is tiny, versioned, equal on every rank and opaque to clients. One that does not fit is refused.
+
+Of a dataset that may grow, it also has the stages of the job and the shards that the last of them
+needs, in a format version of its own. All others are as they were before datasets could grow.
 """
 
 import json
@@ -12,11 +15,12 @@ from dataclasses import asdict, dataclass, fields
 from gyre_daemon.errors import CursorRejected
 from gyre_daemon.order.permutation import ALGORITHM_VERSION
 from gyre_daemon.order.planner import MAX_START_POSITION, Order
+from gyre_daemon.order.stages import Stage, is_growth
 
 _MAGIC = b"GYRE"
 _HEAD = struct.Struct("<4sI")  # the magic number, and the CRC-32 of the rest
 NUM_BEFORE = _HEAD.size
-_FORMAT_VERSION = 1
+_FORMAT_VERSION, _GROWING_VERSION = 1, 2
 _MAX_BYTES = 4096  # a cursor has about 200; more is not even parsed
 _MAX_POSITION = 1 << 63
 
@@ -26,18 +30,24 @@ class Cursor:
     """Everything that decides which sample comes next.
 
     Attributes:
-        fingerprint: of the dataset.
+        fingerprint: of the dataset; of one that may grow, of its first `num_shards`.
         order: how the job goes through the dataset.
         position: the first one that has not been consumed; a multiple of G.
         num_substitutes: samples replaced so far.
+        transforms: tells what is done to the samples from anything else; empty for nothing.
         algorithm: the version of the permutation.
+        stages: of the job; empty where the dataset does not grow.
+        num_shards: that the job reads in its last stage; 0 where the dataset does not grow.
     """
 
     fingerprint: str
     order: Order
     position: int
     num_substitutes: int = 0
+    transforms: str = ""
     algorithm: int = ALGORITHM_VERSION
+    stages: tuple[Stage, ...] = ()
+    num_shards: int = 0
 
     def encode(self) -> bytes:
         """Magic number, CRC-32 of the rest, and format version and all fields as JSON."""
@@ -45,9 +55,18 @@ class Cursor:
 
     def encoder(self) -> "CursorEncoder":
         """Encodes this cursor at any position; everything else is encoded once."""
-        values = {**asdict(self), "order": _without_defaults(self.order)}
-        del values["position"], values["num_substitutes"]
-        text = json.dumps([_FORMAT_VERSION, values], separators=(",", ":"), sort_keys=True)
+        values = {
+            "fingerprint": self.fingerprint,
+            "order": _without_defaults(self.order),
+            "algorithm": self.algorithm,
+        }
+        if self.transforms:  # cursors of data that is served as stored stay what they are
+            values["transforms"] = self.transforms
+        if self.stages:
+            stages = [(stage.first_epoch, stage.num_samples) for stage in self.stages]
+            values |= {"num_shards": self.num_shards, "stages": stages}
+        version = _GROWING_VERSION if self.stages else _FORMAT_VERSION
+        text = json.dumps([version, values], separators=(",", ":"), sort_keys=True)
         before = text.removesuffix("}]").encode()
         return CursorEncoder(before, zlib.crc32(before))
 
@@ -92,15 +111,18 @@ def decode_cursor(data: bytes) -> Cursor:
         version, values = json.loads(body)
     except (ValueError, TypeError, RecursionError) as error:
         raise _rejected("the cursor cannot be read") from error
-    if version != _FORMAT_VERSION:
+    if version not in (_FORMAT_VERSION, _GROWING_VERSION):
         raise CursorRejected(
-            f"the cursor has format version {version}, but this daemon reads version "
-            f"{_FORMAT_VERSION}; upgrade the daemon"
+            f"the cursor has format version {version}, but this daemon reads versions "
+            f"{_FORMAT_VERSION} and {_GROWING_VERSION}; upgrade the daemon"
         )
     try:
-        cursor = Cursor(**{**values, "order": Order(**values["order"])})
-    except (TypeError, KeyError) as error:
+        stages = tuple(Stage(*each) for each in values.get("stages", ()))
+        cursor = Cursor(**{**values, "order": Order(**values["order"]), "stages": stages})
+    except (TypeError, KeyError, AttributeError) as error:
         raise _rejected("the cursor lacks what its version promises") from error
+    if bool(stages) != (version == _GROWING_VERSION) or not _are_possible(cursor):
+        raise _rejected("the cursor lacks what its version promises")
     if not _is_possible(cursor):
         raise _rejected("the cursor's position is no beginning of a global batch")
     return cursor
@@ -160,6 +182,25 @@ def check_cursor(
             )
 
 
+def check_transforms(cursor: Cursor, transforms: str) -> None:
+    """Check that samples are transformed as they were; the order is the same either way.
+
+    Args:
+        cursor: of a client.
+        transforms: tells what is done to samples now from anything else.
+
+    Raises:
+        CursorRejected: something else is done to them.
+    """
+    if cursor.transforms != transforms:
+        raise CursorRejected(
+            "the cursor belongs to samples that were transformed otherwise (their transforms are "
+            f"{cursor.transforms or 'none'} there and {transforms or 'none'} here); restore the "
+            "transforms, or go on with the others: load_state_dict(state, changed_transforms=True)",
+            {"differs": "the transforms"},
+        )
+
+
 def joined_at(data: bytes) -> int:
     """The start position of a cursor's job, which it keeps when it resumes.
 
@@ -181,6 +222,8 @@ def _without_defaults(order: Order) -> dict[str, object]:
 def _is_possible(cursor: Cursor) -> bool:
     """Whether a job can have come there; the checksum proves only that the bytes are whole."""
     order, position, num_substitutes = cursor.order, cursor.position, cursor.num_substitutes
+    if type(cursor.transforms) is not str:
+        return False
     size, start = order.global_batch_size, order.start_position
     of_order = (order.seed, size, order.io_block_bytes, order.window_blocks, start)
     if not all(
@@ -190,3 +233,14 @@ def _is_possible(cursor: Cursor) -> bool:
     if not 0 <= start <= MAX_START_POSITION:
         return False
     return size > 0 and 0 <= num_substitutes <= position < _MAX_POSITION and position % size == 0
+
+
+def _are_possible(cursor: Cursor) -> bool:
+    """Whether a job can have these stages."""
+    stages, num_shards = cursor.stages, cursor.num_shards
+    if not stages:
+        return num_shards == 0
+    numbers = [number for each in stages for number in (each.first_epoch, each.num_samples)]
+    if not all(type(number) is int for number in (num_shards, *numbers)):
+        return False
+    return num_shards > 0 and is_growth(stages)

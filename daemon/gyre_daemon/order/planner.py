@@ -7,13 +7,14 @@ rounded up with `pad`. The sample there is `Permutation(key(seed, e), N)` of q i
 samples and are masked. Global step `s` owns the positions `[sG, (s+1)G)`; rank `r` of W owns the
 r-th of W equal parts.
 
+Where a dataset grows, L and N are those of the epoch: see `stages`.
+
 A job that joins a running one begins at a position `(E, q0)` of that one, and each of its epochs
 goes round from there: its epoch e is the running job's epoch E + e from place q0 to the end, and
 then from the beginning to q0.
 """
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,27 +22,24 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.balance import Balance
 from gyre_daemon.order.block_order import BlockOrder
 from gyre_daemon.order.blocks import BlockTable
 from gyre_daemon.order.epochs import EpochOrder, EpochOrders, Sequential
-from gyre_daemon.order.permutation import MAX_SAMPLES, Int64Array, Permutation, epoch_key
+from gyre_daemon.order.next_uses import NextUses
+from gyre_daemon.order.permutation import Int64Array, Permutation, epoch_key
+from gyre_daemon.order.stages import Stage, Stages, epoch_length
 from gyre_daemon.order.steps import BatchPlan, GroupPlan
 from gyre_daemon.order.substitutes import NO_SAMPLES, Substitutes
 
 OrderMode = Literal["full", "block", "sequential"]
 Tail = Literal["wrap", "drop", "pad"]
 
-NEVER = (1 << 63) - 1  # a position that no job reaches
 MAX_START_POSITION = 1 << 62
 
-# A batch that spans many epochs takes up to half a millisecond for each, in a thread.
-_MAX_EPOCHS_PER_BATCH = 4096
 # What one more epoch costs in a plan, as so many positions: its order must be made. In the order
 # `block` this is 0.5 ms, and a position takes some 50 ns.
 _EPOCH_IN_POSITIONS = 10_000
-# Epochs in which a next use is looked for. `drop` may leave a sample out of several epochs in a
-# row; one that is not read in any of these may as well be evicted.
-_MAX_EPOCHS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,15 @@ class Order:
     start_position: int = 0
 
 
-_Span = tuple[Int64Array, Int64Array]  # places [first, end)
-
-
 class BatchPlanner:
-    """Plans the batches of one order over one dataset."""
+    """Plans the batches of one order over one dataset.
+
+    Attributes:
+        order: how the job goes through the dataset.
+        stages: the job's.
+        num_samples: N of the dataset; a stage may have less.
+        epoch_length: in positions, of the first epoch; no other is shorter.
+    """
 
     def __init__(
         self,
@@ -81,6 +83,8 @@ class BatchPlanner:
         num_samples: int,
         blocks: BlockTable | None = None,
         corrupt: Int64Array = NO_SAMPLES,
+        stages: Sequence[Stage] = (),
+        balance: Balance | None = None,
     ) -> None:
         """Check that the order fits the dataset.
 
@@ -89,82 +93,119 @@ class BatchPlanner:
             num_samples: N.
             blocks: the dataset's blocks; only for the order `block`, which needs them.
             corrupt: int64 [C], ids of the samples that others replace, in rising order.
+            stages: the job's, none with more than N samples; empty where all epochs have N.
+            balance: shares out each global batch; None for the parts in the order of positions.
 
         Raises:
             InvalidRequest: the dataset is empty, G is not positive or thousands of times the
-                dataset, or `drop` would leave no step.
+                dataset, `drop` would leave no step, or the stages do not fit the dataset.
         """
-        if not 1 <= num_samples <= MAX_SAMPLES:
+        stages = stages or (Stage(0, num_samples),)
+        self.stages = stages_of(order, stages)
+        if stages[-1].num_samples > num_samples:
             raise InvalidRequest(
-                f"a dataset must have 1 to 2**62 samples to be read, but has {num_samples}"
-            )
-        if not 1 <= order.global_batch_size <= 1 << 32:
-            raise InvalidRequest(
-                f"the global batch size must be 1 to 2**32, but is {order.global_batch_size}"
-            )
-        if order.tail != "drop" and order.global_batch_size > _MAX_EPOCHS_PER_BATCH * num_samples:
-            raise InvalidRequest(
-                f"a global batch of {order.global_batch_size} goes through the {num_samples} "
-                f"samples of the dataset more than {_MAX_EPOCHS_PER_BATCH} times; lower the batch "
-                "size"
+                f"the job has {stages[-1].num_samples} samples and its dataset {num_samples}"
             )
         self.order = order
         self.num_samples = num_samples
-        self.epoch_length = _epoch_length(order, num_samples)
-        if self.epoch_length == 0:
-            raise InvalidRequest(
-                f"an epoch of {num_samples} samples has no whole batch of "
-                f"{order.global_batch_size}; with tail `drop` the global batch size must not "
-                "exceed the dataset"
-            )
+        self.epoch_length = self.stages.length(0)
         self._blocks = blocks
-        self._substitutes = (
-            Substitutes(corrupt, num_samples, order.seed, self._places_of) if len(corrupt) else None
-        )
+        self._balance = balance
+        self._tables = [blocks and blocks.of_first(stage.num_samples) for stage in stages]
+        self._substitutes = [self._substitutes_of(corrupt, stage.num_samples) for stage in stages]
         self._start_epoch, self._start_place = divmod(order.start_position, self.epoch_length)
-        self._epochs = EpochOrders(lambda epoch: self._make_epoch_order(self._start_epoch + epoch))
+        self._epochs = EpochOrders(self._make_epoch_order)
+        self._uses = NextUses(self.stages, self._epochs, self._start_place)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> BatchPlan:
         """What a rank reads in a step; see `check_ranks` for its number."""
         return self.batches(step, 1, rank, world_size)[0]
 
     def batches(self, first_step: int, num_steps: int, rank: int, world_size: int) -> GroupPlan:
-        """What a rank reads in `num_steps` successive steps, with one call of the permutation."""
-        global_size = self.order.global_batch_size
-        size = global_size // world_size
-        first_epoch, first_place = divmod(first_step * global_size + rank * size, self.epoch_length)
-        # relative to the first epoch, so that no product overflows
-        ahead = np.arange(num_steps)[:, None] * global_size + np.arange(size if num_steps else 0)
-        places, bounds = self._by_epoch(first_place + ahead.reshape(-1))
-        mask = places < self.num_samples if self.order.tail == "pad" else None
-        if mask is not None:
-            places %= self.num_samples
-        sample_ids = np.empty(len(places), np.int64)
-        is_substitute = np.zeros(len(places), np.bool_) if self._substitutes else None
-        for epoch, (begin, end) in enumerate(itertools.pairwise(bounds), first_epoch):
-            if begin < end:
-                sample_ids[begin:end] = self._epochs.of(epoch)(places[begin:end])
-                if is_substitute is not None:
-                    self._replace(epoch, sample_ids[begin:end], is_substitute[begin:end])
+        """What a rank reads in `num_steps` successive steps, with one permutation an epoch."""
+        if self._balance and world_size > 1 and num_steps:
+            whole = self.batches(first_step, num_steps, 0, 1)
+            return self._balance.part(whole, rank, world_size)
+        position, shaped = self._positions(first_step, num_steps, rank, world_size)
+        shape, ahead = shaped.shape, shaped.reshape(-1)
+        sample_ids = np.empty(len(ahead), np.int64)
+        mask = np.empty(len(ahead), np.bool_) if self.order.tail == "pad" else None
+        is_substitute = np.zeros(len(ahead), np.bool_) if any(self._substitutes) else None
+        for epoch, part, places in self._by_epoch(position, ahead):
+            if mask is not None:
+                num_samples = self.stages.num_samples(epoch)
+                mask[part] = places < num_samples
+                np.remainder(places, num_samples, out=places)
+            sample_ids[part] = self._epochs.of(epoch)(places)
+            if is_substitute is not None:
+                self._replace(epoch, sample_ids[part], is_substitute[part])
         return GroupPlan(
             first_step,
-            sample_ids.reshape(num_steps, size),
-            None if mask is None else mask.reshape(num_steps, size),
-            global_size,
-            self.epoch_length,
-            None if is_substitute is None else is_substitute.reshape(num_steps, size),
+            sample_ids.reshape(shape),
+            None if mask is None else mask.reshape(shape),
+            self.stages.epochs(first_step * self.order.global_batch_size, shaped[:, 0]),
+            None if is_substitute is None else is_substitute.reshape(shape),
         )
+
+    def _positions(
+        self, first_step: int, num_steps: int, rank: int, world_size: int
+    ) -> tuple[int, Int64Array]:
+        """The first position of a rank's parts of steps, and int64 [num_steps, B] all behind it."""
+        global_size = self.order.global_batch_size
+        size = global_size // world_size
+        # relative to the first position, so that no product overflows
+        ahead = np.arange(num_steps)[:, None] * global_size + np.arange(size)
+        return first_step * global_size + rank * size, ahead
+
+    def _by_epoch(
+        self, position: int, ahead: Int64Array
+    ) -> Iterator[tuple[int, slice, Int64Array]]:
+        """Split the positions `position + ahead`, which ascend, into epochs.
+
+        Yields:
+            An epoch, which of the positions lie there, and their places in the running job's epoch.
+        """
+        epoch, place = self.stages.at(position)
+        begin = 0
+        while begin < len(ahead):
+            length = self.stages.length(epoch)
+            end = int(np.searchsorted(ahead, length - place))
+            if begin < end:
+                places = ahead[begin:end] + place
+                if self._start_place:
+                    places = (places + self._start_place) % length
+                yield epoch, slice(begin, end), places
+            begin, place, epoch = end, place - length, epoch + 1
+
+    def _substitutes_of(self, corrupt: Int64Array, num_samples: int) -> Substitutes | None:
+        """The substitutes of a stage with so many samples; None if it needs none."""
+        corrupt = corrupt[: np.searchsorted(corrupt, num_samples)]
+        if not len(corrupt):
+            return None
+        if 2 * len(corrupt) > num_samples:
+            raise InvalidRequest(
+                f"{len(corrupt)} of the first {num_samples} samples are corrupt: more than half"
+            )
+        return Substitutes(corrupt, num_samples, self.order.seed, self._places_of)
+
+    def epochs(self, first_step: int, num_steps: int, rank: int, world_size: int) -> Int64Array:
+        """The running job's epoch of each sample of `batches`, int64 [num_steps, B]."""
+        if self._balance and world_size > 1 and num_steps:
+            ids = self.batches(first_step, num_steps, 0, 1).sample_ids
+            which = self._balance.arrangement(ids, rank, world_size)
+            return np.take_along_axis(self.epochs(first_step, num_steps, 0, 1), which, axis=1)
+        position, ahead = self._positions(first_step, num_steps, rank, world_size)
+        epochs = self.stages.epochs(position, ahead.reshape(-1))
+        return self._start_epoch + epochs.reshape(ahead.shape)
 
     def _replace(
         self, epoch: int, sample_ids: Int64Array, is_substitute: npt.NDArray[np.bool_]
     ) -> None:
         """Put substitutes in the places of corrupt samples of one epoch."""
-        assert self._substitutes
-        which = self._substitutes.where(sample_ids)
-        if len(which):
+        substitutes = self._substitutes[self.stages.number(epoch)]
+        if substitutes and len(which := substitutes.where(sample_ids)):
             is_substitute[which] = True
-            running = self._start_epoch + epoch
-            sample_ids[which] = self._substitutes.of(sample_ids[which], running)
+            sample_ids[which] = substitutes.of(sample_ids[which], self._start_epoch + epoch)
 
     def num_substitutes(self, position: int) -> int:
         """How many corrupt samples the job replaced at positions before this one.
@@ -172,40 +213,32 @@ class BatchPlanner:
         It follows from the position alone, so that all ranks say the same: see
         `Substitutes.num_before`. Padding does not count.
         """
-        if self._substitutes is None:
+        if not any(self._substitutes):
             return 0
-        return self._substitutes.num_before(*divmod(position, self.epoch_length), self.epoch_length)
+        epoch, place = self.stages.at(position)
+        count = 0
+        for number, num_epochs, length in self.stages.before(epoch):
+            if substitutes := self._substitutes[number]:
+                count += num_epochs * substitutes.num_in_epoch(length)
+        last = self._substitutes[self.stages.number(epoch)]
+        return count + (last.num_before(epoch, place) if last else 0)
 
     def _places_of(self, epoch: int, sample_ids: Int64Array) -> Int64Array:
         """Where in an epoch of this job samples are read, without those that the tail drops."""
+        length = self.stages.length(epoch)
         places = self._epochs.of(epoch).inverse(sample_ids)
-        return (places[places < self.epoch_length] - self._start_place) % self.epoch_length
+        return (places[places < length] - self._start_place) % length
 
     def cost_of(self, num_steps: int, world_size: int) -> int:
         """What it takes to plan a rank's parts of `num_steps`, as a number of positions."""
         size = self.order.global_batch_size
-        num_positions = num_steps * (size // world_size)
+        num_positions = num_steps * (size if self._balance else size // world_size)
         num_epochs = min(num_steps * size // self.epoch_length, num_positions)
         return num_positions + num_epochs * _EPOCH_IN_POSITIONS
 
-    def _by_epoch(self, places: Int64Array) -> tuple[Int64Array, list[int]]:
-        """Split ascending places, counted from an epoch's beginning, into epochs.
-
-        Returns:
-            The places in their epochs, as those of the running job, and the bounds of each epoch.
-        """
-        num_epochs = int(places[-1]) // self.epoch_length + 1 if len(places) else 0
-        bounds = [0, len(places)]
-        if num_epochs > 1:
-            epochs, places = np.divmod(places, self.epoch_length)
-            bounds = np.searchsorted(epochs, np.arange(num_epochs + 1)).tolist()
-        if self._start_place:
-            places = (places + self._start_place) % self.epoch_length
-        return places, bounds
-
     def num_steps(self, num_epochs: int) -> int:
         """How many steps begin in `num_epochs`; with `wrap` the last may end in the next epoch."""
-        return -(-num_epochs * self.epoch_length // self.order.global_batch_size)
+        return -(-self.stages.begin(num_epochs) // self.order.global_batch_size)
 
     def sample_ids_at(self, places: Int64Array) -> Int64Array:
         """The samples at places `[0, N)` of the first epoch, regardless of tail and start."""
@@ -214,28 +247,32 @@ class BatchPlanner:
     def running_position(self, step: int) -> int:
         """Where a step begins, as a position of a job that started at 0.
 
-        A job that joins there reads the same samples.
+        A job that joins there reads the same samples. There is one stage.
         """
-        epoch, place = divmod(step * self.order.global_batch_size, self.epoch_length)
-        place = (place + self._start_place) % self.epoch_length
-        return (self._start_epoch + epoch) * self.epoch_length + place
+        epoch, place = self._running_place(step)
+        return epoch * self.epoch_length + place
 
-    def first_place(self, step: int, rank: int, world_size: int) -> int:
-        """The place in the running job's epoch at which a rank's part of a step begins."""
+    def first_place(self, step: int, rank: int, world_size: int) -> tuple[int, int]:
+        """The place in the running job's epoch at which a rank's part of a step begins.
+
+        With it comes N of that epoch.
+        """
         part = rank * (self.order.global_batch_size // world_size)
-        return (self.running_position(step) % self.epoch_length + part) % self.epoch_length
+        epoch = self.stages.at(step * self.order.global_batch_size)[0]
+        place = self._running_place(step)[1] + part
+        return place % self.stages.length(epoch), self.stages.num_samples(epoch)
+
+    def _running_place(self, step: int) -> tuple[int, int]:
+        """The running job's epoch in which a step begins, and its place there."""
+        epoch, place = self.stages.at(step * self.order.global_batch_size)
+        return self._start_epoch + epoch, (place + self._start_place) % self.stages.length(epoch)
 
     def next_use(self, sample_ids: Int64Array, position: int) -> Int64Array:
         """The first position at or after `position` at which each sample is read.
 
         NEVER if it is not read within some epochs.
         """
-
-        def span(epoch: EpochOrder, which: Int64Array) -> _Span:
-            places = epoch.inverse(sample_ids[which])
-            return places, places + 1
-
-        return self._next_in_span(len(sample_ids), position, span)
+        return self._uses.of_samples(sample_ids, position)
 
     def next_use_of_blocks(
         self, table: BlockTable, blocks: Int64Array, position: int
@@ -247,19 +284,14 @@ class BatchPlanner:
         """
         if not len(blocks):
             return np.empty(0, np.int64)
-        if table is self._blocks:
-
-            def span(epoch: EpochOrder, which: Int64Array) -> _Span:
-                assert isinstance(epoch, BlockOrder)
-                return epoch.span(blocks[which])
-
-            found = self._next_in_span(len(blocks), position, span)
-            in_window = found == position
-            return np.where(in_window, self._next_in_window(table, blocks, position), found)
-        sizes = table.sizes(blocks)
-        begins = np.cumsum(sizes) - sizes
-        ids = np.arange(sizes.sum()) + np.repeat(table.first_sample(blocks) - begins, sizes)
-        return np.minimum.reduceat(self.next_use(ids, position), begins)
+        if table is not self._blocks:
+            sizes = table.sizes(blocks)
+            begins = np.cumsum(sizes) - sizes
+            ids = np.arange(sizes.sum()) + np.repeat(table.first_sample(blocks) - begins, sizes)
+            return np.minimum.reduceat(self.next_use(ids, position), begins)
+        found = self._uses.of_blocks(table, blocks, position)
+        in_window = found == position
+        return np.where(in_window, self._next_in_window(table, blocks, position), found)
 
     def _next_in_window(self, table: BlockTable, blocks: Int64Array, position: int) -> Int64Array:
         """The next use of blocks in the window: a run has one sample of each; look at two runs."""
@@ -272,54 +304,15 @@ class BatchPlanner:
         at = np.minimum(np.searchsorted(found, blocks), len(found) - 1)
         return position + np.where(found[at] == blocks, ahead[at], len(upcoming))
 
-    def _next_in_span(
-        self, count: int, position: int, span: Callable[[EpochOrder, Int64Array], _Span]
-    ) -> Int64Array:
-        """The first position at or after `position` in the span of each of `count` items.
-
-        Args:
-            count: how many items there are.
-            position: where to begin.
-            span: takes an epoch's order and numbers of items, and returns their spans of places.
-        """
-        found = np.full(count, NEVER)
-        first_epoch = position // self.epoch_length
-        for epoch in range(first_epoch, first_epoch + _MAX_EPOCHS_AHEAD):
-            left = np.flatnonzero(found == NEVER)
-            if not left.size:
-                break
-            spans = span(self._epochs.of(epoch), left)
-            found[left] = self._first_in_epoch(spans, epoch, position - epoch * self.epoch_length)
-        return found
-
-    def _first_in_epoch(self, span: _Span, epoch: int, after: int) -> Int64Array:
-        """The first position of an epoch in each span of places, or NEVER.
-
-        Args:
-            span: places of the running job's epoch.
-            epoch: of this job.
-            after: the least place of this job's epoch.
-        """
-        first = np.full(len(span[0]), NEVER)
-        length, start = self.epoch_length, self._start_place
-        for padding in range(0, length, self.num_samples):  # padding reads samples again
-            for begin, end, moved in ((start, length, -start), (0, start, length - start)):
-                low = np.maximum(np.maximum(span[0] + padding, begin) + moved, after)
-                high = np.minimum(span[1] + padding, end) + moved
-                usable = low < high
-                first[usable] = np.minimum(first[usable], epoch * length + low[usable])
-            if not start and (first != NEVER).all():  # what follows lies behind
-                break
-        return first
-
     def _make_epoch_order(self, epoch: int) -> EpochOrder:
-        order = self.order
+        order, running = self.order, self._start_epoch + epoch
         if order.mode == "sequential":
             return Sequential()
         if order.mode == "full":
-            return Permutation(epoch_key(order.seed, epoch), self.num_samples)
-        assert self._blocks is not None
-        return BlockOrder(order.seed, epoch, self._blocks, order.window_blocks)
+            return Permutation(epoch_key(order.seed, running), self.stages.num_samples(epoch))
+        table = self._tables[self.stages.number(epoch)]
+        assert table is not None
+        return BlockOrder(order.seed, running, table, order.window_blocks)
 
 
 class BlockIndex(Protocol):
@@ -333,7 +326,13 @@ class BlockIndex(Protocol):
         """The samples cut into blocks of about `io_block_bytes`, each within one shard."""
 
 
-def planner_for(order: Order, index: BlockIndex, corrupt: Int64Array = NO_SAMPLES) -> BatchPlanner:
+def planner_for(
+    order: Order,
+    index: BlockIndex,
+    corrupt: Int64Array = NO_SAMPLES,
+    stages: Sequence[Stage] = (),
+    balance: Balance | None = None,
+) -> BatchPlanner:
     """The planner of an order over a dataset, whose corrupt samples are replaced by others.
 
     With the order `block`, it may look at every sample to make the table of blocks.
@@ -343,7 +342,7 @@ def planner_for(order: Order, index: BlockIndex, corrupt: Int64Array = NO_SAMPLE
     """
     has_blocks = order.mode == "block" and index.num_samples > 0
     blocks = index.blocks(order.io_block_bytes) if has_blocks else None
-    return BatchPlanner(order, index.num_samples, blocks, corrupt)
+    return BatchPlanner(order, index.num_samples, blocks, corrupt, stages, balance)
 
 
 def check_ranks(order: Order, rank: int, world_size: int) -> None:
@@ -361,12 +360,11 @@ def check_ranks(order: Order, rank: int, world_size: int) -> None:
         )
 
 
-def _epoch_length(order: Order, num_samples: int) -> int:
+def stages_of(order: Order, stages: Sequence[Stage]) -> Stages:
+    """Where the stages of a job begin; see `Stages` for what they must be.
+
+    Raises:
+        InvalidRequest: the order does not fit one of them; see `BatchPlanner`.
+    """
     size = order.global_batch_size
-    match order.tail:
-        case "wrap":
-            return num_samples
-        case "drop":
-            return num_samples // size * size
-        case "pad":
-            return -(-num_samples // size) * size
+    return Stages(stages, [epoch_length(order.tail, size, each.num_samples) for each in stages])

@@ -87,31 +87,30 @@ def expected_quality(planner: BatchPlanner) -> ShuffleQuality:
 class ShuffleMeter:
     """Measures the quality of what a stream really reads, from some of its last batches."""
 
-    def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
+    def __init__(self) -> None:
         self._last: list[ShuffleQuality] = []
         self._num_seen = 0
 
-    def add(self, plan: GroupPlan, first_place: Callable[[int], int]) -> None:
+    def add(self, plan: GroupPlan, first_place: Callable[[int], tuple[int, int]]) -> None:
         """Note batches that were read.
 
         Args:
             plan: of one rank's parts of them.
-            first_place: takes a step and returns where in its epoch the rank's part begins; see
-                `BatchPlanner.first_place`.
+            first_place: takes a step and returns where in its epoch the rank's part begins, and N
+                of that epoch; see `BatchPlanner.first_place`.
         """
         every = 1 if self._num_seen < _METER_ALL else 16 if self._num_seen < _METER_MANY else 256
         seen, self._num_seen = self._num_seen, self._num_seen + len(plan)
         for row in range(-(seen + 1) % every, len(plan), every):
-            self._measure(plan.sample_ids[row], first_place(plan.first_step + row))
+            self._measure(plan.sample_ids[row], *first_place(plan.first_step + row))
 
-    def _measure(self, sample_ids: Int64Array, first_place: int) -> None:
+    def _measure(self, sample_ids: Int64Array, first_place: int, num_samples: int) -> None:
         num_taken = min(len(sample_ids), _MAX_BATCH_SAMPLES)
-        if num_taken < 2 or self._num_samples < 2:
+        if num_taken < 2 or num_samples < 2:
             return
         taken = np.linspace(0, len(sample_ids) - 1, num_taken).astype(np.int64)
-        places = (first_place + taken) % self._num_samples
-        quality = batch_quality(sample_ids[taken], places, self._num_samples)
+        places = (first_place + taken) % num_samples
+        quality = batch_quality(sample_ids[taken], places, num_samples)
         self._last = [*self._last[1 - _NUM_METERED_BATCHES :], quality]
 
     @property

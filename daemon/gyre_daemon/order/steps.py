@@ -37,16 +37,14 @@ class GroupPlan(Sequence[BatchPlan]):
         first_step: the first global step.
         sample_ids: int64 [K, B].
         mask: bool [K, B]; see `BatchPlan`.
-        global_batch_size: G.
-        epoch_length: in positions.
+        epochs: int64 [K], in which each step begins.
         is_substitute: bool [K, B], which samples stand in for corrupt ones; None if none is.
     """
 
     first_step: int
     sample_ids: Int64Array
     mask: npt.NDArray[np.bool_] | None
-    global_batch_size: int
-    epoch_length: int
+    epochs: Int64Array
     is_substitute: npt.NDArray[np.bool_] | None = None
 
     @property
@@ -65,22 +63,34 @@ class GroupPlan(Sequence[BatchPlan]):
 
     def __getitem__(self, index: int | slice) -> "BatchPlan | GroupPlan":
         sample_ids, mask = self.sample_ids[index], None if self.mask is None else self.mask[index]
-        size, length = self.global_batch_size, self.epoch_length
         if isinstance(index, slice):
             first_step = self.first_step + index.indices(len(self))[0]
             replaced = None if self.is_substitute is None else self.is_substitute[index]
-            return GroupPlan(first_step, sample_ids, mask, size, length, replaced)
+            return GroupPlan(first_step, sample_ids, mask, self.epochs[index], replaced)
         step = self.first_step + range(len(self))[index]
-        return BatchPlan(step, step * size // length, sample_ids, mask)
+        return BatchPlan(step, int(self.epochs[index]), sample_ids, mask)
 
     def __add__(self, later: "GroupPlan") -> "GroupPlan":
         return GroupPlan(
             self.first_step,
             np.concatenate((self.sample_ids, later.sample_ids)),
             _joined(self.mask, later.mask),
-            self.global_batch_size,
-            self.epoch_length,
+            np.concatenate((self.epochs, later.epochs)),
             _joined(self.is_substitute, later.is_substitute),
+        )
+
+    def rearranged(self, which: Int64Array) -> "GroupPlan":
+        """Other samples of the same steps; `which` is int64 [K, n], their numbers in each batch."""
+
+        def taken(values: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_] | None:
+            return None if values is None else np.take_along_axis(values, which, axis=1)
+
+        return GroupPlan(
+            self.first_step,
+            np.take_along_axis(self.sample_ids, which, axis=1),
+            taken(self.mask),
+            self.epochs,
+            taken(self.is_substitute),
         )
 
     @property

@@ -56,19 +56,22 @@ class Substitutes:
         """The substitutes of corrupt samples in an epoch; both int64 [n]."""
         return self._drawn.of(epoch)[np.searchsorted(self._corrupt, sample_ids)]
 
-    def num_before(self, epoch: int, place: int, epoch_length: int) -> int:
-        """How many corrupt samples stand before a place of an epoch, in all epochs from 0.
+    def num_in_epoch(self, epoch_length: int) -> int:
+        """How many corrupt samples a whole epoch counts, which has so many positions.
 
-        Each of the whole epochs before counts all of them, also those that the tail `drop` left
-        out: to know which would take a look at every epoch.
+        All of them count, also those that the tail `drop` leaves out: to know which would take a
+        look at every epoch.
+        """
+        return min(len(self._corrupt), epoch_length)
+
+    def num_before(self, epoch: int, place: int) -> int:
+        """How many corrupt samples stand before a place of an epoch, in this epoch.
 
         Args:
             epoch: of the job, as for `places_of`.
             place: in that epoch, in the order in which the job reads.
-            epoch_length: in positions.
         """
-        whole = min(len(self._corrupt), epoch_length)
-        return epoch * whole + int(np.searchsorted(self._places.of(epoch), place))
+        return int(np.searchsorted(self._places.of(epoch), place))
 
     def _draw(self, epoch: int) -> Int64Array:
         """Int64 [C], the substitute of each corrupt sample in an epoch."""

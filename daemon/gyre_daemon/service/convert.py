@@ -15,7 +15,7 @@ from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.datasets.formats import FieldSpec
 from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.lengths import LengthHistogram
-from gyre_daemon.fetching.fetch import BatchGroup
+from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
 from gyre_daemon.fetching.timing import BatchTiming
 from gyre_daemon.monitoring.exposition import Census
@@ -49,10 +49,17 @@ def from_fields(fields: Iterable[FieldSpec]) -> list[pb.Field]:
             ragged=spec.ragged,
             token_ids=spec.token_ids,
             categories=spec.categories,
+            media_type=spec.media_type,
             text=spec.codec in ("text", "quoted", "json"),
         )
         for spec in fields
     ]
+
+
+def from_stages(session: Session) -> list[pb.Stage]:
+    """The stages of a session's job; none where its dataset does not grow."""
+    stages = session.request.cursor.stages
+    return [pb.Stage(first_epoch=each.first_epoch, num_samples=each.num_samples) for each in stages]
 
 
 def from_dataset(
@@ -72,6 +79,25 @@ def from_dataset(
         least_shard_bytes=min(shard_bytes, default=0),
         greatest_shard_bytes=max(shard_bytes, default=0),
         lengths=[pb.LengthHistogram(**asdict(each)) for each in lengths],
+        grows=dataset.grows,
+        num_left_out=dataset.num_left_out,
+        transforms=dataset.transform_names,
+        packing=_from_packed(dataset) if dataset.packed else None,
+    )
+
+
+def _from_packed(dataset: Dataset) -> pb.Packing:
+    assert dataset.packed
+    packed, sequences = dataset.packed, dataset.packed.sequences
+    return pb.Packing(
+        field=packed.stored.name,
+        length=packed.config.length,
+        num_documents=dataset.index.num_samples,
+        num_tokens=sequences.num_tokens,
+        efficiency=packed.efficiency,
+        num_empty=sequences.num_empty,
+        num_overlong=sequences.num_overlong,
+        overlong=packed.config.overlong,
     )
 
 
@@ -87,6 +113,7 @@ def from_progress(progress: IndexProgress) -> pb.IndexProgress:
         fingerprint=progress.fingerprint,
         fingerprint_before=progress.fingerprint_before,
         removed=progress.removed,
+        was_appended=progress.was_appended,
     )
 
 
@@ -216,6 +243,7 @@ def from_session(session: Session) -> pb.SessionState:
         user=session.request.owner.name,
         num_substitutes=totals.num_substitutes,
         dataset=session.request.dataset.name,
+        transforms=session.request.dataset.transform_names,
         reader=pb.Reader(**asdict(reader)),
         next_step=consumer.next_step,
         num_batches_sent=totals.num_batches,
@@ -233,6 +261,7 @@ def from_session(session: Session) -> pb.SessionState:
         num_sharing=session.num_sharing,
         quality=pb.ShuffleQuality(**asdict(quality)) if quality else None,
         transport=pb.TRANSPORT_ARENA if session.shares_arena else pb.TRANSPORT_INLINE,
+        stages=from_stages(session),
         lately=_from_lately(session.lately),
     )
 
@@ -273,13 +302,23 @@ def from_census(census: Census, *, has_cache: bool) -> pb.DaemonStatus:
         num_batches_sent=census.num_batches_sent,
         num_bytes_sent=census.num_bytes_sent,
         num_substitutes_sent=census.num_substitutes_sent,
+        num_samples_transformed=census.transforms.num_samples,
+        transform_cpu_s=census.transforms.cpu_s,
+        num_transform_workers_replaced=census.transforms.num_replaced,
         cache=pb.CacheCount(**asdict(census.cache)) if has_cache else None,
     )
 
 
 def hide_others(status: pb.DaemonStatus) -> None:
     """Leave in a status what tells nothing of sessions that are not in it, and their datasets."""
-    for field in ("storage", "endpoints", "cache"):
+    for field in (
+        "storage",
+        "endpoints",
+        "cache",
+        "num_samples_transformed",
+        "transform_cpu_s",
+        "num_transform_workers_replaced",
+    ):
         status.ClearField(field)
     status.num_batches_sent = sum(each.num_batches_sent for each in status.sessions)
     status.num_bytes_sent = sum(each.num_bytes_sent for each in status.sessions)

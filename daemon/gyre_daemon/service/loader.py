@@ -12,11 +12,13 @@ from gyre_protos.v1 import loader_pb2_grpc as pb_grpc
 
 from gyre_daemon.access.policy import Policy
 from gyre_daemon.copy_workers import CopyWorkers
+from gyre_daemon.datasets.balancing import balance_of
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
 from gyre_daemon.order.planner import check_ranks, planner_for
+from gyre_daemon.order.steps import BatchPlan
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.events import log_event
 from gyre_daemon.service import control, convert, requests
@@ -28,6 +30,7 @@ from gyre_daemon.sessions.census import take_census
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
 from gyre_daemon.storage.location import shown_uri
+from gyre_daemon.transforms.declared import Transforms
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Loader"].full_name
 # Sample ids in one answer to PlanStep. Ten times as many would exceed the 4 MiB of a gRPC client.
@@ -47,6 +50,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         callers: Callers,
         policy: Policy,
         copy_workers: CopyWorkers,
+        transforms: Transforms,
         prefetch_batches: int,
         drain: Callable[[], float],
     ) -> None:
@@ -58,6 +62,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             callers: tells who calls.
             policy: tells what each caller may do.
             copy_workers: counted in the status.
+            transforms: makes datasets whose samples are transformed.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
             drain: lets the daemon stop, and returns the seconds until it does at the latest.
         """
@@ -66,7 +71,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         self._callers = callers
         self._policy = policy
         self._copy_workers = copy_workers
-        self._opener = SessionOpener(catalog, sessions, policy, prefetch_batches)
+        self._opener = SessionOpener(catalog, sessions, policy, transforms, prefetch_batches)
         self._drain = drain
         self._started = time.monotonic()
 
@@ -94,7 +99,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Describe one dataset; opens it."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
-        dataset = await self._catalog.open(name, config)
+        declared = request.transforms if request.HasField("transforms") else None
+        dataset = await self._opener.open_dataset(name, config, declared)
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
             lengths = await asyncio.to_thread(length_histograms, dataset.index, dataset.fields)
@@ -107,7 +113,14 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Build the missing parts of an index."""
         caller = self._callers.identify(context)
         name, config = self._opener.resolve(request.dataset, caller)
-        indexing = self._catalog.index(name, config, with_checksums=request.checksums)
+        if request.engine not in ("", "local") and not self._policy.is_admin(caller):
+            raise NotAllowed(
+                f"{caller.name} is no operator of this daemon, and only those may have shards "
+                "scanned by Ray; leave the engine out"
+            )
+        indexing = self._catalog.index(
+            name, config, with_checksums=request.checksums, engine=request.engine
+        )
         async with contextlib.aclosing(indexing):
             async for progress in indexing:
                 yield convert.from_progress(progress)
@@ -140,16 +153,24 @@ class LoaderService(pb_grpc.LoaderServicer):
             raise InvalidRequest(
                 f"step {request.step} lies beyond any training; positions end at 2**62"
             )
-        batch = await asyncio.to_thread(
-            lambda: planner_for(order, dataset.index, dataset.corrupt).batch(
-                request.step, request.rank, world_size
-            )
-        )
+        stages = requests.to_stages(request.stages)
+        rule = requests.to_balance(request.order)
+        balance = balance_of(dataset, rule) if rule else None
+
+        def plan() -> tuple[BatchPlan, float | None]:
+            planner = planner_for(order, dataset.ordered, dataset.corrupt, stages, balance)
+            batch = planner.batch(request.step, request.rank, world_size)
+            if balance is None:
+                return batch, None
+            return batch, balance.spread(planner.batch(request.step).sample_ids, world_size)
+
+        batch, spread = await asyncio.to_thread(plan)
         return pb.PlanStepResponse(
             sample_ids=batch.sample_ids.tolist(),
             mask=[] if batch.mask is None else batch.mask.tolist(),
             first_position=request.step * order.global_batch_size,
             epoch=batch.epoch,
+            spread=spread,
         )
 
     @answers_errors
@@ -157,6 +178,11 @@ class LoaderService(pb_grpc.LoaderServicer):
         """Estimate what each order costs."""
         caller = self._callers.identify(context)
         dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        if dataset.packed:
+            raise InvalidRequest(
+                "the costs of a packed dataset are not estimated; ask without `pack` for those of "
+                "reading its documents"
+            )
         question = requests.to_cost_question(request, dataset)
         report = await asyncio.to_thread(estimate_all, dataset.index, question)
         return convert.from_cost_report(report, question, dataset)
@@ -173,18 +199,20 @@ class LoaderService(pb_grpc.LoaderServicer):
         if peer and wants_arenas and session.share_arenas(peer):
             facts = {"session": session.handle, "pid": owner.pid, "uid": owner.uid}
             log_event("arena shared", facts)
-        dataset = session.request.dataset
+        wanted = session.request
         return pb.SessionOpened(
             session_id=session.session_id,
             first_step=session.first_step,
-            num_samples=dataset.num_samples,
-            fingerprint=dataset.fingerprint,
+            num_samples=wanted.num_samples,
+            fingerprint=wanted.cursor.fingerprint,
             cursor=session.cursor_at(session.first_step),
             lease_s=self._sessions.resources.lease_s,
             max_queued_batches=session.share.num_queued,
             arena_bytes=session.arena_bytes if session.shares_arena else 0,
             max_kept_batches=session.share.num_kept,
-            fields=convert.from_fields(dataset.fields),
+            fields=convert.from_fields(wanted.dataset.fields),
+            stages=convert.from_stages(session),
+            transforms=wanted.dataset.transforms,
         )
 
     @answers_errors

@@ -16,15 +16,22 @@ from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
 from gyre_daemon.service.audit import audit_hidden
 from gyre_daemon.sessions.request import SessionRequest
+from gyre_daemon.sessions.resumption import Resumption
 from gyre_daemon.sessions.session import Session
 from gyre_daemon.sessions.table import SessionTable
+from gyre_daemon.transforms.declared import TransformedDataset, Transforms
 
 
 class SessionOpener:
     """Finds datasets and opens sessions for callers, by the policy."""
 
     def __init__(
-        self, catalog: Catalog, sessions: SessionTable, policy: Policy, prefetch_batches: int
+        self,
+        catalog: Catalog,
+        sessions: SessionTable,
+        policy: Policy,
+        transforms: Transforms,
+        prefetch_batches: int,
     ) -> None:
         """Open nothing yet.
 
@@ -32,11 +39,13 @@ class SessionOpener:
             catalog: the datasets.
             sessions: gets the sessions.
             policy: tells what each caller may do.
+            transforms: makes datasets whose samples are transformed.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
         """
         self._catalog = catalog
         self._sessions = sessions
         self._policy = policy
+        self._transforms = transforms
         self._prefetch_batches = prefetch_batches
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
@@ -53,19 +62,31 @@ class SessionOpener:
         order, reader = requests.to_order(request.order), requests.to_reader(request.reader)
         name, config = self._find(request.dataset, owner)
         self._policy.check_job(owner, name, reader.job)
-        dataset = await self._catalog.open(name, config)
-        order = requests.fitted(order, request.order, dataset)
+        self._sessions.count_request(owner, reader.job)
+        declared = request.transforms if request.HasField("transforms") else None
+        dataset = await self.open_dataset(name, config, declared)
+        order = requests.fitted(order, request.order, dataset, request.cursor)
+        order = self._joined(owner, request, order, dataset)
+        stored = dataset.source if isinstance(dataset, TransformedDataset) else dataset
+        cursor = await Resumption(self._catalog, name, config, stored).cursor(
+            order,
+            request.cursor,
+            dataset.transforms,
+            grow=request.grow,
+            changed_transforms=request.changed_transforms,
+        )
         session = await self._sessions.open(
             SessionRequest(
                 owner,
                 dataset,
-                self._joined(owner, request, order, dataset),
+                order,
                 reader,
                 request.num_epochs,
-                request.cursor,
+                cursor,
                 request.prefetch_batches or self._prefetch_batches,
                 request.step if request.HasField("step") else None,
                 self._policy.is_admin(owner),
+                requests.to_balance(request.order),
             )
         )
         try:
@@ -74,6 +95,28 @@ class SessionOpener:
             self._sessions.close(session.session_id, reason)
             raise
         return session
+
+    async def open_dataset(
+        self, name: str, config: DatasetConfig, declared: pb.TransformList | None
+    ) -> Dataset:
+        """An open dataset, with its samples transformed.
+
+        Args:
+            name: from `resolve`.
+            config: from `resolve`.
+            declared: the client's transforms; None for those of the dataset's definition.
+
+        Raises:
+            GyreError: as `Catalog.open` and `Transforms.apply`.
+        """
+        dataset = await self._catalog.open(name, config)
+        tables = config.transforms if declared is None else requests.to_transforms(declared)
+        if dataset.packed and tables:
+            raise InvalidRequest(
+                "the samples of a packed dataset cannot be transformed; ask for no transforms, or "
+                "for the documents without `pack`"
+            )
+        return await self._transforms.apply(dataset, tables, by_client=declared is not None)
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names; one that its caller may not read does not exist.
@@ -90,6 +133,13 @@ class SessionOpener:
             raise
 
     def _find(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
+        """The dataset that a request names, packed as it says."""
+        name, config = self._find_documents(ref, caller)
+        if ref.HasField("pack"):
+            config = replace(config, pack=requests.to_pack(ref.pack))
+        return name, config
+
+    def _find_documents(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         match ref.WhichOneof("ref"):
             case "name":
                 return self._catalog.resolve(ref.name, self._policy.readable(caller))

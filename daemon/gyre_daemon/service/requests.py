@@ -1,22 +1,25 @@
 """From a client's requests, which are checked here, to the daemon's own values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_daemon.config import DatasetConfig, parse_dataset
+from gyre_daemon.config import DatasetConfig, PackConfig, parse_dataset, parse_pack
 from gyre_daemon.datasets.cost import CostQuery, StoragePrices
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.balance import CostRule
 from gyre_daemon.order.block_order import (
     default_io_block_bytes,
     default_window_blocks,
     window_of_chunks,
 )
+from gyre_daemon.order.cursor import decode_cursor
 from gyre_daemon.order.planner import Order, OrderMode, Tail
+from gyre_daemon.order.stages import Stage, is_growth
 from gyre_daemon.sessions.request import MAX_EPOCHS, Reader
 from gyre_daemon.storage.cache.cached import shared_block_bytes
 
@@ -72,19 +75,39 @@ def to_order(message: pb.OrderSpec) -> Order:
     return Order(mode, _TAILS[message.tail], message.seed, message.global_batch_size, *blocks)
 
 
-def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset) -> Order:
+def to_balance(message: pb.OrderSpec) -> CostRule | None:
+    """What samples cost, if each global batch is to be shared out by that.
+
+    Raises:
+        InvalidRequest: see `CostRule`.
+    """
+    if not message.HasField("balance"):
+        return None
+    rule = message.balance
+    return CostRule(rule.linear, rule.quadratic, rule.field)
+
+
+def fitted(order: Order, message: pb.OrderSpec, dataset: Dataset, cursor: bytes = b"") -> Order:
     """The order on a dataset: where blocks are chunks, their size decides the default window.
 
-    All daemons choose the same, because equal datasets have equal chunks.
+    All daemons choose the same, because equal datasets have equal chunks. A job whose dataset grows
+    keeps the window that it began with.
 
     Args:
         order: from `to_order`.
         message: what the client asked for.
         dataset: whose samples it goes through.
+        cursor: of a job that resumes; empty where it begins.
+
+    Raises:
+        CursorRejected: the cursor is none.
     """
     index = dataset.index
-    if order.mode != "block" or message.window_blocks or not isinstance(index, ChunkIndex):
+    if order.mode != "block" or message.window_blocks or not isinstance(index, ChunkedIndex):
         return order
+    if cursor and dataset.grows:
+        window_blocks = decode_cursor(cursor).order.window_blocks
+        return replace(order, window_blocks=min(max(1, window_blocks), _MAX_WINDOW_BLOCKS))
     mean_bytes = float(index.chunk_bytes.mean())
     return replace(order, window_blocks=window_of_chunks(order.window_blocks, mean_bytes))
 
@@ -152,8 +175,43 @@ def to_ad_hoc(message: pb.AdHocDataset) -> DatasetConfig:
     return parse_dataset("ad hoc", {**options, "uri": message.uri, "format": message.format})
 
 
+def to_pack(message: pb.OptionTable) -> PackConfig:
+    """How a client wants documents to be packed.
+
+    Raises:
+        InvalidRequest: as `to_ad_hoc`.
+        ConfigError: as `parse_pack`.
+    """
+    return parse_pack(_OptionReader().table(message.values, depth=1), "pack")
+
+
+def to_transforms(message: pb.TransformList) -> list[dict[str, Any]]:
+    """The transforms that a client declares, as tables.
+
+    Raises:
+        InvalidRequest: their options are too many, too deep, or have no value.
+    """
+    reader = _OptionReader()
+    return [reader.table(table.values, depth=1) for table in message.transforms]
+
+
+def to_stages(messages: Sequence[pb.Stage]) -> tuple[Stage, ...]:
+    """The stages of a job.
+
+    Raises:
+        InvalidRequest: no job has them.
+    """
+    stages = tuple(Stage(each.first_epoch, each.num_samples) for each in messages)
+    if stages and not is_growth(stages):
+        raise InvalidRequest(
+            "the stages of a job are at most 100, the first begins with epoch 0, and epochs and "
+            "samples rise from one to the next"
+        )
+    return stages
+
+
 class _OptionReader:
-    """Converts the options of one definition, and counts their values."""
+    """Converts the options of one definition or list, and counts their values."""
 
     def __init__(self) -> None:
         self._num_values = 0
@@ -163,7 +221,7 @@ class _OptionReader:
         for key, value in values.items():
             if len(key) > _MAX_OPTION_KEY_CHARS:
                 raise InvalidRequest(
-                    f"an option of the dataset has a key of {len(key)} characters; at most "
+                    f"an option has a key of {len(key)} characters; at most "
                     f"{_MAX_OPTION_KEY_CHARS} are allowed"
                 )
             table[key] = self._value(value, depth)
@@ -172,18 +230,14 @@ class _OptionReader:
     def _value(self, value: pb.OptionValue, depth: int) -> Any:
         self._num_values += 1
         if self._num_values > _MAX_OPTION_VALUES:
-            raise InvalidRequest(
-                f"the options of the dataset have more than {_MAX_OPTION_VALUES} values"
-            )
+            raise InvalidRequest(f"the options have more than {_MAX_OPTION_VALUES} values")
         kind = value.WhichOneof("kind")
         if kind is None:
-            raise InvalidRequest("an option of the dataset has no value that this daemon knows")
+            raise InvalidRequest("an option has no value that this daemon knows")
         if kind not in ("list", "table"):
             return getattr(value, kind)
         if depth == _MAX_OPTION_DEPTH:
-            raise InvalidRequest(
-                f"the options of the dataset are nested more than {_MAX_OPTION_DEPTH} deep"
-            )
+            raise InvalidRequest(f"the options are nested more than {_MAX_OPTION_DEPTH} deep")
         if kind == "list":
             return [self._value(each, depth + 1) for each in value.list.values]
         return self.table(value.table.values, depth + 1)

@@ -40,6 +40,7 @@ def take_census(
         num_substitutes_sent=metrics.num_substitutes_sent,
         storage=metrics.storage,
         cache=metrics.cache,
+        transforms=metrics.transforms,
         totals=_totals(sessions, with_names=with_names),
         jobs=jobs,
         qualities={job: asdict(average(each)) for job, each in qualities.items()},

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from gyre_daemon.fetching.fetch import BatchGroup
+from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.memory.arena import Arena
 
 

@@ -7,8 +7,10 @@ from gyre_daemon.config import MAX_PREFETCH_BATCHES
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.fetching.layout import max_batch_bytes, max_metadata_bytes
+from gyre_daemon.fetching.packed import max_packed_bytes, max_packed_metadata_bytes
 from gyre_daemon.memory.share import Share, divide
-from gyre_daemon.order.cursor import Cursor, check_cursor, decode_cursor
+from gyre_daemon.order.balance import CostRule
+from gyre_daemon.order.cursor import Cursor
 from gyre_daemon.order.planner import Order, check_ranks
 
 MAX_EPOCHS = 1 << 32
@@ -58,10 +60,12 @@ class SessionRequest:
         reader: the rank that reads.
         num_epochs: the stream ends after the last step that begins in this many epochs; 0 for
             never.
-        cursor: an encoded cursor; empty for the beginning.
+        cursor: where it begins, which fits dataset and order; see `resumption`.
         prefetch_batches: the size of the window; 0 to let the size of a batch decide.
         step: the step to begin at, instead of the cursor's; None for the cursor's.
         is_operator: whether the owner may know what other users have.
+        balance: what samples cost, to share out each global batch by; None for parts in the order
+            of positions.
     """
 
     owner: Principal
@@ -69,10 +73,11 @@ class SessionRequest:
     order: Order
     reader: Reader
     num_epochs: int
-    cursor: bytes
+    cursor: Cursor
     prefetch_batches: int
     step: int | None = None
     is_operator: bool = False
+    balance: CostRule | None = None
 
     def check(self) -> None:
         """Refuse a request that makes no sense.
@@ -96,40 +101,31 @@ class SessionRequest:
             )
 
     def start_cursor(self) -> Cursor:
-        """Where it begins.
-
-        Raises:
-            CursorRejected: the client's cursor is of other data or of another order.
-        """
-        cursor = self._cursor()
+        """Where it begins: at its step, or else at its cursor."""
         if self.step is None:
-            return cursor
-        return replace(cursor, position=self.step * self.order.global_batch_size, num_substitutes=0)
+            return self.cursor
+        position = self.step * self.order.global_batch_size
+        return replace(self.cursor, position=position, num_substitutes=0)
 
-    def _cursor(self) -> Cursor:
-        if not self.cursor:
-            return Cursor(self.dataset.fingerprint, self.order, position=0)
-        cursor = decode_cursor(self.cursor)
-        its = self.dataset
-        check_cursor(cursor, its.name, its.fingerprint, self.order, its.what_changed)
-        return cursor
+    @property
+    def num_samples(self) -> int:
+        """N of its last epochs: of the dataset, or of its first shards where it has grown since."""
+        stages = self.cursor.stages
+        return stages[-1].num_samples if stages else self.dataset.num_samples
 
     def wanted_share(self, limit_bytes: int, *, scarce: bool = False) -> Share:
         """The memory that it would like to have, within a limit.
 
         This is less where memory is scarce and it asks for no window in particular.
         """
-        num_samples = self.order.global_batch_size // self.reader.world_size
-        batch_bytes = max_batch_bytes(
-            self.dataset.index, num_samples, len(self.dataset.corrupt), self.dataset.fields
-        )
-        in_groups, part = self.dataset.storage.is_node_local, 2 if scarce else 1
+        batch_bytes, metadata_bytes = self._most_bytes
+        in_groups, part = self.dataset.is_read_in_groups, 2 if scarce else 1
         num_wanted = self._in_groups(batch_bytes, part) if in_groups else _singly(batch_bytes, part)
         return divide(
             batch_bytes,
             self.prefetch_batches or num_wanted,
             limit_bytes,
-            metadata_bytes=max_metadata_bytes(self.dataset.index, num_samples),
+            metadata_bytes=metadata_bytes,
             in_groups=in_groups,
         )
 
@@ -142,6 +138,21 @@ class SessionRequest:
         share = self.wanted_share(limit_bytes, scarce=True)
         num_slots = min(share.num_bytes // share.batch_bytes, _LEAST_SLOTS)
         return share.reserved_for(num_slots * share.batch_bytes)
+
+    @property
+    def _most_bytes(self) -> tuple[int, int]:
+        """Upper bounds of the size of a batch, and of what is kept beside it."""
+        dataset, num_samples = self.dataset, self.order.global_batch_size // self.reader.world_size
+        if packed := dataset.packed:
+            return max_packed_bytes(packed, num_samples), max_packed_metadata_bytes(
+                packed, num_samples
+            )
+        stages, num_corrupt = self.cursor.stages, len(dataset.corrupt)
+        least_epoch = stages[0].num_samples if stages else None
+        return (
+            max_batch_bytes(dataset.index, num_samples, num_corrupt, dataset.fields, least_epoch),
+            max_metadata_bytes(dataset.index, num_samples),
+        )
 
     def _in_groups(self, batch_bytes: int, part: int) -> int:
         few = max(_MIN_AHEAD, min(_FEW_GROUPS, _FEW_GROUPS_BYTES // part // batch_bytes))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gyre_daemon.errors import Draining, GyreError, InvalidRequest, LeaseExpired
-from gyre_daemon.fetching.fetch import BatchGroup
+from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.prefetch import Spec
 from gyre_daemon.memory.arena import Arena
 from gyre_daemon.memory.budget import Allowance
@@ -91,7 +91,7 @@ class Session:
         self.session_id = secrets.token_hex(16)
         self.handle = secrets.token_hex(4)
         self.request = request
-        self.shuffle = ShuffleMeter(planner.num_samples)
+        self.shuffle = ShuffleMeter()
         self.attached = False
         self.credits = 0
         self._most_credits = 0
@@ -115,7 +115,8 @@ class Session:
         self._account = SessionAccount(self._seen)
         self.share = self._granted = self._reserve(allowed)
         wished = request.prefetch_batches
-        spec = Spec(request.dataset, order, reader.rank, reader.world_size, planner, wished)
+        ranks = reader.rank, reader.world_size
+        spec = Spec(request.dataset, order, *ranks, planner, wished, request.balance)
         self._streams = self._resources.streams_of(spec)
         self.consumer = Consumer(self.first_step, self.num_steps, self.share)
         self._streams.join(self.consumer, Member(flow, self._sendable.set, self.end))

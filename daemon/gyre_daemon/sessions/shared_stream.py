@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from gyre_daemon.access.limits import Limits
 from gyre_daemon.errors import GyreError, first_error
-from gyre_daemon.fetching.fetch import BatchGroup, Fetch
+from gyre_daemon.fetching.batch_group import BatchGroup, Fetch
 from gyre_daemon.fetching.prefetch import GroupResult, Prefetcher, Spec, SpecKey
 from gyre_daemon.fetching.timing import BatchTiming, BatchTimings
 from gyre_daemon.memory.arena import Arena, Slot
@@ -230,7 +230,7 @@ class SharedStream:
             resources.budget,
             resources.registry,
             resources.workers,
-            shares_with_copy_workers=is_local,
+            shares_with_copy_workers=is_local and not spec.dataset.transforms,
         )
         self._prefetcher = Prefetcher(
             spec, stream.share, stream.next_to_begin, self._flow, resources.workers

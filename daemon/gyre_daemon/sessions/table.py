@@ -8,10 +8,12 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from gyre_daemon.access.principal import Principal
+from gyre_daemon.datasets.balancing import balance_of
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.errors import Draining, Fenced, GyreError, LeaseExpired
+from gyre_daemon.errors import Draining, Fenced, GyreError, InvalidRequest, LeaseExpired
 from gyre_daemon.monitoring.jobs import JobKey
 from gyre_daemon.order.planner import BatchPlanner, Order, planner_for
+from gyre_daemon.order.stages import Stage
 from gyre_daemon.runtime.audit import audit_event
 from gyre_daemon.runtime.descriptors import check_descriptors
 from gyre_daemon.runtime.fair import NO_JOB, Flow
@@ -46,14 +48,23 @@ class SessionTable:
         """All sessions that are open."""
         return iter(list(self._sessions.values()))
 
+    def count_request(self, owner: Principal, job: str) -> None:
+        """Count that a job asks for a session.
+
+        Raises:
+            Overloaded: it asks too often.
+        """
+        self.resources.limits.count_job_request(owner.name, job)
+
     async def open(self, request: SessionRequest) -> Session:
         """Open a session, which begins to fetch; its user's older one of the same rank is fenced.
 
         Raises:
             Fenced: a newer generation of this rank is here already.
             Draining: the daemon takes no new session.
-            Overloaded: its user or its job has as many sessions as it may, or opens them too often,
-                or the daemon has too few descriptors left.
+            Overloaded: its user or its job has as many sessions as it may, or the daemon has too
+                few descriptors left.
+            InvalidRequest: another rank of its job reads other samples of the dataset.
             GyreError: see `Session`.
         """
         if self.draining:
@@ -62,7 +73,6 @@ class SessionTable:
             )
         request.check()
         resources = self.resources
-        resources.limits.count_job_request(request.owner.name, request.reader.job)
         planner = await resources.workers.run(NO_JOB, 0, 0, partial(_plan, request, resources))
         check_descriptors()
         await make_room(request, self._sessions.values(), resources)
@@ -82,6 +92,7 @@ class SessionTable:
                 other.session_id,
                 Fenced(f"generation {reader.generation} of {_who(reader)} has taken over"),
             )
+        self._check_agreement(request, planner)
         self._check_number(request)
         taken = Taken(self._sessions.values(), resources.budget)
         allowed = list(allowances(request, taken, resources))
@@ -102,7 +113,7 @@ class SessionTable:
         """Where a job that comes late should begin: its samples are at hand there.
 
         This is the position, as that of a job which started at 0, where a stream of the same order
-        on the same data is furthest; 0 if there is none.
+        on the same data is furthest; 0 if there is none. Jobs that have grown are passed over.
 
         Args:
             dataset: what the job reads.
@@ -115,6 +126,7 @@ class SessionTable:
                 streams.spec.planner.running_position(stream.next_to_begin)
                 for streams in self.resources.streams.values()
                 if streams.spec.dataset.fingerprint == dataset.fingerprint
+                and streams.spec.planner.stages.all == (Stage(0, dataset.num_samples),)
                 and may_read(streams.spec.dataset.name)
                 and replace(streams.spec.order, start_position=0) == order
                 for stream in streams.state.streams
@@ -191,6 +203,22 @@ class SessionTable:
                 Draining("the daemon stopped; open the session again with the last cursor"),
             )
 
+    def _check_agreement(self, request: SessionRequest, planner: BatchPlanner) -> None:
+        """Refuse a rank whose job reads other samples: the dataset has grown between them."""
+        its, reader = request.dataset, request.reader
+        for other in self:
+            theirs = other.request
+            if (theirs.owner.name, theirs.reader.job) != (request.owner.name, reader.job):
+                continue
+            if (theirs.dataset.name, theirs.order) != (its.name, request.order):
+                continue
+            if other.planner.stages.all != planner.stages.all:
+                raise InvalidRequest(
+                    f"{_who(theirs.reader)} reads {_in_words(other.planner)} of `{its.name}`, and "
+                    f"rank {reader.rank} would read {_in_words(planner)}: the dataset has changed "
+                    "between them; end all ranks, and resume them from one state"
+                )
+
     def _check_number(self, request: SessionRequest) -> None:
         owner, job = request.owner.name, request.reader.job
         own = [each.request.reader.job for each in self if each.request.owner.name == owner]
@@ -225,11 +253,20 @@ def _plan(request: SessionRequest, resources: DaemonResources) -> BatchPlanner:
         InvalidRequest: the order does not fit the dataset.
         Overloaded: not even the whole budget has room for a batch.
     """
-    planner = planner_for(request.order, request.dataset.index, request.dataset.corrupt)
+    dataset, stages = request.dataset, request.cursor.stages
+    balance = balance_of(dataset, request.balance) if request.balance else None
+    planner = planner_for(request.order, dataset.ordered, dataset.corrupt, stages, balance)
     limit_bytes = min(resources.arena_limit_bytes, resources.budget.limit_bytes)
     share = request.wanted_share(limit_bytes)
-    resources.budget.check(share.reserved_bytes, f"a session on `{request.dataset.name}`")
+    resources.budget.check(share.reserved_bytes, f"a session on `{dataset.name}`")
     return planner
+
+
+def _in_words(planner: BatchPlanner) -> str:
+    """The stages of a job, for people."""
+    first, *later = planner.stages.all
+    parts = [f"{each.num_samples} from epoch {each.first_epoch} on" for each in later]
+    return ", ".join([f"{first.num_samples} samples", *parts])
 
 
 def _who(reader: Reader) -> str:

@@ -62,3 +62,11 @@ class Delays:
     num_hedges: int = 0
     num_bytes: int = 0
     slowest: RequestDelays | None = None
+
+    def add_requests(self, other: "Delays") -> None:
+        """Count the requests of reads that were done at the same time as these."""
+        for name in ("num_requests", "num_joined", "num_refused", "num_retries", "num_hedges"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_bytes += other.num_bytes
+        slowest = [each for each in (self.slowest, other.slowest) if each]
+        self.slowest = max(slowest, key=lambda each: each.total_s, default=None)

@@ -6,16 +6,11 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
-import fsspec
 from fsspec.asyn import AsyncFileSystem
-from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from gyre_daemon.config.secrets import hide
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers
 from gyre_daemon.errors import (
-    ConfigError,
     GyreError,
     InvalidRequest,
     NotAllowed,
@@ -27,6 +22,7 @@ from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.runtime.limits import descriptor_shares
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile, Root
+from gyre_daemon.storage.drivers import Drivers
 from gyre_daemon.storage.engine.endpoint import Endpoint, EndpointOptions
 from gyre_daemon.storage.engine.remote import RemoteStorage
 from gyre_daemon.storage.file_table import FilePaths, FileShards, FileTable, Texts
@@ -38,23 +34,18 @@ from gyre_daemon.storage.local.single_files import SingleFiles
 from gyre_daemon.storage.location import Location, endpoints_in, relative_names
 from gyre_daemon.storage.remote_listing import (
     LISTING_DEADLINE_S,
-    OBJECT_SCHEMES,
     Entries,
     entries_of,
     list_tree,
     listing_error,
-    no_driver,
     stat_names,
     version_of,
 )
 from gyre_daemon.storage.response import words
 from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.source import Source
-from gyre_daemon.storage.sources.connections import ConnectionBudget
-from gyre_daemon.storage.sources.driver_source import DriverSource
 from gyre_daemon.storage.sources.http_options import HttpOptions, take_http_options
-from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
-from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
+from gyre_daemon.storage.sources.web_files import WebFileSystem
 
 # A listing may use one in this many of the daemon's connections: jobs read at the same time.
 _SHARE_OF_LISTINGS = 4
@@ -68,6 +59,7 @@ class StorageOpener:
 
     Attributes:
         endpoints: by name.
+        options: of each endpoint.
     """
 
     def __init__(
@@ -78,14 +70,14 @@ class StorageOpener:
         copy_workers: CopyWorkers = NO_COPY_WORKERS,
     ) -> None:
         self.workers = workers
-        self._options = options
+        self.options = options
         self._metrics = metrics
         self._copy_workers = copy_workers
         self.endpoints: dict[str, Endpoint] = {}
         self._max_requests = descriptor_shares().connections  # over all endpoints
         max_at_once = max(1, self._max_requests // _SHARE_OF_LISTINGS)
         self._max_listings = min(options.max_requests, max_at_once)
-        self._budget = ConnectionBudget(self._max_requests)
+        self._drivers = Drivers(self._max_requests, options.hub_requests_per_s)
         self._open_files = OpenFiles()
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
 
@@ -132,7 +124,7 @@ class StorageOpener:
                 )
             paths = [path for path, _ in entries]
             return paths, [
-                Shard(name, int(info["size"]), version_of(info))
+                Shard(name, int(info["size"]), version_of(info), info.get("digest", ""))
                 for name, (_, info) in zip(relative_names(paths), entries, strict=True)
             ]
 
@@ -246,74 +238,17 @@ class StorageOpener:
         """Close all connections."""
         for source in list(self._sources):
             source.close()
-
-    async def _make_source(
-        self,
-        filesystem: AsyncFileSystem,
-        scheme: str,
-        settings: Mapping[str, Any],
-        path: str,
-        num_connections: int,
-        options: HttpOptions,
-    ) -> Source:
-        """What carries the reads of a listed dataset; opens this many connections at once."""
-        if isinstance(filesystem, WebFileSystem):
-            filesystem.source.connect(urlsplit(path), num_connections)
-            return filesystem.source
-        if scheme not in OBJECT_SCHEMES:
-            return DriverSource(filesystem)
-        # Drivers of object storages are an extra, which local files do not need.
-        from gyre_daemon.storage.sources.object_source import (  # noqa: PLC0415
-            ObjectSource,
-            plain_source,
-        )
-
-        general = ObjectSource(scheme, settings, path, options.roots)
-        return await plain_source(
-            general, scheme, settings, path, self._budget, num_connections, options
-        )
+        self._drivers.close()
 
     def _endpoint(self, scheme: str, settings: Mapping[str, Any], path: str) -> Endpoint:
         """The endpoint that all datasets of one bucket, or of one web server, share."""
         where = next((endpoint.rstrip("/") for endpoint in endpoints_in(settings)), f"{scheme}:/")
         name = f"{where}/{path.partition('://')[2].partition('/')[0]}"
         if name not in self.endpoints:
-            self.endpoints[name] = Endpoint(name, scheme, self._options, self._metrics)
+            self.endpoints[name] = Endpoint(name, scheme, self.options, self._metrics)
             for endpoint in self.endpoints.values():
                 endpoint.lower_ceiling(max(1, self._max_requests // len(self.endpoints)))
         return self.endpoints[name]
-
-    async def _make_filesystem(
-        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
-    ) -> AsyncFileSystem:
-        """A file system for one dataset; a shared one would share credentials."""
-        scheme = location.scheme
-        try:
-            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
-                return WebFileSystem(settings, options, self._budget)
-            if scheme in OBJECT_SCHEMES:
-                # See `_make_source`.
-                from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
-
-                return open_objects(scheme, settings, location.paths[0], options.roots)
-            driver = fsspec.get_filesystem_class(scheme)
-            if driver.async_impl:
-                return driver(**settings, asynchronous=True, skip_instance_cache=True)
-            # Some drivers connect to their server here.
-            connect = functools.partial(driver, **settings, skip_instance_cache=True)
-            async with asyncio.timeout(LISTING_DEADLINE_S):
-                return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
-        except ImportError as error:
-            raise no_driver(scheme, error) from error
-        except GyreError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the storage settings of a {scheme}:// dataset cannot be used: "
-                f"{words(hide(str(error), settings))}"
-            ) from error
-        except Exception as error:
-            raise listing_error(location.text, error) from error
 
     async def _open_remote(
         self,
@@ -325,7 +260,7 @@ class StorageOpener:
         may_be_absent: bool = False,
     ) -> RemoteStorage:
         """List what a location stands for, and make it readable."""
-        filesystem = await self._make_filesystem(location, settings, options)
+        filesystem = await self._drivers.filesystem(location, settings, options)
         try:
             paths, shards = await self._listed(
                 location, list_all(filesystem), may_be_absent=may_be_absent
@@ -337,7 +272,7 @@ class StorageOpener:
         num_endpoints = len(self.endpoints)
         endpoint = self._endpoint(location.scheme, settings, paths[0])
         num_connections = endpoint.limit.limit if len(self.endpoints) > num_endpoints else 0
-        source = await self._make_source(
+        source = await self._drivers.source(
             filesystem, location.scheme, settings, paths[0], num_connections, options
         )
         self._sources.add(source)

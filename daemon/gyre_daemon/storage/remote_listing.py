@@ -26,7 +26,7 @@ from gyre_daemon.storage.splits import check_one_set, check_subfolders
 LISTING_DEADLINE_S = 60.0
 
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "http", "https")
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
+_EXTRAS = {"hf": "hf", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}  # all others: s3
 # Up to this many files are asked for one by one, at any storage; more are found by listing their
 # folder, where that can be done, a thousand with each request.
 _MAX_ASKED = 1000
@@ -211,7 +211,7 @@ def version_of(info: Mapping[str, Any]) -> str:
 
 def no_driver(scheme: str, error: ImportError) -> ConfigError:
     """The error for a scheme whose driver is not installed."""
-    if scheme in OBJECT_SCHEMES:
+    if scheme in (*OBJECT_SCHEMES, *_EXTRAS):
         install = f'pip install "gyre-ml[{_EXTRAS.get(scheme, "s3")}]"'
         return ConfigError(
             f"reading {scheme}:// needs {error.name}, which is not installed: {install}"

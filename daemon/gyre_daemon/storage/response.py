@@ -44,6 +44,7 @@ class Response:
         detail: the text of a failure.
         unreachable: no connection could be made, or the server stayed silent.
         location: where a redirect leads; empty if it does not say.
+        retry_after_s: how long to wait before the next request, if it says so; 0 otherwise.
         refused: why no other answer will come: a redirect is not followed, a certificate is not
             trusted, or a driver cannot do what was asked; empty otherwise.
     """
@@ -56,6 +57,7 @@ class Response:
     unreachable: bool = False
     location: str = ""
     refused: str = ""
+    retry_after_s: float = 0.0
 
 
 class ByteRange(NamedTuple):

@@ -14,11 +14,14 @@ class Shard:
         size_bytes: the length of the file.
         version: the etag, or a local file's modification and change times in ns; changes whenever
             the shard does.
+        digest: of the content, if the storage knows one that is the same for every copy of it;
+            otherwise empty.
     """
 
     name: str
     size_bytes: int
     version: str
+    digest: str = ""
 
 
 def truncated(name: str, start: int, stop: int, num_bytes: int) -> CorruptSample:

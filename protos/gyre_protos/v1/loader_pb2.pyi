@@ -174,18 +174,26 @@ class DatasetRef(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     AD_HOC_FIELD_NUMBER: _builtins.int
+    PACK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     @_builtins.property
     def ad_hoc(self) -> Global___AdHocDataset: ...
+    @_builtins.property
+    def pack(self) -> Global___OptionTable:
+        """The dataset's samples are documents, and its samples are sequences into which they are packed. The keys are those of the
+        table `pack` in the operator's TOML; absent: as the operator says.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         ad_hoc: Global___AdHocDataset | None = ...,
+        pack: Global___OptionTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "ref", b"ref"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "pack", b"pack", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ad_hoc", b"ad_hoc", "name", b"name", "pack", b"pack", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_ref: _TypeAlias = _typing.Literal["name", "ad_hoc"]  # noqa: Y015
     _WhichOneofArgType_ref: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
@@ -412,24 +420,52 @@ class DatasetSummary(_message.Message):
 Global___DatasetSummary: _TypeAlias = DatasetSummary  # noqa: Y015
 
 @_typing.final
+class TransformList(_message.Message):
+    """What is done to samples, in this order. Each table has the key `name`; its other keys are the transform's options. A list without
+    transforms asks for the samples as they are stored; without a list, they are transformed as the dataset's definition says.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def transforms(self) -> _containers.RepeatedCompositeFieldContainer[Global___OptionTable]: ...
+    def __init__(
+        self,
+        *,
+        transforms: _abc.Iterable[Global___OptionTable] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transforms", b"transforms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransformList: _TypeAlias = TransformList  # noqa: Y015
+
+@_typing.final
 class DescribeDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
     lengths: _builtins.bool
     """take the histograms of lengths, which looks at up to a million samples of the index"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
+    @_builtins.property
+    def transforms(self) -> Global___TransformList: ...
     def __init__(
         self,
         *,
         dataset: Global___DatasetRef | None = ...,
+        transforms: Global___TransformList | None = ...,
         lengths: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "lengths", b"lengths"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "lengths", b"lengths", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,6 +486,10 @@ class DatasetDescription(_message.Message):
     LEAST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     GREATEST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
+    PACKING_FIELD_NUMBER: _builtins.int
+    GROWS_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     format: _builtins.str
     uri: _builtins.str
@@ -460,11 +500,23 @@ class DatasetDescription(_message.Message):
     fingerprint: _builtins.str
     least_shard_bytes: _builtins.int
     greatest_shard_bytes: _builtins.int
+    grows: _builtins.bool
+    """shards may be added at its end while jobs go through it"""
+    num_left_out: _builtins.int
+    """samples that the operator's filter leaves out; nothing else counts them"""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
     @_builtins.property
     def lengths(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthHistogram]:
         """of the ragged fields, if asked for"""
+
+    @_builtins.property
+    def transforms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the names of those that are applied"""
+
+    @_builtins.property
+    def packing(self) -> Global___Packing:
+        """where documents are packed; num_samples then counts sequences"""
 
     def __init__(
         self,
@@ -480,14 +532,69 @@ class DatasetDescription(_message.Message):
         least_shard_bytes: _builtins.int = ...,
         greatest_shard_bytes: _builtins.int = ...,
         lengths: _abc.Iterable[Global___LengthHistogram] | None = ...,
+        transforms: _abc.Iterable[_builtins.str] | None = ...,
+        packing: Global___Packing | None = ...,
+        grows: _builtins.bool = ...,
+        num_left_out: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_packing", b"_packing", "packing", b"packing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_packing", b"_packing", "fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "greatest_shard_bytes", b"greatest_shard_bytes", "grows", b"grows", "least_shard_bytes", b"least_shard_bytes", "lengths", b"lengths", "name", b"name", "num_bytes", b"num_bytes", "num_left_out", b"num_left_out", "num_samples", b"num_samples", "num_shards", b"num_shards", "packing", b"packing", "transforms", b"transforms", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__packing: _TypeAlias = _typing.Literal["packing"]  # noqa: Y015
+    _WhichOneofArgType__packing: _TypeAlias = _typing.Literal["_packing", b"_packing"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__packing) -> _WhichOneofReturnType__packing | None: ...
+
+Global___DatasetDescription: _TypeAlias = DatasetDescription  # noqa: Y015
+
+@_typing.final
+class Packing(_message.Message):
+    """How well documents fill sequences."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    NUM_DOCUMENTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    EFFICIENCY_FIELD_NUMBER: _builtins.int
+    NUM_EMPTY_FIELD_NUMBER: _builtins.int
+    NUM_OVERLONG_FIELD_NUMBER: _builtins.int
+    OVERLONG_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    length: _builtins.int
+    """of a sequence, in tokens"""
+    num_documents: _builtins.int
+    """of the dataset"""
+    num_tokens: _builtins.int
+    """in all sequences"""
+    efficiency: _builtins.float
+    """the part of all places in sequences that has a token"""
+    num_empty: _builtins.int
+    """documents without tokens, which are in no sequence"""
+    num_overlong: _builtins.int
+    """documents longer than a sequence"""
+    overlong: _builtins.str
+    """what happened to them"""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        length: _builtins.int = ...,
+        num_documents: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        efficiency: _builtins.float = ...,
+        num_empty: _builtins.int = ...,
+        num_overlong: _builtins.int = ...,
+        overlong: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "fingerprint", b"fingerprint", "format", b"format", "greatest_shard_bytes", b"greatest_shard_bytes", "least_shard_bytes", b"least_shard_bytes", "lengths", b"lengths", "name", b"name", "num_bytes", b"num_bytes", "num_samples", b"num_samples", "num_shards", b"num_shards", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["efficiency", b"efficiency", "field", b"field", "length", b"length", "num_documents", b"num_documents", "num_empty", b"num_empty", "num_overlong", b"num_overlong", "num_tokens", b"num_tokens", "overlong", b"overlong"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DatasetDescription: _TypeAlias = DatasetDescription  # noqa: Y015
+Global___Packing: _TypeAlias = Packing  # noqa: Y015
 
 @_typing.final
 class LengthHistogram(_message.Message):
@@ -548,6 +655,7 @@ class Field(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CATEGORIES_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """numpy's name: "uint16", "int64", ..."""
@@ -557,6 +665,8 @@ class Field(_message.Message):
     """the elements are token ids, so a client may widen an unsigned dtype"""
     text: _builtins.bool
     """the bytes are UTF-8: text, or a JSON document"""
+    media_type: _builtins.str
+    """of bytes that are an encoded file: what is known of all samples, such as "image/jpeg" or "image/*" """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of one sample; empty for a scalar"""
@@ -575,10 +685,11 @@ class Field(_message.Message):
         token_ids: _builtins.bool = ...,
         text: _builtins.bool = ...,
         categories: _abc.Iterable[_builtins.str] | None = ...,
+        media_type: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "name", b"name", "ragged", b"ragged", "shape", b"shape", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "dtype", b"dtype", "media_type", b"media_type", "name", b"name", "ragged", b"ragged", "shape", b"shape", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,8 +701,13 @@ class IndexDatasetRequest(_message.Message):
 
     DATASET_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     checksums: _builtins.bool
     """wait until every local shard has checksums, which reads all of it"""
+    engine: _builtins.str
+    """What scans the shards: empty or `local` for processes of the daemon; `ray` for a Ray of the daemon's own, `ray://HOST:PORT` for
+    the cluster there, both for operators only.
+    """
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     def __init__(
@@ -599,10 +715,11 @@ class IndexDatasetRequest(_message.Message):
         *,
         dataset: Global___DatasetRef | None = ...,
         checksums: _builtins.bool = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "dataset", b"dataset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "dataset", b"dataset", "engine", b"engine"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -621,6 +738,7 @@ class IndexProgress(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_BEFORE_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    WAS_APPENDED_FIELD_NUMBER: _builtins.int
     shards_done: _builtins.int
     num_shards: _builtins.int
     num_samples: _builtins.int
@@ -635,6 +753,8 @@ class IndexProgress(_message.Message):
     """of the dataset; with the last shard"""
     fingerprint_before: _builtins.str
     """when it was last indexed; with the last shard; empty if unknown"""
+    was_appended: _builtins.bool
+    """shards were only added at the end, and cursors fit; with the last shard"""
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """shards that the dataset has lost since then; with the last shard"""
@@ -651,10 +771,11 @@ class IndexProgress(_message.Message):
         fingerprint: _builtins.str = ...,
         fingerprint_before: _builtins.str = ...,
         removed: _abc.Iterable[_builtins.str] | None = ...,
+        was_appended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done", "was_appended", b"was_appended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -787,6 +908,7 @@ class OrderSpec(_message.Message):
     GLOBAL_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     IO_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    BALANCE_FIELD_NUMBER: _builtins.int
     mode: Global___OrderMode.ValueType
     tail: Global___Tail.ValueType
     seed: _builtins.int
@@ -798,6 +920,10 @@ class OrderSpec(_message.Message):
     """
     window_blocks: _builtins.int
     """how many blocks are mixed with each other"""
+    @_builtins.property
+    def balance(self) -> Global___Balance:
+        """Shares out each global batch so that the parts of all ranks cost about the same; absent: in the order of positions."""
+
     def __init__(
         self,
         *,
@@ -807,14 +933,43 @@ class OrderSpec(_message.Message):
         global_batch_size: _builtins.int = ...,
         io_block_bytes: _builtins.int = ...,
         window_blocks: _builtins.int = ...,
+        balance: Global___Balance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["balance", b"balance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_batch_size", b"global_batch_size", "io_block_bytes", b"io_block_bytes", "mode", b"mode", "seed", b"seed", "tail", b"tail", "window_blocks", b"window_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balance", b"balance", "global_batch_size", b"global_batch_size", "io_block_bytes", b"io_block_bytes", "mode", b"mode", "seed", b"seed", "tail", b"tail", "window_blocks", b"window_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OrderSpec: _TypeAlias = OrderSpec  # noqa: Y015
+
+@_typing.final
+class Balance(_message.Message):
+    """What a sample costs: linear * L + quadratic * L^2, where L is its length. Of a packed sequence, the sum over its documents."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINEAR_FIELD_NUMBER: _builtins.int
+    QUADRATIC_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    linear: _builtins.float
+    quadratic: _builtins.float
+    field: _builtins.str
+    """a ragged field, whose lengths count; empty where documents are packed"""
+    def __init__(
+        self,
+        *,
+        linear: _builtins.float = ...,
+        quadratic: _builtins.float = ...,
+        field: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "linear", b"linear", "quadratic", b"quadratic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Balance: _TypeAlias = Balance  # noqa: Y015
 
 @_typing.final
 class PlanCostRequest(_message.Message):
@@ -993,6 +1148,7 @@ class PlanStepRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
@@ -1001,6 +1157,10 @@ class PlanStepRequest(_message.Message):
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
     def order(self) -> Global___OrderSpec: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
+        """of a job whose dataset grows, as in SessionOpened; empty: all samples in all epochs"""
+
     def __init__(
         self,
         *,
@@ -1009,10 +1169,11 @@ class PlanStepRequest(_message.Message):
         step: _builtins.int = ...,
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
+        stages: _abc.Iterable[Global___Stage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order", "rank", b"rank", "step", b"step", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "order", b"order", "rank", b"rank", "stages", b"stages", "step", b"step", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1026,9 +1187,12 @@ class PlanStepResponse(_message.Message):
     MASK_FIELD_NUMBER: _builtins.int
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
     first_position: _builtins.int
     epoch: _builtins.int
     """of the first position"""
+    spread: _builtins.float
+    """where ranks are balanced: by how much the most expensive one exceeds the mean"""
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1042,12 +1206,15 @@ class PlanStepResponse(_message.Message):
         mask: _abc.Iterable[_builtins.bool] | None = ...,
         first_position: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        spread: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_spread", b"_spread", "spread", b"spread"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "sample_ids", b"sample_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spread", b"_spread", "epoch", b"epoch", "first_position", b"first_position", "mask", b"mask", "sample_ids", b"sample_ids", "spread", b"spread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__spread: _TypeAlias = _typing.Literal["spread"]  # noqa: Y015
+    _WhichOneofArgType__spread: _TypeAlias = _typing.Literal["_spread", b"_spread"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spread) -> _WhichOneofReturnType__spread | None: ...
 
 Global___PlanStepResponse: _TypeAlias = PlanStepResponse  # noqa: Y015
 
@@ -1098,7 +1265,10 @@ class OpenSessionRequest(_message.Message):
     PREFETCH_BATCHES_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
+    CHANGED_TRANSFORMS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    GROW_FIELD_NUMBER: _builtins.int
     num_epochs: _builtins.int
     """the stream ends after the last step that begins in these; 0: never"""
     cursor: _builtins.bytes
@@ -1108,14 +1278,20 @@ class OpenSessionRequest(_message.Message):
     join: Global___Join.ValueType
     step: _builtins.int
     """the first step, in place of the cursor's own"""
+    changed_transforms: _builtins.bool
+    """the cursor may belong to samples that were transformed otherwise"""
     transport: Global___Transport.ValueType
     """ARENA: by arenas, if the call carries a side token; otherwise inline"""
+    grow: _builtins.bool
+    """with a cursor: epochs that have not begun get the samples that were added since, if the dataset grows"""
     @_builtins.property
     def dataset(self) -> Global___DatasetRef: ...
     @_builtins.property
     def order(self) -> Global___OrderSpec: ...
     @_builtins.property
     def reader(self) -> Global___Reader: ...
+    @_builtins.property
+    def transforms(self) -> Global___TransformList: ...
     def __init__(
         self,
         *,
@@ -1127,17 +1303,44 @@ class OpenSessionRequest(_message.Message):
         prefetch_batches: _builtins.int = ...,
         join: Global___Join.ValueType = ...,
         step: _builtins.int | None = ...,
+        transforms: Global___TransformList | None = ...,
+        changed_transforms: _builtins.bool = ...,
         transport: Global___Transport.ValueType = ...,
+        grow: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "dataset", b"dataset", "order", b"order", "reader", b"reader", "step", b"step", "transforms", b"transforms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "cursor", b"cursor", "dataset", b"dataset", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "step", b"step", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "changed_transforms", b"changed_transforms", "cursor", b"cursor", "dataset", b"dataset", "grow", b"grow", "join", b"join", "num_epochs", b"num_epochs", "order", b"order", "prefetch_batches", b"prefetch_batches", "reader", b"reader", "step", b"step", "transforms", b"transforms", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+
+@_typing.final
+class Stage(_message.Message):
+    """Epochs of a job that have the same samples. A stage ends where the next one begins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    first_epoch: _builtins.int
+    num_samples: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_epoch: _builtins.int = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_epoch", b"first_epoch", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
 class SessionOpened(_message.Message):
@@ -1153,12 +1356,15 @@ class SessionOpened(_message.Message):
     FIELDS_FIELD_NUMBER: _builtins.int
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     MAX_KEPT_BATCHES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """a secret, and of use to the same user only"""
     first_step: _builtins.int
     num_samples: _builtins.int
-    """N, of the dataset"""
+    """N, of the last stage"""
     fingerprint: _builtins.str
+    """of these samples"""
     cursor: _builtins.bytes
     """of first_step"""
     lease_s: _builtins.float
@@ -1171,8 +1377,14 @@ class SessionOpened(_message.Message):
     """
     max_kept_batches: _builtins.int
     """batches that a client may keep in their slots after it took the next; it copies the others"""
+    transforms: _builtins.str
+    """tells what is done to the samples from anything else; empty: nothing"""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
+        """of the job, if its dataset grows; the first begins with epoch 0, and epochs and samples rise"""
+
     def __init__(
         self,
         *,
@@ -1186,10 +1398,12 @@ class SessionOpened(_message.Message):
         fields: _abc.Iterable[Global___Field] | None = ...,
         arena_bytes: _builtins.int = ...,
         max_kept_batches: _builtins.int = ...,
+        stages: _abc.Iterable[Global___Stage] | None = ...,
+        transforms: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "cursor", b"cursor", "fields", b"fields", "fingerprint", b"fingerprint", "first_step", b"first_step", "lease_s", b"lease_s", "max_kept_batches", b"max_kept_batches", "max_queued_batches", b"max_queued_batches", "num_samples", b"num_samples", "session_id", b"session_id", "stages", b"stages", "transforms", b"transforms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1744,6 +1958,8 @@ class SessionState(_message.Message):
     WAIT_PROCESSOR_S_FIELD_NUMBER: _builtins.int
     LATELY_FIELD_NUMBER: _builtins.int
     NUM_SUBSTITUTES_FIELD_NUMBER: _builtins.int
+    TRANSFORMS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     handle: _builtins.str
     """tells sessions apart; the session's id is a secret"""
@@ -1793,6 +2009,14 @@ class SessionState(_message.Message):
 
     @_builtins.property
     def lately(self) -> Global___Lately: ...
+    @_builtins.property
+    def transforms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the names of those that are applied"""
+
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]:
+        """of the job, if its dataset grows"""
+
     def __init__(
         self,
         *,
@@ -1821,11 +2045,13 @@ class SessionState(_message.Message):
         wait_processor_s: _builtins.float = ...,
         lately: Global___Lately | None = ...,
         num_substitutes: _builtins.int = ...,
+        transforms: _abc.Iterable[_builtins.str] | None = ...,
+        stages: _abc.Iterable[Global___Stage] | None = ...,
         user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lately", b"lately", "quality", b"quality", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "trainer_waited_s", b"trainer_waited_s", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "credits", b"credits", "dataset", b"dataset", "handle", b"handle", "lately", b"lately", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "next_step", b"next_step", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_held", b"num_held", "num_in_flight", b"num_in_flight", "num_ready", b"num_ready", "num_sharing", b"num_sharing", "num_substitutes", b"num_substitutes", "quality", b"quality", "reader", b"reader", "stages", b"stages", "trainer_waited_s", b"trainer_waited_s", "transforms", b"transforms", "transport", b"transport", "user", b"user", "wait_processor_s", b"wait_processor_s", "wait_storage_s", b"wait_storage_s", "wait_trainer_s", b"wait_trainer_s", "window_batches", b"window_batches", "window_ready_batch_s", b"window_ready_batch_s", "window_size_batch_s", b"window_size_batch_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1952,6 +2178,9 @@ class DaemonStatus(_message.Message):
     NUM_COPY_WORKERS_FIELD_NUMBER: _builtins.int
     NUM_HIDDEN_SESSIONS_FIELD_NUMBER: _builtins.int
     NUM_SUBSTITUTES_SENT_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_TRANSFORMED_FIELD_NUMBER: _builtins.int
+    TRANSFORM_CPU_S_FIELD_NUMBER: _builtins.int
+    NUM_TRANSFORM_WORKERS_REPLACED_FIELD_NUMBER: _builtins.int
     MEMORY_ABANDONED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     pid: _builtins.int
@@ -1968,6 +2197,11 @@ class DaemonStatus(_message.Message):
     """of other users; only operators see all sessions"""
     num_substitutes_sent: _builtins.int
     """samples in place of corrupt ones, in the batches sent"""
+    num_samples_transformed: _builtins.int
+    transform_cpu_s: _builtins.float
+    """processor time that this took"""
+    num_transform_workers_replaced: _builtins.int
+    """processes that died or hung"""
     memory_abandoned_bytes: _builtins.int
     """of arenas that the daemon has closed and some process still has open or mapped; part of the budget"""
     @_builtins.property
@@ -1998,11 +2232,14 @@ class DaemonStatus(_message.Message):
         num_copy_workers: _builtins.int = ...,
         num_hidden_sessions: _builtins.int = ...,
         num_substitutes_sent: _builtins.int = ...,
+        num_samples_transformed: _builtins.int = ...,
+        transform_cpu_s: _builtins.float = ...,
+        num_transform_workers_replaced: _builtins.int = ...,
         memory_abandoned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_substitutes_sent", b"num_substitutes_sent", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "draining", b"draining", "endpoints", b"endpoints", "memory_abandoned_bytes", b"memory_abandoned_bytes", "memory_budget_bytes", b"memory_budget_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "num_batches_sent", b"num_batches_sent", "num_bytes_sent", b"num_bytes_sent", "num_copy_workers", b"num_copy_workers", "num_hidden_sessions", b"num_hidden_sessions", "num_samples_transformed", b"num_samples_transformed", "num_substitutes_sent", b"num_substitutes_sent", "num_transform_workers_replaced", b"num_transform_workers_replaced", "pid", b"pid", "sessions", b"sessions", "storage", b"storage", "transform_cpu_s", b"transform_cpu_s", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,6 +61,16 @@ FILES = {
     ),
     "storage as text": (DATASET + 'storage = "x"', "storage is a text"),
     "cache as text": (DATASET + 'cache = "maybe"', "cache is 'maybe'"),
+    "pack of no length": (DATASET + 'pack = {{ field = "x" }}', "`length` is missing in .*pack"),
+    "pack of an unknown key": (
+        DATASET + 'pack = {{ field = "x", length = 4, sead = 1 }}',
+        "unknown key `sead` in datasets.x.pack; did you mean `seed`",
+    ),
+    "pack of length 0": (
+        DATASET + 'pack = {{ field = "x", length = 0 }}',
+        "datasets.x.pack.length is 0",
+    ),
+    "pack as text": (DATASET + 'pack = "tokens"', "datasets.x.pack is 'tokens'"),
     "unknown option": (DATASET + "sequence_lenght = 3", "did you mean `sequence_length`"),
     "length 0": (DATASET.replace("= 8", "= 0"), "sequence_length"),
     "length of text": (DATASET.replace("= 8", '= "x"'), "sequence_length"),
@@ -71,7 +81,7 @@ FILES = {
     "empty pattern of weights": ('[job_weights]\n"" = 2', "an empty pattern matches nothing"),
     "weights of a user by name": ('[job_weights]\n"alice/*" = 2', "a user is named `uid:1004`"),
     "set without an end": ('[job_weights]\n"a-[12" = 2', "its `\\[` has no `\\]`"),
-    "set of nothing": ('[job_weights]\n"a-[2-1]" = 2', "has nothing in it"),
+    "set of nothing": ('[job_weights]\n"a-[2-1]" = 2', "matches no character"),
     "limits of a user by name": (
         "[limits.users.alice]\nsessions = 2",
         "a user is named `uid:1004`",

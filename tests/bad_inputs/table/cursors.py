@@ -62,6 +62,13 @@ def with_value(key: str, value: object) -> Make:
     return rewritten(lambda parts: [parts[0], {**parts[1], key: value}])
 
 
+def with_stages(*stages: object, num_shards: object = 1) -> Make:
+    """A cursor of a dataset that grows."""
+    return rewritten(
+        lambda parts: [2, {**parts[1], "stages": stages, "num_shards": num_shards}],
+    )
+
+
 def with_order(key: str, value: object) -> Make:
     return rewritten(
         lambda parts: [parts[0], {**parts[1], "order": {**parts[1]["order"], key: value}}]
@@ -84,7 +91,7 @@ BY_HAND: list[tuple[str, Make, str]] = [
     ("JSON null", lambda good: sealed(b"null"), DAMAGED),
     ("no UTF-8", lambda good: sealed(b"\xff\xfe" * 20), DAMAGED),
     ("4000 digits", lambda good: sealed(b"[1," + b"9" * 4000 + b"]"), DAMAGED),
-    ("future version", rewritten(lambda parts: [2, parts[1]]), "version 2, but this daemon reads"),
+    ("future version", rewritten(lambda parts: [3, parts[1]]), "version 3, but this daemon reads"),
     ("version as text", rewritten(lambda parts: ["1", parts[1]]), "version"),
     ("no fields", rewritten(lambda parts: [1, {}]), DAMAGED),
     ("fields as a list", rewritten(lambda parts: [1, []]), DAMAGED),
@@ -103,6 +110,20 @@ BY_HAND: list[tuple[str, Make, str]] = [
     ("more substitutes than samples", with_value("num_substitutes", 1 << 40), DAMAGED),
     ("negative substitutes", with_value("num_substitutes", -1), DAMAGED),
     ("future algorithm", with_value("algorithm", 99), "order algorithm's version is 99"),
+    ("stages in version 1", with_value("stages", [[0, 8]]), DAMAGED),
+    ("no stages in version 2", rewritten(lambda parts: [2, parts[1]]), DAMAGED),
+    ("stages as a number", with_stages(7), DAMAGED),
+    ("a stage as text", with_stages("08"), DAMAGED),
+    ("stages that shrink", with_stages([0, 8], [1, 4]), DAMAGED),
+    ("stages in a circle", with_stages([0, 8], [0, 9]), DAMAGED),
+    ("no first stage", with_stages([1, 8]), DAMAGED),
+    ("a stage of nothing", with_stages([0, 0]), DAMAGED),
+    ("a stage of too much", with_stages([0, 1 << 63]), DAMAGED),
+    ("a stage never", with_stages([0, 8], [1 << 63, 9]), DAMAGED),
+    ("300 stages", with_stages(*([each, each + 1] for each in range(300))), DAMAGED),
+    ("stages of no shard", with_stages([0, 8], num_shards=0), DAMAGED),
+    ("shards as text", with_stages([0, 8], num_shards="1"), DAMAGED),
+    ("stages of other samples", with_stages([0, 8]), "its data has 8 samples, but it has"),
     ("other seed", with_order("seed", 2), "the seed is 2 there and 1 here"),
     ("other mode", with_order("mode", "sequential"), "the order mode is sequential there"),
     ("unknown mode", with_order("mode", "chaos"), "the order mode is chaos there"),

@@ -210,6 +210,18 @@ PLANS: list[tuple[str, Any, tuple[str, str], str]] = [
     ("PlanStep step 2^63", planning(step=BEYOND), INVALID, "step"),
     ("PlanStep step 2^64-1", planning(step=2**64 - 1), INVALID, "step"),
     ("PlanStep no batch", planning(order=pb.OrderSpec()), INVALID, "global batch size"),
+    (
+        "PlanStep stages that shrink",
+        planning(stages=[pb.Stage(num_samples=8), pb.Stage(first_epoch=1, num_samples=4)]),
+        INVALID,
+        "epochs and samples rise",
+    ),
+    (
+        "PlanStep stage of too much",
+        planning(stages=[pb.Stage(num_samples=1 << 40)]),
+        INVALID,
+        "1099511627776 samples and its dataset",
+    ),
     ("PlanStep mode 9", planning(order=pb.OrderSpec(mode=9)), INVALID, "order mode 9"),  # type: ignore[arg-type]
     ("PlanStep tail 9", planning(order=pb.OrderSpec(tail=9)), INVALID, "tail 9"),  # type: ignore[arg-type]
     ("PlanCost no dataset", pb.PlanCostRequest(), INVALID, "names no dataset"),

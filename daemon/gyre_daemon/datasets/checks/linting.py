@@ -21,7 +21,7 @@ from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.fields import chosen_fields
 from gyre_daemon.datasets.formats import SampleIndex
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, TolerantFormat
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.indexing.indexer import Indexer
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import unpacked_name
@@ -123,7 +123,7 @@ async def lint_dataset(
         return
     fields = chosen_fields(index.fields, opening.config.rename, opening.config.cast)
     decoded: DecodedShards | None = None
-    if isinstance(index, ChunkIndex):
+    if isinstance(index, ChunkedIndex):
         decoded = DecodedShards(DecodedStorage(shards, index, indexer.decoding), index)
     checking = indexer.checker.run(
         opening.location, decoded or shards, index, known, fields, refresh=True
@@ -159,8 +159,6 @@ async def _assemble(
         CorruptSample: they do not make one dataset.
     """
     if opening.scan is None:
-        if opening.files:
-            return await asyncio.to_thread(opening.files.assemble), ()
         inspected = await indexer.probed(opening, opening.source, refresh=True)
     else:
         inspected = [cast("Arrays", opening.scans[number]) for number in shards.numbers]

@@ -75,7 +75,7 @@ class CorruptReports:
         except OSError as error:
             raise Overloaded(
                 f"the report of corrupt samples cannot be written to {path}: "
-                f"{error.strerror or error}; free some space or set report_dir",
+                f"{error.strerror or error}; free some space, or set `report_dir`",
                 {"path": path, "reason": error.strerror or "unknown"},
             ) from error
         return path

@@ -181,10 +181,15 @@ class _Work:
     def fields_of(self, number: int) -> ShardFields | None:
         """What is to be checked in a shard; None for nothing."""
         specs = stored_fields(self.fields)
-        columns = checkable(specs)
-        if not columns or not self.num_samples(number):
+        if not self.num_samples(number):
             return None
         first, stop = self.bounds[number : number + 2].tolist()
+        schema = self.index.locate(np.array([first])).schema
+        if schema is not None:
+            specs = [spec.form(int(schema[0])) for spec in specs]
+        columns = checkable(specs)
+        if not columns:
+            return None
         extents = self.index.locate(np.arange(first, stop))
         fixed = np.array([0 if spec.ragged else spec.element_bytes for spec in specs])
         is_ragged = np.array([spec.ragged for spec in specs])

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.errors import CorruptSample, first_error
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile
@@ -21,7 +21,7 @@ class DecodedShards:
         failures: by chunk, why it cannot be decoded.
     """
 
-    def __init__(self, decoded: DecodedStorage, index: ChunkIndex) -> None:
+    def __init__(self, decoded: DecodedStorage, index: ChunkedIndex) -> None:
         """Decode nothing yet."""
         self.shards = decoded.shards
         self.failures: dict[int, CorruptSample] = {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from gyre_daemon.datasets.cost import GOOD_QUALITY, CostQuery, CostReport, Estimate, estimate_costs
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.order.planner import planner_for
 from gyre_daemon.order.quality import ShuffleQuality, expected_quality
 
@@ -20,12 +20,12 @@ def estimate_all(index: SampleIndex, query: CostQuery) -> CostReport:
     Raises:
         InvalidRequest: the order does not fit the dataset; see `BatchPlanner`.
     """
-    if isinstance(index, ChunkIndex):
+    if isinstance(index, ChunkedIndex):
         return estimate_chunk_costs(index, query)
     return estimate_costs(index, query)
 
 
-def estimate_chunk_costs(index: ChunkIndex, query: CostQuery) -> CostReport:
+def estimate_chunk_costs(index: ChunkedIndex, query: CostQuery) -> CostReport:
     """What each order costs on a dataset of chunks.
 
     Raises:
@@ -80,7 +80,7 @@ def estimate_chunk_costs(index: ChunkIndex, query: CostQuery) -> CostReport:
 
 
 def _recommend(
-    index: ChunkIndex,
+    index: ChunkedIndex,
     query: CostQuery,
     estimates: list[Estimate],
     in_window: float,

@@ -7,7 +7,6 @@ kept: that is what the node cache is for, whose blocks are whole chunks.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -15,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.chunks.decoders import Decoders
-from gyre_daemon.datasets.chunks.exchange import Exchange, Exchanges, pages
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.chunks.exchange import Exchange, ExchangeRoom, pages
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
-from gyre_daemon.runtime.fair import FairExecutor, FairQueue, Flow
+from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.cache.blocks import BlockMap
@@ -37,41 +36,12 @@ class DecodingRoom:
     def __init__(self, decoders: Decoders, workers: FairExecutor) -> None:
         self.decoders = decoders
         self.workers = workers
-        self._exchanges = Exchanges()
-        self._used_bytes = 0
-        self._line = FairQueue(1)  # chunks that wait for memory
-        self._freed = asyncio.Event()
-
-    @asynccontextmanager
-    async def exchange(self, num_bytes: int, flow: Flow, urgency: int) -> AsyncIterator[Exchange]:
-        """Memory for one chunk, inside the context.
-
-        Raises:
-            Overloaded: the machine has none.
-        """
-        async with self._line.turn(flow, num_bytes, urgency):
-            while self._used_bytes and self._used_bytes + num_bytes > _MAX_BYTES_AT_ONCE:
-                self._freed.clear()
-                await self._freed.wait()
-            self._used_bytes += num_bytes
-        exchange = None
-        try:
-            exchange = self._exchanges.take(num_bytes)
-            yield exchange
-            self._exchanges.give_back(exchange)
-        except BaseException:
-            # A storage or a process may still write to it: nobody else must get it.
-            if exchange:
-                exchange.close()
-            raise
-        finally:
-            self._used_bytes -= num_bytes
-            self._freed.set()
+        self.exchanges = ExchangeRoom(_MAX_BYTES_AT_ONCE)
 
     def close(self) -> None:
         """End the processes and give back the memory."""
         self.decoders.close()
-        self._exchanges.close()
+        self.exchanges.close()
 
 
 class _Decoding:
@@ -100,7 +70,7 @@ class DecodedStorage:
 
     block_cache = None
 
-    def __init__(self, source: Storage, index: ChunkIndex, room: DecodingRoom) -> None:
+    def __init__(self, source: Storage, index: ChunkedIndex, room: DecodingRoom) -> None:
         """Decode nothing yet.
 
         Args:
@@ -185,7 +155,7 @@ class DecodedStorage:
         decoding.target = pages(sum(sizes))
         num_bytes = decoding.target + pages(int(index.chunk_bytes[chunk]))
         try:
-            async with self._room.exchange(num_bytes, reads.flow, reads.urgency) as exchange:
+            async with self._room.exchanges.hold(num_bytes, reads.flow, reads.urgency) as exchange:
                 ends = np.cumsum(sizes).tolist()
                 memories = [
                     exchange.memory[end - size : end] for size, end in zip(sizes, ends, strict=True)
@@ -196,7 +166,7 @@ class DecodedStorage:
                 )
                 listed = self._source.shards[shard]
                 request = DecodeRequest(
-                    index.decode,
+                    index.decode(chunk),
                     index.noun,
                     index.number(chunk),
                     listed.size_bytes,

@@ -1,14 +1,18 @@
-"""Memory that the daemon shares with one process that decodes; used again for the next chunk."""
+"""Memory that the daemon shares with one process that decodes; used again for the next one."""
 
+import asyncio
 import fcntl
 import mmap
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.errors import Overloaded
+from gyre_daemon.runtime.fair import FairQueue, Flow
 
 _PAGE_BYTES = mmap.PAGESIZE
 # Files are as large as powers of two from here on, so that one serves chunks of similar sizes.
@@ -48,8 +52,7 @@ class Exchange:
             mapping = mmap.mmap(descriptor, num_bytes)
         except OSError as error:
             raise Overloaded(
-                f"there is no memory for a chunk of {num_bytes} bytes that is being decoded: "
-                f"{error.strerror}"
+                f"there is no memory for {num_bytes} bytes that are being decoded: {error.strerror}"
             ) from error
         self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
 
@@ -89,3 +92,49 @@ class Exchanges:
             exchange.close()
         self._unused.clear()
         self._unused_bytes = 0
+
+
+class ExchangeRoom:
+    """Files for what is being decoded, within a bound; what is larger has its turn alone."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Use no memory yet.
+
+        Args:
+            max_bytes: of all files that are held at once. They are not part of any budget.
+        """
+        self._max_bytes = max_bytes
+        self._exchanges = Exchanges()
+        self._used_bytes = 0
+        self._line = FairQueue(1)  # those that wait for memory
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int, flow: Flow, urgency: int) -> AsyncIterator[Exchange]:
+        """A file of at least this size, inside the context.
+
+        Raises:
+            Overloaded: the machine has no such memory.
+        """
+        async with self._line.turn(flow, num_bytes, urgency):
+            while self._used_bytes and self._used_bytes + num_bytes > self._max_bytes:
+                self._freed.clear()
+                await self._freed.wait()
+            self._used_bytes += num_bytes
+        exchange = None
+        try:
+            exchange = self._exchanges.take(num_bytes)
+            yield exchange
+            self._exchanges.give_back(exchange)
+        except BaseException:
+            # A storage or a process may still write to it: nobody else must get it.
+            if exchange:
+                exchange.close()
+            raise
+        finally:
+            self._used_bytes -= num_bytes
+            self._freed.set()
+
+    def close(self) -> None:
+        """Give back the files that are not held."""
+        self._exchanges.close()

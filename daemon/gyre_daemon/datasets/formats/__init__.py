@@ -8,7 +8,8 @@ write a format; `table` has the index that most formats need; each format is a p
 from collections.abc import Mapping
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats.arrow import ArrowFormat, ArrowOptions
+from gyre_daemon.datasets.formats.arrow import ArrowFormat
+from gyre_daemon.datasets.formats.arrow_columns import ColumnOptions
 from gyre_daemon.datasets.formats.base import (
     MASK,
     OFFSETS_SUFFIX,
@@ -25,8 +26,9 @@ from gyre_daemon.datasets.formats.entry import FormatEntry
 from gyre_daemon.datasets.formats.files import FilesFormat, FilesOptions
 from gyre_daemon.datasets.formats.installed import installed_format, installed_names
 from gyre_daemon.datasets.formats.lines import JsonlFormat, LinesOptions, TextFormat
+from gyre_daemon.datasets.formats.listed import ListedFormat
 from gyre_daemon.datasets.formats.mds import MdsFormat, MdsOptions
-from gyre_daemon.datasets.formats.parquet import ParquetFormat, ParquetOptions
+from gyre_daemon.datasets.formats.parquet import ParquetFormat
 from gyre_daemon.datasets.formats.rows import RowsFormat, RowsOptions
 from gyre_daemon.datasets.formats.tfrecord import TfrecordFormat, TfrecordOptions
 from gyre_daemon.datasets.formats.tokens import TokensFormat, TokensOptions
@@ -43,6 +45,7 @@ __all__ = [
     "FieldSpec",
     "Format",
     "FormatEntry",
+    "ListedFormat",
     "SampleIndex",
     "indexed_fields",
     "make_format",
@@ -60,14 +63,14 @@ FORMATS: Mapping[str, FormatEntry] = {
     "tsv": FormatEntry.of(TsvFormat, DelimitedOptions),
     "mds": FormatEntry.of(MdsFormat, MdsOptions),
     "npy": FormatEntry.of(RowsFormat, RowsOptions),
-    "parquet": FormatEntry.of(ParquetFormat, ParquetOptions),
+    "parquet": FormatEntry.of(ParquetFormat, ColumnOptions),
     "tfrecord": FormatEntry.of(TfrecordFormat, TfrecordOptions),
-    "arrow": FormatEntry.of(ArrowFormat, ArrowOptions),
+    "arrow": FormatEntry.of(ArrowFormat, ColumnOptions),
     SINGLE_FILES: FormatEntry.of(FilesFormat, FilesOptions),
 }
 
 
-def make_format(name: str, config: DatasetConfig) -> Format:
+def make_format(name: str, config: DatasetConfig) -> Format | ListedFormat:
     """The format that a dataset's configuration names, with its options checked.
 
     Raises:

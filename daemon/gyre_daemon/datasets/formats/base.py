@@ -6,10 +6,11 @@ To open a dataset, the daemon uses a `Format` in this order:
 1. `pattern` selects the files of a folder that are shards.
 2. `inspection` finds out what the format must know about the shards. A `Scan` reads every shard
    once, from its beginning to its end. A `Probe` asks for a few byte ranges. Either returns arrays,
-   which the daemon keeps in sidecar files and hands back the next time. A `Listing` says which
-   single files are samples.
+   which the daemon keeps in sidecar files and hands back the next time.
 3. `assemble` turns these arrays into a `SampleIndex`, which maps sample ids to byte ranges: of
    shards, or of decoded shards where samples are rows of chunks (see `chunks`).
+
+Where each file is a sample, a `ListedFormat` does instead; see `listed`.
 
 A format may come from another package: an entry point of the group `gyre.formats`, of the format's
 name, that leads to a `FormatEntry`; see `installed`.
@@ -60,111 +61,54 @@ text file is a sample:
             )
 """
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from gyre_daemon.datasets.formats.field_spec import (
+    MASK,
+    OFFSETS_SUFFIX,
+    PRESENT_SUFFIX,
+    SAMPLE_ID,
+    SHAPE_SUFFIX,
+    CodecName,
+    Extents,
+    FieldSpec,
+    indexed_fields,
+    stored_fields,
+)
 from gyre_daemon.order.blocks import BlockTable
-from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.shard import Shard
 
-# A batch has these tensors beside its fields, and names derived from a field's name with these
-# suffixes. No field may have such a name.
-SAMPLE_ID = "sample_id"
-MASK = "mask"
-OFFSETS_SUFFIX = ".offsets"  # of a ragged field: where each sample begins
-PRESENT_SUFFIX = ".present"  # of an optional field: which samples have it
-SHAPE_SUFFIX = ".shape"  # of a field of flattened arrays: the shape of each sample
-
-Arrays = Mapping[str, np.ndarray]  # what an inspection found, by names that the format chooses
-
-CodecName = Literal[
-    "bytes", "ids", "text", "quoted", "json", "integer", "number", "npy", "cast", "indexed"
+__all__ = [
+    "MASK",
+    "OFFSETS_SUFFIX",
+    "PRESENT_SUFFIX",
+    "SAMPLE_ID",
+    "SHAPE_SUFFIX",
+    "Arrays",
+    "CodecName",
+    "DamagedSample",
+    "Extents",
+    "FieldSpec",
+    "Format",
+    "Probe",
+    "ProbeRequest",
+    "ProbeResponse",
+    "ProbeSteps",
+    "ReadAhead",
+    "SampleIndex",
+    "Scan",
+    "TolerantFormat",
+    "array_of",
+    "indexed_fields",
+    "stored_fields",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
-    """One named tensor of a sample.
-
-    Attributes:
-        name: its key in the batch.
-        dtype: of the tensor.
-        shape: of one sample; of one element if the field is ragged.
-        ragged: whether samples differ in length along the first dim.
-        codec: how the stored bytes become the tensor. `bytes` are stored as the tensor lies in
-            memory. The values of an `indexed` field are in the index, and nothing is read.
-        token_ids: whether the elements are token ids; clients may widen unsigned ones.
-        vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
-        categories: what the values of an integer field stand for, such as the names of classes;
-            empty if they are just numbers.
-        cast_from: with the codec `cast`, the codec and the dtype of what is stored.
-    """
-
-    name: str
-    dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
-    ragged: bool
-    codec: CodecName
-    token_ids: bool = False
-    vocabulary: int = 0
-    categories: tuple[str, ...] = ()
-    cast_from: "tuple[CodecName, np.dtype[np.generic]] | None" = None
-
-    @property
-    def element_bytes(self) -> int:
-        """The bytes of one sample, or of one element if the field is ragged."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def stored_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
-    """The fields that are read from storage; in an index they come before the indexed ones."""
-    return [spec for spec in fields if spec.codec != "indexed"]
-
-
-def indexed_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
-    """The fields whose values are in the index."""
-    return [spec for spec in fields if spec.codec == "indexed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Extents:
-    """Where n samples with F stored fields lie, and the values of their indexed fields.
-
-    Attributes:
-        shard: int64 [n], index of the shard.
-        start: int64 [n, F], first byte in the shard.
-        size: int64 [n, F], stored bytes; 0 if the sample lacks the field.
-        lengths: int64 [n, F], bytes that each field takes in a ragged tensor; None if that is
-            `size` everywhere.
-        absent: bool [n, F], which samples lack which fields; None if none may.
-        indexed: for each indexed field its values, [n, *shape].
-    """
-
-    shard: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    size: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64] | None = None
-    absent: npt.NDArray[np.bool_] | None = None
-    indexed: tuple[npt.NDArray[np.generic], ...] = ()
-
-    @property
-    def tensor_bytes(self) -> npt.NDArray[np.int64]:
-        """Int64 [n, F], the bytes that each field takes in its tensor if it is ragged."""
-        return self.size if self.lengths is None else self.lengths
-
-    def part(self, some: slice) -> "Extents":
-        """The extents of some of the samples."""
-        lengths = None if self.lengths is None else self.lengths[some]
-        absent = None if self.absent is None else self.absent[some]
-        indexed = tuple(values[some] for values in self.indexed)
-        return Extents(
-            self.shard[some], self.start[some], self.size[some], lengths, absent, indexed
-        )
+Arrays = Mapping[str, np.ndarray]  # what an inspection found, by names that the format chooses
 
 
 def array_of(
@@ -215,6 +159,21 @@ class SampleIndex(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """What the scan of a shard in object storage will read, as far as a file beside it tells.
+
+    Attributes:
+        suffix: of the file, in place of the shard's own.
+        run: takes the bytes of the file and the size of the shard. It yields the ranges to read,
+            all at once, and is sent their bytes; if it yields none, the whole shard is read. It
+            raises ValueError if the file is not that of the shard.
+    """
+
+    suffix: str
+    run: Callable[[bytes, int], Generator[Sequence[tuple[int, int]], Sequence[bytes], None]]
+
+
+@dataclass(frozen=True, slots=True)
 class Scan:
     """An inspection that reads each shard once, from its beginning to its end or where it seeks.
 
@@ -227,6 +186,9 @@ class Scan:
         check: takes stored arrays, which may be forged, and the size of the shard. It raises
             ValueError if `run` could not have returned them for a shard of that size.
         seeks: whether `run` must seek. It then gets a file that asks the storage for each range.
+        skips: whether `run` passes over parts of a file that can seek, always forward. Of an object
+            those are not read that are large.
+        ahead: what may tell which ranges those are; None if nothing does.
     """
 
     version: str
@@ -234,6 +196,8 @@ class Scan:
     num_samples: Callable[[Arrays], int]
     check: Callable[[Arrays, int], None]
     seeks: bool = False
+    skips: bool = False
+    ahead: ReadAhead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,59 +255,6 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestColumn:
-    """What a manifest says of each of n files.
-
-    Attributes:
-        name: of the column.
-        kind: `text`, `json`, `number` or `class`.
-        values: of text and JSON the bytes; else int64, float64 or int32 [n].
-        categories: what the values of a class stand for.
-    """
-
-    name: str
-    kind: Literal["text", "json", "number", "class"]
-    values: Texts | npt.NDArray[Any]
-    categories: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """A list of files, in the dataset's order.
-
-    Attributes:
-        names: their paths, relative to the manifest.
-        columns: what else is known of them.
-    """
-
-    names: Texts
-    columns: tuple[ManifestColumn, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """An inspection of the list of files, where each file is a sample.
-
-    The daemon lists the files below a folder, at any depth, or reads a manifest. To all other code
-    they are one shard, in which each file comes after its *head*: its path, and the texts that the
-    manifest has of it.
-
-    Attributes:
-        is_wanted: whether a file of this name, without its folder, is one of the dataset.
-        is_manifest: whether a location of this path is a manifest.
-        read_manifest: takes the name and the bytes of a manifest. It raises CorruptSample if that
-            is damaged, and ConfigError if it lacks columns.
-        assemble: makes the index from the files, and from the columns that a manifest has of them.
-            `Format.assemble` is not called.
-    """
-
-    is_wanted: Callable[[str], bool]
-    is_manifest: Callable[[str], bool]
-    read_manifest: Callable[[str, bytes], Manifest]
-    assemble: Callable[[FileTable, Sequence[ManifestColumn]], SampleIndex]
-
-
-@dataclass(frozen=True, slots=True)
 class DamagedSample:
     """A sample that a format found damaged although its shard can be read.
 
@@ -385,7 +296,7 @@ class Format(Protocol):
         """Whether shards named `*.gz` or `*.tgz` are unpacked before the format sees them."""
 
     @property
-    def inspection(self) -> Scan | Probe | Listing | None:
+    def inspection(self) -> Scan | Probe | None:
         """What must be read before `assemble`; None if offsets are plain arithmetic."""
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
@@ -393,8 +304,8 @@ class Format(Protocol):
 
         Args:
             shards: of the dataset, in its order.
-            inspected: after a scan, the arrays of each shard; after a probe or a listing, its one
-                result; empty if there is no inspection.
+            inspected: after a scan, the arrays of each shard; after a probe, its one result; empty
+                if there is no inspection.
 
         Raises:
             CorruptSample: the shards do not make one dataset; names the first that does not fit.

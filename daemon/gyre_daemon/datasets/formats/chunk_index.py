@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Arrays, Extents, FieldSpec
+from gyre_daemon.datasets.formats.base import (
+    PRESENT_SUFFIX,
+    Arrays,
+    Extents,
+    FieldSpec,
+    SampleIndex,
+)
 from gyre_daemon.datasets.formats.bounds import RaggedBounds
 from gyre_daemon.datasets.formats.chunks import (
     Decode,
@@ -19,24 +26,55 @@ from gyre_daemon.datasets.formats.chunks import (
     fields_of,
     num_rows,
 )
+from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
-from gyre_daemon.order.blocks import BlockTable
+from gyre_daemon.order.blocks import BlockTable, blocks_that_begin_at
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard
 
 
-class ChunkIndex:
+class ChunkedIndex(SampleIndex, ABC):
     """A `SampleIndex` of rows of C chunks; see [Note: Where a row lies] in `chunks`.
-
-    It takes 4 bytes for each row and ragged field, and one for each row and field that rows lack.
 
     Attributes:
         noun: what the format calls a chunk.
-        decode: decodes one.
         num_chunks: C.
         shard: int64 [C], of each chunk.
         base: int64 [C], where it begins in its decoded shard.
         chunk_bytes: int64 [C], its size there.
+    """
+
+    noun: str
+    num_chunks: int
+    shard: Int64Array
+    base: Int64Array
+    chunk_bytes: Int64Array
+
+    @abstractmethod
+    def decode(self, chunk: int) -> Decode:
+        """What decodes a chunk."""
+
+    @abstractmethod
+    def pieces(self, chunk: int) -> list[tuple[int, int]]:
+        """The bytes of its shard that a chunk is decoded from: first those that all chunks need."""
+
+    @abstractmethod
+    def number(self, chunk: int) -> int:
+        """The number of a chunk in its shard."""
+
+    @abstractmethod
+    def parameters(self, chunk: int) -> tuple[int, ...]:
+        """What else the scan kept for a chunk."""
+
+    @abstractmethod
+    def expected(self, chunk: int) -> list[Expected]:
+        """What each stored field of a chunk must decode to."""
+
+
+class ChunkIndex(ChunkedIndex):
+    """A `ChunkedIndex` of shards that have the same fields.
+
+    It takes 4 bytes for each row and ragged field, and one for each row and field that rows lack.
     """
 
     def __init__(
@@ -59,7 +97,7 @@ class ChunkIndex:
         Raises:
             CorruptSample: a shard has other fields than the first with rows.
         """
-        self.decode, self.noun = decode, noun
+        self._decode, self.noun = decode, noun
         self._stored = _common_fields(shards, inspected)
         full = [(number, scan) for number, scan in enumerate(inspected) if len(scan["rows"])]
         scans = [scan for _, scan in full]
@@ -150,9 +188,7 @@ class ChunkIndex:
 
     @cached_property
     def _table(self) -> BlockTable:
-        sizes, counts = np.unique(self._rows, return_counts=True)
-        regular = int(sizes[counts.argmax()]) if len(sizes) else 1
-        return BlockTable(regular, np.arange(self.num_chunks + 1), self._first)
+        return blocks_that_begin_at(self._first)
 
     def blocks(self, io_block_bytes: int) -> BlockTable:
         """See `SampleIndex.blocks`: a block is a chunk, however large that is."""
@@ -162,22 +198,26 @@ class ChunkIndex:
         """See `SampleIndex.digest`."""
         return self._digest
 
+    def decode(self, chunk: int) -> Decode:
+        """See `ChunkedIndex.decode`: the same for all."""
+        return self._decode
+
     def pieces(self, chunk: int) -> list[tuple[int, int]]:
-        """The bytes of its shard that a chunk is decoded from: first those that all chunks need."""
+        """See `ChunkedIndex.pieces`."""
         start, stop = self._shared[int(self.shard[chunk])]
         some = self._pieces[self._first_piece[chunk] : self._first_piece[chunk + 1]].tolist()
         return [(start, stop)] * (start < stop) + [(begin, end) for begin, end in some]
 
     def number(self, chunk: int) -> int:
-        """The number of a chunk in its shard."""
+        """See `ChunkedIndex.number`."""
         return int(self._number[chunk])
 
     def parameters(self, chunk: int) -> tuple[int, ...]:
-        """What else the scan kept for a chunk."""
+        """See `ChunkedIndex.parameters`."""
         return tuple(self._parameters[chunk])
 
     def expected(self, chunk: int) -> list[Expected]:
-        """What each stored field of a chunk must decode to."""
+        """See `ChunkedIndex.expected`."""
         rows = slice(int(self._first[chunk]), int(self._first[chunk + 1]))
         expected, ragged = [], 0
         for place, spec in enumerate(self._stored):
@@ -212,7 +252,7 @@ def _common_fields(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list
             continue
         fields = fields_of(scan)
         if first is not None and fields != first:
-            reason = f"it has {_describe(fields)}, and shard {owner} has {_describe(first)}"
+            reason = f"it has {described_all(fields)}, and shard {owner} has {described_all(first)}"
             raise CorruptSample(
                 f"shard {shard.name} does not fit: {reason}; serve them as two datasets, or name "
                 "the columns that they share in `columns`",
@@ -221,15 +261,6 @@ def _common_fields(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> list
         if first is None:
             first, owner = fields, shard.name
     return first or []
-
-
-def _describe(fields: Sequence[FieldSpec]) -> str:
-    def kind(spec: FieldSpec) -> str:
-        name = spec.codec if spec.codec != "bytes" else spec.dtype.name
-        shape = "".join(f"[{size}]" for size in spec.shape)
-        return f"{spec.name} ({name}{shape}{', ragged' * spec.ragged})"
-
-    return "the columns " + ", ".join(map(kind, fields))
 
 
 def _of_all(scan: Arrays, optional: Sequence[int]) -> npt.NDArray[np.bool_]:

@@ -17,7 +17,7 @@ processes that may be killed.
 
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +31,14 @@ from gyre_daemon.datasets.formats.base import (
 )
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.datasets.formats.stored import json_of
+from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.storage.shard import Shard
 
 # The most that a decoded chunk may have. It lies in memory as a whole, once in the process that
 # decodes it and once in the cache; and rows within it are counted with 32 bits.
 MAX_CHUNK_BYTES = 2 << 30
+_MAX_REASON_CHARS = 300
 _CODECS: frozenset[CodecName] = frozenset(("bytes", "text", "json"))
 
 
@@ -114,6 +117,7 @@ def chunk_arrays(
     shared: tuple[int, int] = (0, 0),
     numbers: Sequence[int] | None = None,
     parameters: Sequence[Sequence[int]] | None = None,
+    damaged: Mapping[int, str] | None = None,
 ) -> Arrays:
     """What the scan of a shard with C chunks of together R rows returns.
 
@@ -126,13 +130,16 @@ def chunk_arrays(
         shared: bytes `[start, stop)` of the shard that all chunks need.
         numbers: of the chunks in their shard, if it has others without a row.
         parameters: of each chunk, numbers that its decoder needs; None for none.
+        damaged: why chunks cannot be decoded, by their places; their rows have no bytes.
 
     Returns:
-        fields: JSON of name, dtype, shape, raggedness, codec and categories of each field.
+        fields: JSON of name, dtype, shape, raggedness, codec, categories and media type of each
+            field.
         numbers, rows, num_pieces: int64 [C]; pieces: int64 [P, 2]; shared: int64 [2];
         parameters: int64 [C, any].
         ends: uint32 [R, ragged fields], where each row ends among the field's bytes of its chunk.
         optional: int64 [K], the fields that some row lacks; present: bool [R, K].
+        damaged: JSON of [place, reason], if there are damaged chunks.
     """
     total, ragged = sum(num_rows), [place for place, spec in enumerate(fields) if spec.ragged]
     ends = np.zeros((total, len(ragged)), np.uint32)
@@ -150,11 +157,22 @@ def chunk_arrays(
         begin += count
     optional = np.flatnonzero(~present.all(axis=0)).astype(np.int64)
     described = [
-        [spec.name, spec.dtype.str, list(spec.shape), spec.ragged, spec.codec, spec.categories]
+        [
+            spec.name,
+            spec.dtype.str,
+            list(spec.shape),
+            spec.ragged,
+            spec.codec,
+            spec.categories,
+            spec.media_type,
+        ]
         for spec in fields
     ]
     ranges = [piece for its in pieces for piece in its]
+    reasons = [[place, reason[:_MAX_REASON_CHARS]] for place, reason in (damaged or {}).items()]
+    text = np.frombuffer(json.dumps(reasons).encode(), np.uint8)
     return {
+        **({"damaged": text} if reasons else {}),
         "fields": np.frombuffer(json.dumps(described).encode(), np.uint8),
         "numbers": np.array(range(len(num_rows)) if numbers is None else numbers, np.int64),
         "rows": np.array(num_rows, np.int64),
@@ -168,6 +186,49 @@ def chunk_arrays(
         "optional": optional,
         "present": present[:, optional],
     }
+
+
+def damaged_chunks(arrays: Arrays) -> list[tuple[int, str]]:
+    """The places of damaged chunks of a shard, and why.
+
+    Raises:
+        ValueError: the arrays are forged.
+    """
+    if "damaged" not in arrays:
+        return []
+    found = json_of(arrays, "damaged")
+    if not isinstance(found, list):
+        raise ValueError("its damaged chunks are none")
+    places = len(arrays["rows"])
+    for each in found:
+        is_pair = isinstance(each, list) and len(each) == 2 and isinstance(each[1], str)
+        if not is_pair or type(each[0]) is not int or not 0 <= each[0] < places:
+            raise ValueError("its damaged chunks are none")
+    return [(place, reason) for place, reason in found]
+
+
+def refuse_damaged(shards: Sequence[Shard], inspected: Sequence[Arrays], noun: str) -> None:
+    """Refuse shards with chunks that cannot be decoded.
+
+    Raises:
+        CorruptSample: with the first of them.
+    """
+    for shard, scan in zip(shards, inspected, strict=True):
+        for place, reason in damaged_chunks(scan):
+            number = int(scan["numbers"][place])
+            first = int(scan["num_pieces"][:place].sum())
+            offset = int(scan["pieces"][first, 0])
+            raise CorruptSample(
+                f"shard {shard.name}: {noun} {number} (at byte {offset}) cannot be read: {reason}",
+                {"shard": shard.name, "chunk": number, "offset": offset, "reason": reason},
+            )
+
+
+def lacking(fields: Sequence[FieldSpec], num_rows: int) -> list[Column | None]:
+    """The columns of a chunk that cannot be decoded: rows without bytes."""
+    nothing = np.empty(0, np.uint8)
+    ends = np.zeros(num_rows, np.int64)
+    return [Column(nothing, ends) if spec.ragged else None for spec in fields]
 
 
 def num_rows(arrays: Arrays) -> int:
@@ -205,6 +266,7 @@ def check_chunks(arrays: Arrays, file_bytes: int) -> None:
     is_inside = (ranges[:, 0] >= 0) & (ranges[:, 0] <= ranges[:, 1]) & (ranges[:, 1] <= file_bytes)
     if shared.shape != (2,) or not is_inside.all() or (pieces[:, 0] == pieces[:, 1]).any():
         raise ValueError("its chunks do not lie in the shard")
+    damaged_chunks(arrays)
     if len(optional) and not (optional.min() >= 0 and optional.max() < len(fields)):
         raise ValueError("its fields are not those of its rows")
     if (np.diff(optional) < 1).any():
@@ -226,7 +288,7 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
     """
     fields = []
     try:
-        for name, dtype, shape, ragged, codec, categories in json_of(arrays, "fields"):
+        for name, dtype, shape, ragged, codec, categories, media in json_of(arrays, "fields"):
             is_shape = all(type(size) is int and 0 < size <= MAX_CHUNK_BYTES for size in shape)
             kind = np.dtype(dtype)
             is_number = kind.kind in "biuf" and kind.isnative
@@ -234,8 +296,11 @@ def fields_of(arrays: Arrays) -> list[FieldSpec]:
                 raise ValueError("its fields are no tensors")
             if not all(isinstance(each, str) for each in categories):
                 raise ValueError("its categories are no names")
+            if not isinstance(media, str) or not media.isprintable():
+                raise ValueError("its media types are none")
             its = tuple(shape), bool(ragged), codec
-            fields.append(FieldSpec(name, kind, *its, categories=tuple(categories)))
+            names = tuple(categories)
+            fields.append(FieldSpec(name, kind, *its, categories=names, media_type=media))
     except TypeError as error:
         raise ValueError("its fields are no tensors") from error
     return fields

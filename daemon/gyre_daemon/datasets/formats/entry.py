@@ -6,6 +6,11 @@ from typing import Any
 
 from gyre_daemon.config import parse_options
 from gyre_daemon.datasets.formats.base import Format
+from gyre_daemon.datasets.formats.listed import ListedFormat
+
+
+def _never(_head: bytes) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,20 +21,24 @@ class FormatEntry:
         pattern: of the names of its shards.
         make: takes the keys of a dataset's configuration, and the place of the keys for error
             messages.
+        recognises: takes up to 512 first bytes of a file, and says whether only this format begins
+            so. Never, if its files have no signature.
     """
 
     pattern: str
-    make: Callable[[Mapping[str, Any], str], Format]
+    make: Callable[[Mapping[str, Any], str], Format | ListedFormat]
+    recognises: Callable[[bytes], bool] = _never
 
     @classmethod
     def of(cls, format_class: type[Any], options: type[Any]) -> "FormatEntry":
         """The entry of a class of formats.
 
         Args:
-            format_class: has a `pattern`, and is made from its options.
+            format_class: has a `pattern`, and is made from its options. It may have `recognises`.
             options: a dataclass with the keys of a dataset, and their defaults.
         """
         return cls(
             format_class.pattern,
             lambda keys, where: format_class(parse_options(options, keys, where)),
+            getattr(format_class, "recognises", _never),
         )

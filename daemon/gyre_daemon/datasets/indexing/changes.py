@@ -103,18 +103,16 @@ def save_version(
         records.try_to_save(key, None, _arrays_of(shards, fingerprint))
 
 
-def what_changed(
-    records: SidecarStore, location: str, fingerprint: str, shards: Sequence[Shard]
-) -> str:
+def what_changed(records: SidecarStore, location: str, fingerprint: str, dataset: Dataset) -> str:
     """How the shards of a dataset differ from those that once had a fingerprint; waits.
 
     Empty if nothing is known of these.
     """
-    arrays = records.load(_version_key(location, fingerprint), None, _read_record)
-    if arrays is None:
+    then = remembered(records, location, fingerprint)
+    if not then:
         return ""
-    before = {shard.name: shard.size_bytes for shard in _read_record(arrays)[0]}
-    now = {shard.name: shard.size_bytes for shard in shards}
+    before = {shard.name: shard.size_bytes for shard in then}
+    now = {shard.name: shard.size_bytes for shard in dataset.shards}
     others = [name for name in now if name in before and now[name] != before[name]]
     parts = [
         f"{what} ({', '.join(names[:_MAX_NAMED])}{', ...' if len(names) > _MAX_NAMED else ''})"
@@ -126,8 +124,21 @@ def what_changed(
         if names
     ]
     if parts:
-        return f"since then shards were {' and '.join(parts)}"
+        text = f"since then shards were {' and '.join(parts)}"
+        if list(now.items())[: len(before)] == list(before.items()):
+            text += " behind the others" + (
+                ", which have other contents or other options than they had"
+                if dataset.grows
+                else " (`append = true` in the dataset's table lets a state go on from there)"
+            )
+        return text
     return "its shards have the same names and sizes, but other contents or other options"
+
+
+def remembered(records: SidecarStore, location: str, fingerprint: str) -> Sequence[Shard]:
+    """The shards that once had a fingerprint; empty if that is not known; waits."""
+    arrays = records.load(_version_key(location, fingerprint), None, _read_record)
+    return () if arrays is None else _read_record(arrays)[0]
 
 
 def _arrays_of(shards: Sequence[Shard], fingerprint: str) -> Arrays:

@@ -1,18 +1,20 @@
 """Lists the single files of a dataset, and joins them to one shard."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gyre_daemon.config import DatasetConfig
-from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.base import Listing, Manifest
+from gyre_daemon.datasets.formats import ListedFormat, SampleIndex
+from gyre_daemon.datasets.formats.base import Arrays
+from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import InvalidRequest
 from gyre_daemon.storage.concatenated import ConcatenatedFiles
-from gyre_daemon.storage.file_table import Texts
+from gyre_daemon.storage.file_table import FileTable, Texts
 from gyre_daemon.storage.location import Location
 from gyre_daemon.storage.opener import StorageOpener
+from gyre_daemon.storage.shard import Shard
 from gyre_daemon.storage.splits import check_one_tree
 
 # A manifest is read whole, and its rows take some ten times its bytes while that is done.
@@ -21,19 +23,30 @@ _MAX_MANIFEST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class FileListing:
-    """The single files of a dataset.
+    """The single files of a dataset; the `Format` of the one shard that they make.
 
     Attributes:
-        storage: the one shard that they make.
-        assemble: makes the index.
+        storage: the shard.
+        format: of the files.
+        table: of the files.
+        columns: what a manifest has of them.
     """
 
     storage: ConcatenatedFiles
-    assemble: Callable[[], SampleIndex]
+    format: ListedFormat
+    table: FileTable
+    columns: Sequence[ManifestColumn]
+    pattern = "*"
+    unpacks_gzip = False
+    inspection = None
+
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """See `Format.assemble`; the list says it all."""
+        return self.format.index_of(self.table, self.columns)
 
 
 async def list_files(
-    opener: StorageOpener, location: Location, config: DatasetConfig, listing: Listing
+    opener: StorageOpener, location: Location, config: DatasetConfig, listed: ListedFormat
 ) -> FileListing:
     """The files of a location.
 
@@ -43,14 +56,14 @@ async def list_files(
             see `StorageOpener.open_files`.
     """
     manifest: Manifest | None = None
-    if len(location.paths) == 1 and listing.is_manifest(location.paths[0]):
-        manifest = await _read_manifest(opener, location, config, listing)
+    if len(location.paths) == 1 and listed.is_manifest(location.paths[0]):
+        manifest = await _read_manifest(opener, location, config, listed)
         folder = location.paths[0].rpartition("/")[0]
         location = replace(location, paths=(folder or ".",))
     files, table = await opener.open_files(
         location,
         config.storage,
-        listing.is_wanted,
+        listed.is_wanted,
         manifest.names if manifest else None,
         follow_links=config.follow_links,
     )
@@ -60,11 +73,11 @@ async def list_files(
     texts = [column.values for column in columns if isinstance(column.values, Texts)]
     heads = Texts.merged([table.names, *texts])
     storage = ConcatenatedFiles(files, table, heads, location.text)
-    return FileListing(storage, lambda: listing.assemble(table, columns))
+    return FileListing(storage, listed, table, columns)
 
 
 async def _read_manifest(
-    opener: StorageOpener, location: Location, config: DatasetConfig, listing: Listing
+    opener: StorageOpener, location: Location, config: DatasetConfig, listed: ListedFormat
 ) -> Manifest:
     storage = await opener.open(location, config.storage, "*", follow_links=config.follow_links)
     (shard,) = storage.shards
@@ -74,4 +87,4 @@ async def _read_manifest(
             f"{_MAX_MANIFEST_BYTES}; split it into several datasets"
         )
     (data,) = await read_ranges(storage, [0], [0], [shard.size_bytes])
-    return await asyncio.to_thread(listing.read_manifest, shard.name, data)
+    return await asyncio.to_thread(listed.read_manifest, shard.name, data)

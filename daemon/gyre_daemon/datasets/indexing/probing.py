@@ -47,6 +47,7 @@ class ProbeRunner:
         settings: Mapping[str, Any],
         *,
         refresh: bool,
+        num_shards: int | None = None,
     ) -> Arrays:
         """What a probe returns for the shards of a dataset.
 
@@ -56,18 +57,20 @@ class ProbeRunner:
             location: of the dataset, redacted.
             settings: of the storage driver.
             refresh: probe the shards even if a result was kept.
+            num_shards: how many of the shards are probed, from the first on; None for all.
 
         Raises:
             CorruptSample: the shards are nothing that the format stores.
             ShardMissing, NotAllowed, StorageUnavailable: they cannot be read.
         """
-        if len(storage.shards) <= _MAX_UNKEPT_SHARDS and storage.local_file(0):
-            return await self._run(probe.run(storage.shards), storage, settings)
-        key = _key(location, storage.shards, probe.version)
-        check = partial(_check, probe, storage.shards)
+        shards = storage.shards[:num_shards]
+        if len(shards) <= _MAX_UNKEPT_SHARDS and storage.local_file(0):
+            return await self._run(probe.run(shards), storage, settings)
+        key = _key(location, shards, probe.version)
+        check = partial(_check, probe, shards)
         arrays = None if refresh else await asyncio.to_thread(self._sidecars.load, key, None, check)
         if arrays is None:
-            arrays = await self._run(probe.run(storage.shards), storage, settings)
+            arrays = await self._run(probe.run(shards), storage, settings)
             await asyncio.to_thread(self._sidecars.try_to_save, key, None, arrays)
         return arrays
 

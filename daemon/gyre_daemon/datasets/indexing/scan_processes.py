@@ -6,31 +6,27 @@ import os
 import pickle
 import signal
 import socket
-import sys
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
 
-from gyre_daemon.datasets.indexing.scan_server import LENGTH, RANGE, Kind
+from gyre_daemon.datasets.indexing.scan_server import LENGTH, RANGE, Kind, Run
 from gyre_daemon.datasets.sidecars.file import Arrays, decode
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,
     GyreError,
+    InvalidRequest,
     NotAllowed,
     Overloaded,
     ShardMissing,
     StorageUnavailable,
 )
+from gyre_daemon.runtime.process_server import ProcessServer
 
-Run = Callable[[str, BinaryIO], Arrays]
 ReadRange = Callable[[int, int], Awaitable[bytes]]  # from the first byte up to the end
 
-# To start the server takes 0.3 s, and some seconds on a machine that is busy. One that does not
-# answer for longer never will.
-_MAX_START_S = 60.0
 # The most that a reply may have: the index of some hundred million members.
 _MAX_REPLY_BYTES = 8 << 30
 _PIECE_BYTES = 1 << 20
@@ -38,7 +34,14 @@ _PIECE_BYTES = 1 << 20
 _MAX_RANGE_BYTES = 8 << 20
 _ERRORS: Mapping[str, type[GyreError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, CorruptSample, NotAllowed, ShardMissing, StorageUnavailable)
+    for kind in (
+        ConfigError,
+        CorruptSample,
+        InvalidRequest,
+        NotAllowed,
+        ShardMissing,
+        StorageUnavailable,
+    )
 }
 
 
@@ -46,10 +49,7 @@ class ScanProcesses:
     """Starts processes that scan, for all datasets of a daemon. Nothing runs before the first."""
 
     def __init__(self) -> None:
-        self._starting = threading.Lock()  # guards the server
-        self._server: socket.socket | None = None
-        self._pid = 0
-        self._is_closed = False
+        self._server = ProcessServer("gyre_daemon.datasets.indexing.scan_server")
 
     async def start(self) -> "ScanProcess":
         """A process that scans one shard at a time; the caller ends it.
@@ -58,9 +58,7 @@ class ScanProcesses:
             Overloaded: no process can be started.
         """
         try:
-            with contextlib.suppress(ConnectionResetError):
-                return await self._start()
-            return await self._start()  # the server had died
+            return ScanProcess(*await self._server.start())
         except (OSError, TimeoutError) as error:
             raise Overloaded(
                 f"no process could be started to index shards: {error}; raise the limit of "
@@ -69,71 +67,7 @@ class ScanProcesses:
 
     def close(self) -> None:
         """End all processes; waits until the server has ended."""
-        with self._starting:
-            self._is_closed = True
-            self._end_server()
-
-    async def _start(self) -> "ScanProcess":
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                await asyncio.to_thread(self._send, theirs)
-            ours.setblocking(False)
-            async with asyncio.timeout(_MAX_START_S):
-                return ScanProcess(ours, await _receive_process(ours))
-        except BaseException:
-            ours.close()
-            raise
-
-    def _send(self, connection: socket.socket) -> None:
-        """Send a connection to the server, which is started if there is none or if it died."""
-        with self._starting:
-            for _ in range(2):
-                if self._is_closed:
-                    raise ConnectionAbortedError("the daemon is stopping")
-                try:
-                    self._server = self._server or self._spawn()
-                    socket.send_fds(self._server, [b"\0"], [connection.fileno()])
-                except ConnectionError:
-                    self._end_server()
-                else:
-                    return
-            raise ConnectionAbortedError("the server of such processes ends at once")
-
-    def _spawn(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        ours.settimeout(_MAX_START_S)
-        with theirs:
-            theirs.set_inheritable(True)
-            module = "gyre_daemon.datasets.indexing.scan_server"
-            command = [sys.executable, "-m", module, str(theirs.fileno())]
-            no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-            # threads of a library must not exist when the server forks
-            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-            try:
-                self._pid = os.posix_spawn(
-                    sys.executable, command, environment, file_actions=[no_input]
-                )
-            except OSError:
-                ours.close()
-                raise
-        if not ours.recv(1):
-            ours.close()
-            self._reap()
-            raise ConnectionResetError("it ended")
-        return ours
-
-    def _end_server(self) -> None:
-        if self._server:
-            self._server.close()
-            self._server = None
-        self._reap()
-
-    def _reap(self) -> None:
-        if self._pid:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._pid, 0)
-            self._pid = 0
+        self._server.close()
 
 
 class ScanProcess:
@@ -179,7 +113,9 @@ class ScanProcess:
         """
         return await self._scan_socket(run, name, "stream", lambda ours: _send_all(ours, chunks))
 
-    async def scan_ranges(self, run: Run, name: str, num_bytes: int, read: ReadRange) -> Arrays:
+    async def scan_ranges(
+        self, run: Run, name: str, num_bytes: int, read: ReadRange, *, in_windows: bool = False
+    ) -> Arrays:
         """Scan a shard of which the scan reads only what it asks for.
 
         Args:
@@ -187,12 +123,14 @@ class ScanProcess:
             name: of the shard.
             num_bytes: its size.
             read: reads a range of it.
+            in_windows: the scan goes forward, and what it reads is asked for in windows.
 
         Raises:
             GyreError: as `scan_file`; what `read` raises is raised.
         """
+        kind = str(num_bytes) if in_windows else num_bytes
         return await self._scan_socket(
-            run, name, num_bytes, lambda ours: _send_ranges(ours, num_bytes, read)
+            run, name, kind, lambda ours: _send_ranges(ours, num_bytes, read)
         )
 
     async def _scan_socket(
@@ -247,33 +185,14 @@ class ScanProcess:
         except (ConnectionError, ValueError) as error:
             raise self._died(name) from error
         if failure:
-            raise _to_error(failure)
+            raise to_error(failure)
         return arrays
 
 
-def _to_error(text: str) -> GyreError:
+def to_error(text: str) -> GyreError:
+    """The error that a reply tells."""
     kind, message, facts = msgspec.json.decode(text, type=tuple[str, str, dict[str, str]])
     return _ERRORS.get(kind, GyreError)(message, dict[str, Any](facts))
-
-
-async def _receive_process(connection: socket.socket) -> int:
-    """The process descriptor that a new process sends first."""
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[None] = loop.create_future()
-
-    def can_read() -> None:
-        if not readable.done():
-            readable.set_result(None)
-
-    loop.add_reader(connection.fileno(), can_read)
-    try:
-        await readable
-    finally:
-        loop.remove_reader(connection.fileno())
-    descriptors = socket.recv_fds(connection, 1, 1)[1]
-    if not descriptors:
-        raise ConnectionResetError("it ended at once")
-    return descriptors[0]
 
 
 async def _receive(

@@ -4,9 +4,8 @@ Only a daemon starts it: see `scan_processes`. A scan reads files that anybody m
 pure Python, for seconds or minutes. In a process of its own it takes no turn of the daemon's
 interpreter, all its memory is given back at its end, and it can be killed at any time.
 
-The server imports what a scan needs once, so that a process more takes some milliseconds. Over its
-connection it receives the connections of new processes, one descriptor each. A process first sends
-a descriptor of itself, by which the daemon kills it. Then it answers requests, one after the other:
+The server imports what a scan needs once (see `runtime.forked`). A process answers requests, one
+after the other:
 
     request  one byte, with two descriptors: the file's, and a memory file that holds a pickle of
              (function, name of the shard, kind)
@@ -16,85 +15,43 @@ The file is one that is open, or a socket: of a stream, or of a shard that is re
 Through the latter the process sends `RANGE`, first byte and length, and gets that many bytes.
 
 Requests come from the daemon, so they may be pickles. Replies may come from a process that read
-hostile bytes, so they are not. All processes end with the daemon, however that ends.
+hostile bytes, so they are not.
 """
 
-import contextlib
-import gc
 import io
 import json
 import os
 import pickle
-import resource
-import signal
 import socket
 import struct
 import sys
-import traceback
-from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn, cast
+from collections.abc import Callable
+from functools import partial
+from typing import BinaryIO, Literal, cast
 
 from gyre_daemon.datasets import formats
-from gyre_daemon.datasets.sidecars.file import encode
+from gyre_daemon.datasets.sidecars.file import Arrays, encode
 from gyre_daemon.errors import CorruptSample, GyreError
+from gyre_daemon.runtime.forked import serve
+from gyre_daemon.runtime.positioned import PositionedFile
 from gyre_daemon.storage.local.listing import file_error
 
 LENGTH = struct.Struct("<Q")
 RANGE = struct.Struct("<QQ")
-Kind = Literal["file", "stream"] | int  # a number is the size of a shard that is read by ranges
+Run = Callable[[str, BinaryIO], Arrays]
+# A number is the size of a shard that is read by ranges, and so is the text of one, in windows.
+Kind = Literal["file", "stream"] | int | str
 # What one process may allocate. The index of a shard of 10 million members takes 1 GiB while it is
 # made. More would let one file take the memory of the machine.
 _MAX_DATA_BYTES = 4 << 30
-_SIGNALS_FOR_THE_DAEMON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def serve(connection: socket.socket) -> NoReturn:
-    """Fork a process for every descriptor that comes; end all when the daemon is gone."""
-    os.setsid()  # a group of its own, which is killed at the end
-    for number in _SIGNALS_FOR_THE_DAEMON:
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a process that ends leaves no zombie
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text("gyre-scan")
-    gc.collect()
-    gc.freeze()
-    connection.sendall(b"\0")
-    with contextlib.suppress(OSError):
-        while descriptors := socket.recv_fds(connection, 1, 1)[1]:
-            _fork(connection, descriptors[0])
-    os.killpg(0, signal.SIGKILL)
-    raise AssertionError
-
-
-def _fork(connection: socket.socket, descriptor: int) -> None:
-    own = socket.socket(fileno=descriptor)
-    try:
-        pid = os.fork()
-    except OSError:
-        pid = -1  # the daemon sees that its connection is closed
-    if pid:
-        own.close()
-        return
-    connection.close()
-    status = 1
-    try:
-        with contextlib.suppress(ConnectionError):
-            _answer(own)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+# The windows in which a shard is read that is scanned forward. What lies between two headers is
+# read and dropped up to a size that arrives in the time of one more request; twice as much would
+# read most of a shard of images in vain, half as much ask for each of them.
+_MIN_WINDOW_BYTES, _MAX_WINDOW_BYTES, _MAX_PASSED_BYTES = 64 << 10, 4 << 20, 1 << 20
 
 
 def _answer(connection: socket.socket) -> None:
     """Scan what is asked for until the daemon hangs up."""
-    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-        resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA_BYTES, _MAX_DATA_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    myself = os.pidfd_open(os.getpid())
-    socket.send_fds(connection, [b"\0"], [myself])
-    os.close(myself)
     while True:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
         if len(descriptors) < 2:
@@ -102,16 +59,15 @@ def _answer(connection: socket.socket) -> None:
         with os.fdopen(descriptors[1], "rb") as body:
             body.seek(0)
             run, name, kind = pickle.load(body)
-        reply = _scan(run, name, descriptors[0], kind)
+        reply = reply_of(name, partial(_scan, run, name, descriptors[0], kind))
         connection.sendall(LENGTH.pack(len(reply)))
         connection.sendall(reply)
 
 
-def _scan(run: Any, name: str, descriptor: int, kind: Kind) -> bytes:
-    """The reply for one shard."""
+def reply_of(name: str, scan: Callable[[], Arrays]) -> bytes:
+    """The reply for one shard: what a scan of it returns, or why it fails."""
     try:
-        with _open(descriptor, kind) as file:
-            return encode("", run(name, file))
+        return encode("", scan())
     except GyreError as error:
         failure = error
     except OSError as error:
@@ -119,13 +75,26 @@ def _scan(run: Any, name: str, descriptor: int, kind: Kind) -> bytes:
     except MemoryError:
         reason = f"its index needs more than {_MAX_DATA_BYTES >> 30} GiB"
         failure = CorruptSample(f"shard {name}: {reason}", {"shard": name, "reason": reason})
+    return failure_reply(failure)
+
+
+def failure_reply(failure: GyreError) -> bytes:
+    """The reply for a shard that was not scanned."""
     facts = {key: str(value)[:1000] for key, value in failure.facts.items()}
     return encode(json.dumps([type(failure).__name__, str(failure)[:10_000], facts]), {})
+
+
+def _scan(run: Run, name: str, descriptor: int, kind: Kind) -> Arrays:
+    with _open(descriptor, kind) as file:
+        return run(name, file)
 
 
 def _open(descriptor: int, kind: Kind) -> BinaryIO:
     if isinstance(kind, int):
         return cast("BinaryIO", _Ranges(descriptor, kind))
+    if kind.isdigit():
+        windows = cast("io.RawIOBase", _Windows(descriptor, int(kind)))
+        return cast("BinaryIO", io.BufferedReader(windows, _MAX_WINDOW_BYTES))
     return cast("BinaryIO", _Stream(descriptor)) if kind == "stream" else open(descriptor, "rb")
 
 
@@ -152,46 +121,81 @@ class _Stream(io.RawIOBase):
         super().close()
 
 
-class _Ranges(io.RawIOBase):
+class _Ranges(PositionedFile):
     """A shard of which the daemon sends the ranges that are asked for."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._num_bytes, self._position = num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
-        self._position = max(0, base + offset)
-        return self._position
+        super().__init__(num_bytes)
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = min(len(buffer), max(0, self._num_bytes - self._position))
         if not count:
             return 0
-        self._socket.sendall(RANGE.pack(self._position, count))
-        view, done = memoryview(buffer).cast("B"), 0
-        while done < count:
-            received = self._socket.recv_into(view[done:count])
-            if not received:
-                raise ConnectionResetError("the daemon sends no more of it")
-            done += received
+        self._ask(self._position, count)
+        self._receive(memoryview(buffer).cast("B")[:count])
         self._position += count
         return count
+
+    def _ask(self, start: int, count: int) -> None:
+        self._socket.sendall(RANGE.pack(start, count))
+
+    def _receive(self, view: memoryview) -> None:
+        while view:
+            received = self._socket.recv_into(view)
+            if not received:
+                raise ConnectionResetError("the daemon sends no more of it")
+            view = view[received:]
 
     def close(self) -> None:
         self._socket.close()
         super().close()
 
 
+class _Windows(_Ranges):
+    """The same, for a scan that goes forward and passes over some of it.
+
+    As long as one window follows the other they grow, and the next is asked for before this one is
+    used. Behind what is passed over they begin small again.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        super().__init__(descriptor, num_bytes)
+        self._end = 0  # of the last window
+        self._size = _MIN_WINDOW_BYTES
+        self._ahead: tuple[int, int] | None = None  # start and length of what was asked for early
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._position >= self._num_bytes:
+            return 0
+        follows = 0 <= self._position - self._end <= _MAX_PASSED_BYTES
+        start = self._end if follows else self._position
+        self._size = min(2 * self._size, _MAX_WINDOW_BYTES) if follows else _MIN_WINDOW_BYTES
+        passed = self._position - start
+        most = passed + len(buffer)
+        start, count = self._window(start, min(passed + self._size, most), most)
+        self._receive(memoryview(bytearray(min(passed, count))))
+        num_bytes = max(0, count - passed)
+        self._receive(memoryview(buffer).cast("B")[:num_bytes])
+        self._end = start + count
+        self._position = max(self._position, self._end)
+        if follows and self._end < self._num_bytes:
+            self._ahead = self._end, min(self._size, self._num_bytes - self._end)
+            self._ask(*self._ahead)
+        return num_bytes if num_bytes else self.readinto(buffer)
+
+    def _window(self, start: int, count: int, max_count: int) -> tuple[int, int]:
+        """Ask for a window, unless one was asked for that fits; its first byte and length."""
+        ahead, self._ahead = self._ahead, None
+        if ahead and ahead[0] == start and ahead[1] <= max_count:
+            return ahead
+        if ahead:
+            self._receive(memoryview(bytearray(ahead[1])))
+        window = start, min(count, self._num_bytes - start)
+        self._ask(*window)
+        return window
+
+
 if __name__ == "__main__":
     assert formats.FORMATS  # imported before the first fork
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), "gyre-scan", _MAX_DATA_BYTES, _answer)

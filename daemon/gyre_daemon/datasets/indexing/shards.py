@@ -1,7 +1,7 @@
 """Indexes the shards of one dataset: unpacks, scans and compares each, as far as that is needed.
 
-Several are worked on at once. Scans run in processes of their own, see `scan_processes`; what waits
-for files or the disk runs in threads. All of it ends soon after nobody waits for it any more.
+Several are worked on at once. Scans run in other processes, see `scanner`; what waits for files or
+the disk runs in threads. All of it ends soon after nobody waits for it any more.
 """
 
 import asyncio
@@ -19,15 +19,18 @@ from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
-from gyre_daemon.datasets.indexing.listing import FileListing
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcess, ScanProcesses
-from gyre_daemon.datasets.indexing.shard_files import open_file, open_shard, read_ranges, until
+from gyre_daemon.datasets.indexing.ray_scans import MAX_IN_RAY, RayScans
+from gyre_daemon.datasets.indexing.read_ahead import Beside
+from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
+from gyre_daemon.datasets.indexing.scanner import Scanner
+from gyre_daemon.datasets.indexing.shard_files import open_shard, until
+from gyre_daemon.datasets.indexing.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
-from gyre_daemon.errors import CorruptSample
+from gyre_daemon.errors import CorruptSample, InvalidRequest
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
-from gyre_daemon.storage.local.listing import check_listed
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
 from gyre_daemon.storage.shard import Shard
 
 Result = TypeVar("Result")
@@ -70,7 +73,9 @@ class OpeningDataset:
         scans: of each shard, its arrays if it has been scanned.
         unpacked: where compressed shards go; None if there are none.
         paths: of each shard that was unpacked, the file.
-        files: the list of single files; None of other formats.
+        listed: the list that names the shards; None if there is none.
+        beside: files beside the shards that tell what their scans will read; None if the format
+            knows none.
         stopped: set when nobody waits for it any more; threads that work for it end then.
         damaged: where it is a dict, all shards are scanned again, and one that is damaged goes
             there with the reason while the others go on; None where the first ends the work.
@@ -84,7 +89,8 @@ class OpeningDataset:
     scans: list[Arrays | None]
     unpacked: UnpackedDataset | None
     paths: dict[int, LocalFile]
-    files: FileListing | None = None
+    listed: ShardList | None = None
+    beside: Beside | None = None
     stopped: threading.Event = field(default_factory=threading.Event)
     damaged: dict[int, CorruptSample] | None = None
 
@@ -112,6 +118,7 @@ class ShardIndexer:
         checksums: ChecksumTaker,
         threads: ThreadPoolExecutor,
         processes: ScanProcesses,
+        options: EndpointOptions,
     ) -> None:
         """Start no process yet.
 
@@ -120,17 +127,22 @@ class ShardIndexer:
             checksums: tell whether a shard has changed.
             threads: `NUM_THREADS` of them, for what waits.
             processes: scan the shards.
+            options: of the endpoints of Ray's workers.
         """
         self._sidecars = sidecars
         self._checksums = checksums
         self._threads = threads
         self._processes = processes
+        self._options = options
         self._own_turns = asyncio.Semaphore(_MAX_DATASETS)
         self._num_cores = len(os.sched_getaffinity(0))
         self._shared_turns = asyncio.Semaphore(max(2 * _MAX_FURTHER, self._num_cores))
 
     async def run(
-        self, opening: OpeningDataset, previous: PreviousIndex | None
+        self,
+        opening: OpeningDataset,
+        previous: PreviousIndex | None,
+        ray_scans: RayScans | None = None,
     ) -> AsyncGenerator[IndexedShard, None]:
         """Unpack and scan the shards of an opening, several at once, as far as that is needed.
 
@@ -138,12 +150,19 @@ class ShardIndexer:
             opening: from `begin`.
             previous: what the dataset was before, if an operator ordered the index: then each shard
                 is compared with it, and an index that cannot be stored is an error. None otherwise.
+            ray_scans: scan the shards in place of this daemon's processes.
 
         Raises:
+            InvalidRequest: Ray cannot be used, or the shards are compressed.
             Overloaded: an ordered index cannot be stored, or a compressed shard not be unpacked.
         """
         if opening.scan is None and opening.unpacked is None and previous is None:
             return
+        if ray_scans and opening.unpacked:
+            raise InvalidRequest(
+                f"the shards of dataset `{opening.name}` are compressed, and the daemon unpacks "
+                "and scans those itself; leave the engine out"
+            )
         changes = (
             ShardChanges(opening.location, opening.source, previous, self._checksums)
             if previous
@@ -153,8 +172,11 @@ class ShardIndexer:
         shards = iter(range(len(opening.scans)))
         work = partial(self._index_shards, opening, changes, shards, results)
         num_further = max(_MAX_FURTHER, self._num_cores - 1) if previous else _MAX_FURTHER
-        workers = [asyncio.create_task(work(self._own_turns, is_own=True))] + [
-            asyncio.create_task(work(self._shared_turns, is_own=False))
+        shared_turns = self._shared_turns
+        if ray_scans:
+            num_further, shared_turns = MAX_IN_RAY - 1, asyncio.Semaphore(MAX_IN_RAY)
+        workers = [asyncio.create_task(work(ray_scans, self._own_turns, is_own=True))] + [
+            asyncio.create_task(work(ray_scans, shared_turns, is_own=False))
             for _ in range(min(num_further, len(opening.scans) - 1))
         ]
         try:
@@ -175,6 +197,7 @@ class ShardIndexer:
         changes: ShardChanges | None,
         shards: Iterator[int],
         results: asyncio.Queue[IndexedShard | Exception],
+        ray_scans: RayScans | None,
         turns: asyncio.Semaphore,
         *,
         is_own: bool,
@@ -188,11 +211,12 @@ class ShardIndexer:
             changes: compares each shard with what it was; None for no comparison.
             shards: their numbers; several workers take from it.
             results: takes what was found, or why a shard failed.
+            ray_scans: see `run`.
             turns: it waits for one of these, and takes a shard only then.
             is_own: whether it keeps its turn for all shards.
         """
         with contextlib.ExitStack() as cleanup:
-            scanner = _Scanner(self._processes)
+            scanner = Scanner(self._threads, self._processes, ray_scans, self._options)
             cleanup.callback(scanner.kill)
             try:
                 async with turns if is_own else contextlib.nullcontext():
@@ -217,7 +241,7 @@ class ShardIndexer:
         opening: OpeningDataset,
         shard: int,
         changes: ShardChanges | None,
-        scanner: "_Scanner",
+        scanner: Scanner,
     ) -> IndexedShard:
         """Unpack a shard if it is compressed, and load or make its index.
 
@@ -254,58 +278,21 @@ class ShardIndexer:
         if found and is_fresh:
             arrays = found[0]
         else:
-            arrays = await self._scan(opening, opening.scan, shard, scanner)
+            settings, unpacked = opening.config.storage, opening.paths.get(shard)
+            arrays = await scanner.scan(
+                opening.scan, opening.source, shard, settings, unpacked, opening.beside
+            )
             # an index that an operator ordered must be stored
             save = self._sidecars.save if changes else self._sidecars.try_to_save
             await asyncio.to_thread(save, key, local, arrays)
+        num_samples = opening.scan.num_samples(arrays)
+        if opening.listed:
+            opening.listed.check(shard, num_samples)
         opening.scans[shard] = arrays
-        return IndexedShard(shard, opening.scan.num_samples(arrays), reused, change)
-
-    async def _scan(
-        self, opening: OpeningDataset, scan: Scan, shard: int, scanner: "_Scanner"
-    ) -> Arrays:
-        """Have a shard scanned by another process.
-
-        Raises:
-            CorruptSample: it is damaged, or a local one was changed meanwhile.
-            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
-        """
-        listed, stored = opening.source.shards[shard], opening.source.local_file(shard)
-        process, local = await scanner.process(), opening.paths.get(shard, stored)
-        if local is None and scan.seeks:
-
-            async def read(start: int, stop: int) -> bytes:
-                return (await read_ranges(opening.source, [shard], [start], [stop]))[0]
-
-            return await process.scan_ranges(scan.run, listed.name, listed.size_bytes, read)
-        if local is None:
-            return await process.scan_stream(scan.run, listed.name, opening.source.stream(shard))
-        with contextlib.ExitStack() as opened:
-            file = await self._in_thread(opened.enter_context, open_file(local, listed.name))
-            arrays = await process.scan_file(scan.run, listed.name, file)
-        if local is stored:
-            await self._in_thread(check_listed, local, listed)
-        return arrays
+        return IndexedShard(shard, num_samples, reused, change)
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-
-
-class _Scanner:
-    """The process of one worker, started when its first shard is scanned."""
-
-    def __init__(self, processes: ScanProcesses) -> None:
-        self._processes = processes
-        self._process: ScanProcess | None = None
-
-    async def process(self) -> ScanProcess:
-        self._process = self._process or await self._processes.start()
-        return self._process
-
-    def kill(self) -> None:
-        if self._process:
-            self._process.kill()
-            self._process = None
 
 
 def _unpack(

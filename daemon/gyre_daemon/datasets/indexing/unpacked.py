@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gyre_daemon.datasets.indexing.gunzip import gunzipped
-from gyre_daemon.errors import CorruptSample, Overloaded
+from gyre_daemon.errors import CorruptSample, InvalidRequest, Overloaded
 from gyre_daemon.runtime.ownership import NotOurs, make_folder, open_ours
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.shard import Shard
@@ -36,6 +36,21 @@ def is_compressed(name: str) -> bool:
 def unpacked_name(name: str) -> str:
     """The name of a compressed shard once it is unpacked."""
     return name.removesuffix(".gz") if name.endswith(".gz") else name.removesuffix(".tgz") + ".tar"
+
+
+def check_distinct(shards: Sequence[Shard], where: str) -> None:
+    """Refuse a folder that has a shard twice, as it is and compressed.
+
+    Raises:
+        InvalidRequest: it has; `where` names the folder.
+    """
+    plain = {shard.name for shard in shards if not is_compressed(shard.name)}
+    for shard in shards:
+        if is_compressed(shard.name) and unpacked_name(shard.name) in plain:
+            raise InvalidRequest(
+                f"{where} has both {shard.name} and {unpacked_name(shard.name)}; name those that "
+                "are meant, by a pattern"
+            )
 
 
 class UnpackedShards:
@@ -70,7 +85,7 @@ class UnpackedShards:
         except OSError as error:
             raise Overloaded(
                 f"compressed shards cannot be unpacked into {self._folder}: {error.strerror}; set "
-                "unpack_dir",
+                "`unpack_dir`",
                 {"folder": self._folder, "reason": error.strerror or "unknown"},
             ) from error
 
@@ -92,7 +107,7 @@ class UnpackedShards:
         except OSError as error:
             raise Overloaded(
                 f"shard {shard.name} cannot be unpacked into {self._folder}: {error.strerror}; "
-                "free some space, set unpack_dir, or store the shard uncompressed",
+                "free some space, set `unpack_dir`, or store the shard uncompressed",
                 {"shard": shard.name, "reason": error.strerror or "unknown"},
             ) from error
         finally:

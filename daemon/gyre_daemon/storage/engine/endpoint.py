@@ -64,11 +64,13 @@ class EndpointOptions:
         max_requests: the most requests in flight.
         deadline_s: of a range, from its first attempt.
         hedges: whether late requests are sent again.
+        hub_requests_per_s: to the Hugging Face Hub, in the long run, of all endpoints together.
     """
 
     max_requests: int
     deadline_s: float
     hedges: bool = True
+    hub_requests_per_s: float = 10.0
 
 
 class Endpoint:

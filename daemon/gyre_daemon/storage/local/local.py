@@ -3,26 +3,24 @@
 Each job works out its reads and copies them out of mapped files.
 """
 
-import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
 
 import aiofiles
 import numpy as np
 
 from gyre_daemon.copy_workers import NO_COPY_WORKERS, CopyWorkers, Ranges
 from gyre_daemon.errors import StorageUnavailable
-from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.storage.base import ArenaClosed, ReadPlan, Reads, ShardBounds, WritableArena
+from gyre_daemon.storage.base import ReadPlan, Reads, WritableArena
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.checksums import ShardChecksums
 from gyre_daemon.storage.local.gather import gather, is_allowed, read_each
 from gyre_daemon.storage.local.listing import file_error
 from gyre_daemon.storage.local.open_files import OpenFiles, OpenShard, OpenShards
 from gyre_daemon.storage.local.readahead import DiskWait, ReadAhead, fits_into_memory
+from gyre_daemon.storage.local.thread_reads import ThreadReads
 from gyre_daemon.storage.shard import Shard, changed
 
 _STREAM_CHUNK_BYTES = 8 << 20
@@ -35,9 +33,6 @@ _MAX_COPIED_BYTES = 1 << 20
 # A shard that is written to while its bytes are compared is looked at this often. More looks keep a
 # thread busy with a file that a slow writer changes; fewer refuse one that was just restored.
 _MAX_LOOKS = 3
-# Work for less than this is not split among threads: copying it takes 4 ms, and a second job costs
-# about one. Larger jobs leave threads idle while a batch is awaited.
-_MIN_JOB_BYTES = 16 << 20
 
 
 class LocalStorage:
@@ -75,9 +70,8 @@ class LocalStorage:
         self.shards = shards
         self._owner = owner
         self._files = files
-        self._bounds = ShardBounds(shards)
+        self._reads = ThreadReads(shards, workers, metrics)
         self._workers = workers
-        self._metrics = metrics
         self._open = OpenShards(files, shards, copy_workers, open_files)
         self.checksums = ShardChecksums(
             shards,
@@ -91,25 +85,9 @@ class LocalStorage:
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
-        cuts = self.cuts(len(plan), plan.num_bytes)
-        cost = plan.num_bytes / (len(cuts) - 1)
-        async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(self._run(plan, slice(*cut), cost))
-                for cut in itertools.pairwise(cuts)
-            ]
+        waited_s = await self._reads.run(plan, plan.num_bytes, self._read_all)
         if plan.delays:
-            plan.delays.storage_s += max(each.result() for each in running)
-
-    def cuts(self, num_items: int, num_bytes: int) -> list[int]:
-        """Where to cut a plan into jobs for several threads: positions from 0 to `num_items`.
-
-        It stays whole while threads have other things to do, because each job has a fixed cost of
-        about a millisecond.
-        """
-        max_jobs = self._workers.num_threads if self._workers.is_idle else 1
-        num_jobs = max(1, min(max_jobs, 1 + num_bytes // _MIN_JOB_BYTES, num_items))
-        return [num_items * job // num_jobs for job in range(num_jobs + 1)]
+            plan.delays.storage_s += waited_s
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -136,33 +114,6 @@ class LocalStorage:
     def local_file(self, shard: int) -> LocalFile | None:
         """See `Storage.local_file`."""
         return self._files[shard]
-
-    async def _run(self, plan: ReadPlan, part: slice, cost: float) -> float:
-        """Read a part in a thread; returns for how many seconds it waited for the disk."""
-        outcome: Outcome = "error"
-        worked_out: list[Reads] = []
-        work = partial(self._read_part, plan, part, worked_out)
-        try:
-            waited_s = await self._workers.run(plan.flow, cost, plan.urgency, work)
-            outcome = "ok"
-            return waited_s
-        except (asyncio.CancelledError, ArenaClosed):  # the session ended
-            outcome = "abandoned"
-            raise
-        finally:
-            labels = RequestLabels("file", "read", outcome)
-            for reads in worked_out:
-                self._metrics.count_requests(labels, len(reads), reads.num_bytes)
-
-    def _read_part(self, plan: ReadPlan, part: slice, worked_out: list[Reads]) -> float:
-        with plan.lease():
-            reads = plan.part(part)
-            self._bounds.check(reads)
-            reads = reads.nonempty()
-            if not len(reads):
-                return 0.0
-            worked_out.append(reads)
-            return self._read_all(reads)
 
     def _read_all(self, reads: Reads) -> float:
         """Read from as many shards at a time as this thread may have open."""

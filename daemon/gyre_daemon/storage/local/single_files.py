@@ -4,31 +4,28 @@ Nothing stays open between samples, so that millions of files take no descriptor
 mapped, because a mapping costs more than reading a file that is wanted whole.
 """
 
-import asyncio
 import ctypes
-import itertools
 import os
 import stat
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 
 import numpy as np
 
 from gyre_daemon.errors import GyreError, StorageUnavailable
-from gyre_daemon.monitoring.metrics import Metrics, Outcome, RequestLabels
+from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor
-from gyre_daemon.storage.base import ArenaClosed, ReadPlan, Reads, ShardBounds
+from gyre_daemon.storage.base import ReadPlan, Reads
 from gyre_daemon.storage.beneath import READ_FLAGS, LocalFile, NotRegular, Root
 from gyre_daemon.storage.checksums import unknown
 from gyre_daemon.storage.file_table import FileShards, FileTable
 from gyre_daemon.storage.local.listing import file_error
+from gyre_daemon.storage.local.thread_reads import ThreadReads
 from gyre_daemon.storage.shard import Shard, changed
 
 _CHUNK_BYTES = 8 << 20
 # What opening a file costs, in bytes that could be copied meanwhile. It weighs jobs that share the
 # threads, and decides when work is split: a job has a fixed cost of about a millisecond.
 _OPENING_BYTES = 64 << 10
-_MIN_JOB_BYTES = 16 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.pread.restype = ctypes.c_ssize_t
@@ -62,19 +59,11 @@ class SingleFiles:
         self._root = root
         self._table = table
         self._stamps = table.stamps
-        self._bounds = ShardBounds(self.shards)
-        self._workers = workers
-        self._metrics = metrics
+        self._reads = ThreadReads(self.shards, workers, metrics)
 
     async def read(self, plan: ReadPlan) -> None:
         """See `Storage.read`; each part of the plan is worked out in the thread that reads it."""
-        cost = plan.num_bytes + _OPENING_BYTES * len(plan)
-        max_jobs = self._workers.num_threads if self._workers.is_idle else 1
-        num_jobs = max(1, min(max_jobs, 1 + cost // _MIN_JOB_BYTES, len(plan)))
-        cuts = [len(plan) * job // num_jobs for job in range(num_jobs + 1)]
-        async with asyncio.TaskGroup() as group:
-            for cut in itertools.pairwise(cuts):
-                group.create_task(self._run(plan, slice(*cut), cost / num_jobs))
+        await self._reads.run(plan, plan.num_bytes + _OPENING_BYTES * len(plan), self._read_files)
 
     async def stream(self, shard: int) -> AsyncIterator[bytes]:
         """See `Storage.stream`."""
@@ -92,30 +81,7 @@ class SingleFiles:
         """See `Storage.local_file`."""
         return LocalFile(self._root, self._table.name(shard))
 
-    async def _run(self, plan: ReadPlan, part: slice, cost: float) -> None:
-        outcome: Outcome = "error"
-        worked_out: list[Reads] = []
-        work = partial(self._read_part, plan, part, worked_out)
-        try:
-            await self._workers.run(plan.flow, cost, plan.urgency, work)
-            outcome = "ok"
-        except (asyncio.CancelledError, ArenaClosed):  # the session ended
-            outcome = "abandoned"
-            raise
-        finally:
-            labels = RequestLabels("file", "read", outcome)
-            for reads in worked_out:
-                self._metrics.count_requests(labels, len(reads), reads.num_bytes)
-
-    def _read_part(self, plan: ReadPlan, part: slice, worked_out: list[Reads]) -> None:
-        with plan.lease():
-            reads = plan.part(part)
-            self._bounds.check(reads)
-            reads = reads.nonempty()
-            worked_out.append(reads)
-            self._read_files(reads)
-
-    def _read_files(self, reads: Reads) -> None:
+    def _read_files(self, reads: Reads) -> float:
         """Read, then check that each file is still what was listed.
 
         The check comes last, so that a write while a file is read does not go unnoticed.
@@ -149,6 +115,7 @@ class SingleFiles:
         except OSError as error:
             name = self._table.name(number) if number >= 0 else str(self._root.folder)
             raise file_error(name, error) from error
+        return 0.0  # how long it waited for the disk is not known
 
     def _read_again(
         self, number: int, now: os.stat_result, start: int, size: int, target: int

@@ -21,7 +21,7 @@ from gyre_daemon.storage.sources.connections import ConnectionBudget
 
 _END = b"\r\n\r\n"
 _FIELD = re.compile(
-    rb"\r\n(content-length|content-range|etag|location|connection|transfer-encoding):"
+    rb"\r\n(content-length|content-range|etag|location|connection|transfer-encoding|retry-after):"
     rb"[ \t]*([^\r\n]*)",
     re.IGNORECASE,
 )
@@ -301,6 +301,7 @@ class _Connection(asyncio.Protocol):
             etag=fields.get(b"etag", b"").decode("latin-1"),
             object_bytes=int(total) if _is_number(total) else -1,
             location=fields.get(b"location", b"").decode("latin-1"),
+            retry_after_s=_seconds(fields.get(b"retry-after", b"")),
         )
         self._num_missing = int(length)
         if self._num_missing > (self._get.max_bytes if status < 300 else _MAX_DETAIL_BYTES):
@@ -350,6 +351,11 @@ class _Connection(asyncio.Protocol):
 
 def _is_redirect(response: Response) -> bool:
     return response.status in (301, 302, 303, 307, 308) and bool(response.location)
+
+
+def _seconds(text: bytes) -> float:
+    """A time in seconds; 0 for none, and for a date."""
+    return float(text) if _is_number(text) and len(text) < 7 else 0.0
 
 
 def _is_number(text: bytes) -> bool:

@@ -37,6 +37,7 @@ class PlainSource:
         sign: Sign,
         budget: ConnectionBudget,
         options: HttpOptions,
+        headers: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Read what `sign` knows URLs for.
 
@@ -45,7 +46,10 @@ class PlainSource:
             sign: returns an object's signed URL.
             budget: of connections.
             options: which redirects are followed, and whose certificates are trusted.
+            headers: takes a URL and returns further lines of the header of its requests, such as
+                credentials; it is asked again for where a redirect leads.
         """
+        self._headers = headers
         self._general = general
         self._sign = sign
         self._budget = budget
@@ -107,7 +111,7 @@ class PlainSource:
                     get.on_response(response_from_error(error))
             return
         target.on_redirect = functools.partial(self._redirected, target)
-        target.turn_to(url, self._host(urlsplit(url)))
+        target.turn_to(url, self._host(urlsplit(url)), self._headers(url))
         for get in target.waiting:
             if get.on_response:
                 target.send(get)
@@ -126,7 +130,7 @@ class PlainSource:
             if get.on_response:
                 get.on_response(response)
             return
-        target.turn_to(url, self._host(urlsplit(url)))
+        target.turn_to(url, self._host(urlsplit(url)), self._headers(url))
         target.send(get)
 
     def _host(self, url: SplitResult) -> PlainHttp:
@@ -150,13 +154,13 @@ class _SignedTarget:
     waiting: list[HttpGet] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
-    def turn_to(self, url: str, host: PlainHttp) -> None:
+    def turn_to(self, url: str, host: PlainHttp, headers: str) -> None:
         """Send requests to this URL from now on."""
         parts = urlsplit(url)
         where = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         netloc = parts.netloc.rpartition("@")[2]
         fields = "User-Agent: gyre\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
-        text = f" {where} HTTP/1.1\r\nHost: {netloc}\r\n{fields}"
+        text = f" {where} HTTP/1.1\r\nHost: {netloc}\r\n{fields}{headers}"
         self.url, self.text, self.host = url, text.encode("latin-1"), host
 
     def send(self, get: HttpGet) -> None:

@@ -5,6 +5,6 @@ of a file and their buffers, `scan` finds the rows in them, and `format` makes o
 shards. Compressed record batches are chunks, which `compressed` scans and decodes.
 """
 
-from gyre_daemon.datasets.formats.arrow.format import ArrowFormat, ArrowOptions
+from gyre_daemon.datasets.formats.arrow.format import ArrowFormat
 
-__all__ = ["ArrowFormat", "ArrowOptions"]
+__all__ = ["ArrowFormat"]

@@ -10,8 +10,15 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from gyre_daemon.datasets.formats.arrow.messages import Messages, RecordBatch
+from gyre_daemon.datasets.formats.arrow_columns import Wanted
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.chunks import MAX_CHUNK_BYTES, Column, StoredChunk, chunk_arrays
+from gyre_daemon.datasets.formats.chunks import (
+    MAX_CHUNK_BYTES,
+    Column,
+    StoredChunk,
+    chunk_arrays,
+    lacking,
+)
 from gyre_daemon.datasets.formats.parquet.arrays import column_of
 from gyre_daemon.datasets.formats.parquet.columns import ServedColumn, served_columns
 from gyre_daemon.errors import ConfigError
@@ -19,7 +26,7 @@ from gyre_daemon.errors import ConfigError
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def scan_compressed(wanted: Sequence[tuple[str, str]], file: BinaryIO) -> Arrays:
+def scan_compressed(wanted: Wanted, file: BinaryIO) -> Arrays:
     """What `chunk_arrays` returns for a file; it is read once.
 
     Raises:
@@ -39,13 +46,19 @@ def scan_compressed(wanted: Sequence[tuple[str, str]], file: BinaryIO) -> Arrays
         elif message.batch:
             stop = stop or message.offset
             batches += [message.batch] if message.batch.num_rows else []
-    shared, columns, found = messages.read(begin, stop - begin), list[ServedColumn](), []
+    shared, columns = messages.read(begin, stop - begin), list[ServedColumn]()
+    found: list[Sequence[Column | None]] = []
+    damaged: dict[int, str] = {}
     for batch in batches:
         messages.offset = batch.offset
         data = messages.read(batch.offset, batch.body[1] - batch.offset)
-        record_batch = _read(shared, data)
-        columns = columns or served_columns(record_batch.schema, wanted)
-        its = _columns(record_batch, columns)
+        try:
+            columns = columns or served_columns(_read_schema(shared), wanted)
+            its = _columns(_read(shared, data), columns)
+        except ValueError as error:
+            damaged[len(found)] = f"{error!s:.500}"
+            found.append(lacking([column.spec for column in columns], batch.num_rows))
+            continue
         if sum(column.data.nbytes for column in its) > MAX_CHUNK_BYTES:
             raise ValueError(f"a record batch has more than {MAX_CHUNK_BYTES >> 30} GiB")
         found.append([Column(column.data[:0], column.ends, column.present) for column in its])
@@ -55,10 +68,11 @@ def scan_compressed(wanted: Sequence[tuple[str, str]], file: BinaryIO) -> Arrays
         [[(batch.offset, batch.body[1])] for batch in batches],
         found,
         (begin, stop),
+        damaged=damaged,
     )
 
 
-def decode_batch(wanted: Sequence[tuple[str, str]], chunk: StoredChunk) -> Sequence[Column]:
+def decode_batch(wanted: Wanted, chunk: StoredChunk) -> Sequence[Column]:
     """The columns of a record batch.
 
     Raises:
@@ -67,6 +81,13 @@ def decode_batch(wanted: Sequence[tuple[str, str]], chunk: StoredChunk) -> Seque
     (_, shared), (_, data) = chunk.pieces
     batch = _read(shared, data)
     return _columns(batch, served_columns(batch.schema, wanted))
+
+
+def _read_schema(shared: bytes) -> Any:
+    try:
+        return pa.ipc.open_stream(pa.BufferReader(shared + _END)).schema
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"the schema cannot be read: {error!s:.500}") from error
 
 
 def _read(shared: bytes | memoryview, data: bytes | memoryview) -> Any:

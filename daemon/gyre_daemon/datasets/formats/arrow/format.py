@@ -1,6 +1,5 @@
 """The options of `arrow`, and checks of what its scans found."""
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,30 +8,35 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.arrow.index import RecordBatchIndex
-from gyre_daemon.datasets.formats.base import Arrays, SampleIndex, Scan, array_of
+from gyre_daemon.datasets.formats.arrow_columns import (
+    ColumnOptions,
+    Wanted,
+    require_pyarrow,
+    scan_version,
+)
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    DamagedSample,
+    SampleIndex,
+    Scan,
+    array_of,
+)
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, check_chunks, chunk_arrays
-from gyre_daemon.datasets.formats.names import is_servable, renamed
+from gyre_daemon.datasets.formats.chunks import (
+    Column,
+    StoredChunk,
+    check_chunks,
+    chunk_arrays,
+    refuse_damaged,
+)
+from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.datasets.formats.npy import is_number_type
 from gyre_daemon.datasets.formats.stored import json_of
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 
-
-@dataclass(frozen=True, slots=True)
-class ArrowOptions:
-    """The keys of an `arrow` dataset.
-
-    Attributes:
-        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
-            `class` under the name `label`; empty for all.
-    """
-
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse fields that no batch can have."""
-        renamed(self.columns, "columns")
+_NOUN = "record batch"
 
 
 class ArrowFormat:
@@ -41,32 +45,51 @@ class ArrowFormat:
     pattern = "*.{arrow,arrows,ipc,feather}"
     unpacks_gzip = False
 
-    def __init__(self, options: ArrowOptions) -> None:
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: a file's magic; streams have none."""
+        return head.startswith(b"ARROW1\0\0")
+
+    def __init__(self, options: ColumnOptions) -> None:
         """Refuse to start without what reads schemas.
 
         Raises:
             ConfigError: the extra `arrow` is not installed.
         """
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ConfigError(
-                'the format arrow needs the extra of that name: pip install "gyre-ml[arrow]"'
-            )
-        self._columns = tuple(renamed(options.columns, "columns"))
+        require_pyarrow("arrow")
+        self._options, self._columns = options, options.wanted
 
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        wanted = " ".join(f"{field}={column}" for field, column in self._columns)
         return Scan(
-            f"arrow/1 {wanted}".strip(),
+            scan_version("arrow/1", self._columns),
             RecordBatchScan(self._columns),
-            lambda scan: int(scan["rows"].sum()),
+            _num_rows,
             check_scan,
             seeks=True,
         )
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
+        refuse_damaged(shards, [scan if _is_chunked(scan) else {} for scan in inspected], _NOUN)
+        return self.assemble_tolerantly(shards, inspected)[0]
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """See `TolerantFormat`: all samples of compressed record batches that cannot be decoded.
+
+        They are found when all record batches are tried.
+        """
+        order = [field for field, _ in self._columns.pairs]
+        index = assemble_union(
+            self._options, order, shards, inspected, _schema_of, _num_rows, self._assemble
+        )
+        return index, ()
+
+    def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """The index of shards that have the same columns."""
         pairs = [
             (shard, scan)
             for shard, scan in zip(shards, inspected, strict=True)
@@ -82,8 +105,11 @@ class ArrowFormat:
             )
         empty = chunk_arrays([], [], [], [])
         scans = [scan if _is_chunked(scan) else empty for scan in inspected]
-        decoder, identity = RecordBatchDecoder(self._columns), f"arrow {self._columns}".encode()
-        return ChunkIndex(shards, scans, decoder, "record batch", identity)
+        decoder, identity = (
+            RecordBatchDecoder(self._columns),
+            f"arrow {self._columns.pairs}".encode(),
+        )
+        return ChunkIndex(shards, scans, decoder, _NOUN, identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +117,10 @@ class RecordBatchScan:
     """Scans a file; the `run` of a `Scan`.
 
     Attributes:
-        wanted: names of the fields and the columns; empty for all.
+        wanted: which columns.
     """
 
-    wanted: tuple[tuple[str, str], ...]
+    wanted: Wanted
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
         """See `scan_arrow`, which needs pyarrow and is imported when a file is read."""
@@ -108,10 +134,10 @@ class RecordBatchDecoder:
     """Decodes compressed record batches; a `Decode`.
 
     Attributes:
-        wanted: names of the fields and the columns; empty for all.
+        wanted: which columns.
     """
 
-    wanted: tuple[tuple[str, str], ...]
+    wanted: Wanted
 
     def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
         """See `decode_batch`, which needs pyarrow."""
@@ -123,6 +149,14 @@ class RecordBatchDecoder:
 def _is_chunked(scan: Arrays) -> bool:
     """Whether a scan is that of a file with compressed record batches."""
     return "num_pieces" in scan
+
+
+def _schema_of(scan: Arrays) -> bytes:
+    return bytes(scan["fields" if _is_chunked(scan) else "columns"])
+
+
+def _num_rows(scan: Arrays) -> int:
+    return int(scan["rows"].sum())
 
 
 def check_scan(arrays: Arrays, file_bytes: int) -> None:
@@ -203,9 +237,9 @@ def _check_ends(
 
 def _is_column(column: object) -> bool:
     """Whether this is a column as `scan_arrow` describes it."""
-    if not isinstance(column, list) or len(column) != 6:
+    if not isinstance(column, list) or len(column) != 7:
         return False
-    name, dtype, shape, ragged, codec, categories = column
+    name, dtype, shape, ragged, codec, categories, media_type = column
     return (
         isinstance(name, str)
         and is_servable(name)
@@ -217,4 +251,6 @@ def _is_column(column: object) -> bool:
         and codec in ("bytes", "text")
         and isinstance(categories, list)
         and all(isinstance(each, str) for each in categories)
+        and isinstance(media_type, str)
+        and media_type.isprintable()
     )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Arrays, Extents, FieldSpec
 from gyre_daemon.datasets.formats.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
 from gyre_daemon.order.permutation import Int64Array
@@ -157,11 +158,7 @@ def _common_columns(shards: Sequence[Shard], inspected: Sequence[Arrays]) -> byt
 
 
 def _describe(columns: bytes) -> str:
-    each = (
-        f"{name} ({np.dtype(dtype).name} {shape}{', ragged' if ragged else ''}, {codec})"
-        for name, dtype, shape, ragged, codec, _ in json.loads(columns)
-    )
-    return f"the columns {', '.join(each)}"
+    return described_all([_spec(*each) for each in json.loads(columns)])
 
 
 def _spec(
@@ -171,6 +168,7 @@ def _spec(
     ragged: bool,
     codec: str,
     categories: list[str],
+    media_type: str,
 ) -> FieldSpec:
     return FieldSpec(
         name,
@@ -179,6 +177,7 @@ def _spec(
         ragged=ragged,
         codec="text" if codec == "text" else "bytes",
         categories=tuple(categories),
+        media_type=media_type,
     )
 
 

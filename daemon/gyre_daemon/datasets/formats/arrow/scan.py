@@ -12,6 +12,7 @@ from pyarrow import types
 
 from gyre_daemon.datasets.formats.arrow.compressed import scan_compressed
 from gyre_daemon.datasets.formats.arrow.messages import Messages, RecordBatch
+from gyre_daemon.datasets.formats.arrow_columns import Wanted
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec
 from gyre_daemon.datasets.formats.parquet.columns import ServedColumn, served_columns
 from gyre_daemon.errors import ConfigError, CorruptSample
@@ -38,13 +39,13 @@ class _Found:
     bits: _Bits | None = None
 
 
-def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) -> Arrays:
+def scan_arrow(wanted: Wanted, shard: str, file: BinaryIO) -> Arrays:
     """Where the N rows of C record batches lie, with F columns that are served.
 
     Of compressed record batches, it returns what `scan_compressed` does.
 
     Args:
-        wanted: names of the fields and the columns; empty for all.
+        wanted: which columns.
         shard: for messages.
         file: is read around the metadata, and where lengths and nulls are.
 
@@ -78,7 +79,7 @@ def scan_arrow(wanted: Sequence[tuple[str, str]], shard: str, file: BinaryIO) ->
         ) from error
 
 
-def _scan(messages: Messages, wanted: Sequence[tuple[str, str]]) -> Arrays | None:
+def _scan(messages: Messages, wanted: Wanted) -> Arrays | None:
     """See `scan_arrow`; None if the record batches are compressed."""
     schema: Any = None
     columns: list[ServedColumn] = []
@@ -109,7 +110,7 @@ def _schema_of(message: bytes) -> Any:
         raise ValueError(f"its schema cannot be read: {error}") from error
 
 
-def _served(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[ServedColumn]:
+def _served(schema: Any, wanted: Wanted) -> list[ServedColumn]:
     """The columns that are served; refuses those that are no ranges of bytes.
 
     Raises:
@@ -310,8 +311,8 @@ def _num_buffers(kind: Any) -> int:
     """
     if types.is_string_view(kind) or types.is_binary_view(kind):
         raise ConfigError(
-            "the file has columns of string views, of which no rows can be found; write them as "
-            "strings"
+            "the file has columns of string views, of which no rows can be found; cast them to "
+            "string or binary when you write the file"
         )
     if types.is_null(kind) or types.is_run_end_encoded(kind):
         return 0
@@ -373,6 +374,7 @@ def _joined(
             column.spec.ragged,
             column.spec.codec,
             column.spec.categories,
+            column.spec.media_type,
         ]
         for column in columns
     ]

@@ -7,11 +7,20 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Scan, array_of
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    CodecName,
+    FieldSpec,
+    SampleIndex,
+    Scan,
+    array_of,
+)
 from gyre_daemon.datasets.formats.delimited.scan import MalformedTable, scan_table
 from gyre_daemon.datasets.formats.names import check_names, renamed
+from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
 from gyre_daemon.datasets.formats.stored import check_columns, json_of
 from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -22,7 +31,7 @@ _STORED: Mapping[str, tuple[str, CodecName]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class DelimitedOptions:
+class DelimitedOptions(SchemaOptions):
     """The keys of a `csv` or `tsv` dataset.
 
     Attributes:
@@ -40,6 +49,7 @@ class DelimitedOptions:
 
     def __post_init__(self) -> None:
         """Refuse what no table can have."""
+        SchemaOptions.__post_init__(self)
         if self.delimiter and (len(self.delimiter) > 1 or self.delimiter in '"\r\n\0'):
             raise ConfigError("`delimiter` must be one character, and no quote or end of a line")
         if not self.delimiter.isascii():
@@ -70,16 +80,32 @@ class CsvFormat:
         kind = json.dumps([self._delimiter, self._options.names])
         return Scan(f"delimited/1 {kind}", self._scan, lambda scan: len(scan["size"]), _check)
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
+        known = {name for scan in inspected for name in json.loads(scan["names"].tobytes())}
+        for column in self._options.types:
+            if known and column not in known:
+                raise ConfigError(
+                    f"there is no column {column!r:.100}, which `types` has; the files have "
+                    f"{', '.join(sorted(known)):.1000}"
+                )
+        return assemble_union(
+            self._options,
+            [field for field, _ in renamed(self._options.columns, "columns")],
+            shards,
+            inspected,
+            lambda scan: bytes(scan["names"]),
+            lambda scan: len(scan["size"]),
+            self._assemble,
+        )
+
+    def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
+        """The index of shards that have the same columns."""
         names = _common_names(shards, inspected)
         wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
         check_names([name for name, _ in wanted], "columns")
-        for column in (*(column for _, column in wanted), *self._options.types):
-            if names and column not in names:
-                raise ConfigError(
-                    f"there is no column {column!r:.100}; the files have {', '.join(names)}"
-                )
+        if names:
+            wanted = known_columns(self._options, wanted, names, shards[0].name)
         full = [scan for scan in inspected if len(scan["size"])]
         places = [names.index(column) for _, column in wanted] if full else []
         nothing = np.empty((0, len(places)), np.int64)

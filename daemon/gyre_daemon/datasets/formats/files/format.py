@@ -9,27 +9,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gyre_daemon.datasets.formats.base import (
-    Arrays,
-    CodecName,
-    FieldSpec,
-    Listing,
-    Manifest,
-    ManifestColumn,
-)
+from gyre_daemon.datasets.formats.base import CodecName, FieldSpec
 from gyre_daemon.datasets.formats.files.classes import class_numbers
 from gyre_daemon.datasets.formats.files.manifest import TYPES, read_manifest
+from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
+from gyre_daemon.datasets.formats.media import AUDIO, IMAGES
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.file_table import FileTable, Texts
-from gyre_daemon.storage.shard import Shard
 
 _FILE, _PATH, _CLASS = "file", "path", "class"
 _UINT8, _INT64 = np.dtype(np.uint8), np.dtype("<i8")
-# What cameras, microphones and people call images and audio. Whoever means other files says so.
-_IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
-_AUDIO = ("wav", "flac", "mp3", "ogg", "opus", "m4a")
 _MANIFESTS = (".csv", ".tsv", ".jsonl", ".ndjson")
 
 
@@ -78,27 +69,16 @@ class FilesOptions:
 
 
 class FilesFormat:
-    """A `Format` of single files, of which nothing but the list is read."""
+    """A `ListedFormat`: nothing but the list of files is read."""
 
-    pattern = "*.{" + ",".join(f"{name},{name.upper()}" for name in _IMAGES + _AUDIO) + "}"
-    unpacks_gzip = False
+    pattern = "*.{" + ",".join(f"{name},{name.upper()}" for name in IMAGES + AUDIO) + "}"
 
     def __init__(self, options: FilesOptions) -> None:
         self._options = options
-        self._extensions = frozenset(
-            each.lower() for each in options.extensions or _IMAGES + _AUDIO
-        )
+        self._extensions = frozenset(each.lower() for each in options.extensions or IMAGES + AUDIO)
 
-    @property
-    def inspection(self) -> Listing:
-        """See `Format.inspection`."""
-        return Listing(self._is_wanted, self._is_manifest, self._read_manifest, self._assemble)
-
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleTable:
-        """Not called; see `Listing.assemble`."""
-        raise NotImplementedError
-
-    def _assemble(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleTable:
+    def index_of(self, table: FileTable, columns: Sequence[ManifestColumn]) -> SampleTable:
+        """See `ListedFormat.index_of`."""
         options = self._options
         available = _columns_of(table, columns, is_last=options.class_folder == "last")
         wanted = renamed(options.fields, "fields") or self._usual_fields(table, columns)
@@ -106,8 +86,8 @@ class FilesFormat:
         for field_name, name in wanted:
             if name not in available:
                 raise ConfigError(
-                    f"`fields` of a files dataset has {name!r:.100}; there are "
-                    f"{', '.join(available):.300}"
+                    f"`fields` of a files dataset names {name!r:.100}, which it does not have; "
+                    f"choose from {', '.join(available):.300}"
                 )
             found.append((field_name, available[name]()))
         check_names([each for each, _ in found], "fields")
@@ -126,14 +106,17 @@ class FilesFormat:
             indexed=[column.values for _, column in found if column.codec == "indexed"],
         )
 
-    def _is_wanted(self, name: str) -> bool:
+    def is_wanted(self, name: str) -> bool:
+        """See `ListedFormat.is_wanted`."""
         stem, dot, extension = name.rpartition(".")
         return bool(stem and dot) and extension.lower() in self._extensions
 
-    def _is_manifest(self, path: str) -> bool:
+    def is_manifest(self, path: str) -> bool:
+        """See `ListedFormat.is_manifest`."""
         return path.endswith(_MANIFESTS)
 
-    def _read_manifest(self, name: str, data: bytes) -> Manifest:
+    def read_manifest(self, name: str, data: bytes) -> Manifest:
+        """See `ListedFormat.read_manifest`."""
         return read_manifest(
             name, data, path_column=self._options.path_column, types=self._options.types
         )

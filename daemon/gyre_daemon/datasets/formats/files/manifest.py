@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Manifest, ManifestColumn
+from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.file_table import Texts
 
@@ -117,7 +117,8 @@ def _manifest(
     for name in types:
         if name not in columns:
             raise ConfigError(
-                f"`types` has {name!r:.100}, and the manifest {', '.join(columns):.300}"
+                f"`types` names the column {name!r:.100}, which the manifest does not have; it has "
+                f"{', '.join(columns):.300}"
             )
     names = Texts.of(_checked_path(row, path) for row, path in enumerate(columns[candidates[0]], 1))
     others = tuple(

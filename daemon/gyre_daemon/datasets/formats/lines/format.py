@@ -1,5 +1,6 @@
 """The options of `text` and `jsonl`, and the index of all their shards."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,11 @@ class JsonlFormat(TextFormat):
     pattern = "*.{jsonl,ndjson,jsonl.gz,ndjson.gz,jsonl.zst,ndjson.zst}"
     _field = FieldSpec("json", _UINT8, (), ragged=True, codec="json")
     _keeps_empty = False
+
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: an object whose first key stands in the same line."""
+        return re.match(rb'(?:\xef\xbb\xbf)?\{[ \t]*"', head) is not None
 
     def _check_line(self, line: bytes) -> None:
         check_json(line)

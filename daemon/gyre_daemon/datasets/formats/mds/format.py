@@ -22,7 +22,9 @@ from gyre_daemon.datasets.formats.mds.compressed import (
 )
 from gyre_daemon.datasets.formats.mds.scan import SCAN_VERSION, MdsColumn
 from gyre_daemon.datasets.formats.names import check_names, renamed
+from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
 from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 
@@ -42,7 +44,7 @@ _SCALARS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class MdsOptions:
+class MdsOptions(SchemaOptions):
     """The keys of an `mds` dataset.
 
     Attributes:
@@ -54,7 +56,12 @@ class MdsOptions:
 
     def __post_init__(self) -> None:
         """Refuse fields that no batch can have."""
+        SchemaOptions.__post_init__(self)
         renamed(self.columns, "columns")
+
+
+def _num_samples(scan: Arrays) -> int:
+    return len(scan["size"])
 
 
 class MdsFormat:
@@ -62,22 +69,31 @@ class MdsFormat:
 
     pattern = "*.{mds,mds.zst,mds.zstd}"
     unpacks_gzip = False
-    inspection = Scan(SCAN_VERSION, scan_any, lambda scan: len(scan["size"]), check_any)
+    inspection = Scan(SCAN_VERSION, scan_any, _num_samples, check_any)
 
     def __init__(self, options: MdsOptions) -> None:
         self._options = options
 
     def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
+        return assemble_union(
+            self._options,
+            [field for field, _ in renamed(self._options.columns, "columns")],
+            shards,
+            inspected,
+            lambda scan: bytes(scan["columns"]),
+            _num_samples,
+            self._assemble,
+        )
+
+    def _assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
+        """The index of shards that have the same columns."""
         columns = _common_columns(shards, inspected)
         names = [column.name for column in columns]
         wanted = renamed(self._options.columns, "columns") or [(name, name) for name in names]
         check_names([field for field, _ in wanted], "columns")
-        for _, name in wanted:
-            if columns and name not in names:
-                raise ConfigError(
-                    f"there is no column {name!r:.100}; the shards have {', '.join(names)}"
-                )
+        if columns:
+            wanted = known_columns(self._options, wanted, names, shards[0].name)
         full = [scan for scan in inspected if len(scan["size"])]
         places = [names.index(name) for _, name in wanted] if columns else []
         nothing = np.empty((0, len(places)), np.int64)
@@ -127,7 +143,11 @@ def _describe(columns: Sequence[MdsColumn]) -> str:
 def _spec(field: str, column: MdsColumn) -> FieldSpec:
     encoding = column.encoding
     if encoding in _RAGGED:
-        return FieldSpec(field, np.dtype(np.uint8), (), ragged=True, codec=_RAGGED[encoding])
+        media_type = f"image/{encoding}" if encoding in ("jpeg", "png") else ""
+        dtype_of_bytes, codec_of_bytes = np.dtype(np.uint8), _RAGGED[encoding]
+        return FieldSpec(
+            field, dtype_of_bytes, (), ragged=True, codec=codec_of_bytes, media_type=media_type
+        )
     dtype, codec = _NUMBERS.get(encoding, (encoding, "bytes"))
     shape: tuple[int, ...] = ()
     if encoding.startswith("ndarray:") and encoding.count(":") == 2:

@@ -5,6 +5,6 @@ column becomes, `arrays` makes it, `reading` scans files and decodes row groups.
 only in the processes that do so.
 """
 
-from gyre_daemon.datasets.formats.parquet.format import ParquetFormat, ParquetOptions
+from gyre_daemon.datasets.formats.parquet.format import ParquetFormat
 
-__all__ = ["ParquetFormat", "ParquetOptions"]
+__all__ = ["ParquetFormat"]

@@ -1,7 +1,6 @@
 """Which tensor each column of a Parquet file becomes. Only processes that decode import it."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
+from gyre_daemon.datasets.formats.arrow_columns import Wanted
 from gyre_daemon.datasets.formats.base import FieldSpec
 from gyre_daemon.datasets.formats.names import check_names
 from gyre_daemon.errors import ConfigError
@@ -44,21 +44,23 @@ class ServedColumn:
         return leaf == self.path or leaf.startswith(self.path + ".")
 
 
-def served_columns(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[ServedColumn]:
+def served_columns(schema: Any, wanted: Wanted) -> list[ServedColumn]:
     """The columns that are served.
 
     Args:
         schema: of pyarrow.
-        wanted: name of the field and of the column; empty for all columns.
+        wanted: which columns.
 
     Raises:
         ConfigError: there is no such column, or it is none that a batch can have.
     """
     names = list(schema.names)
-    wanted = wanted or [(name, name) for name in names]
-    check_names([field for field, _ in wanted], "columns")
+    pairs = list(wanted.pairs) or [(name, name) for name in names]
+    check_names([field for field, _ in pairs], "columns")
     columns, features = [], _features(schema)
-    for field, name in wanted:
+    for field, name in pairs:
+        if wanted.may_lack and _lacks(schema, name):
+            continue
         if names.count(name) != 1:
             raise ConfigError(
                 f"there {'is no column' if name not in names else 'are several columns'} "
@@ -72,10 +74,22 @@ def served_columns(schema: Any, wanted: Sequence[tuple[str, str]]) -> list[Serve
                 "tensor; leave it out: name the others in `columns`, or write it as numbers, "
                 "text or bytes"
             )
-        spec = replace(spec, categories=_categories(features.get(name)))
-        is_file = types.is_struct(column.type)
+        feature, is_file = features.get(name), types.is_struct(column.type)
+        media_type = _media_type(feature) if is_file or _is_bytes(column.type) else ""
+        spec = replace(spec, categories=_categories(feature), media_type=media_type)
         columns.append(ServedColumn(spec, name, is_file, column.nullable))
+    if wanted.may_lack and not columns:
+        raise ConfigError(
+            f"it has none of the columns that are served; it has {', '.join(names):.1000}"
+        )
     return columns
+
+
+def _lacks(schema: Any, name: str) -> bool:
+    """Whether a file has no value in a column."""
+    return name not in schema.names or (
+        schema.names.count(name) == 1 and types.is_null(schema.field(name).type)
+    )
 
 
 def _features(schema: Any) -> dict[str, Any]:
@@ -85,6 +99,12 @@ def _features(schema: Any) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, RecursionError):
         return {}
     return features if isinstance(features, dict) else {}
+
+
+def _media_type(feature: Any) -> str:
+    """What the files of a column are, if Hugging Face datasets say so."""
+    kind = feature.get("_type") if isinstance(feature, dict) else None
+    return f"{kind.lower()}/*" if kind in ("Image", "Audio", "Video") else ""
 
 
 def _categories(feature: Any) -> tuple[str, ...]:

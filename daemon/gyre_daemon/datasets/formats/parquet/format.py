@@ -1,32 +1,14 @@
 """The options of `parquet`, and the index of all its shards."""
 
-import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from gyre_daemon.datasets.formats.base import Arrays, Scan
+from gyre_daemon.datasets.formats.arrow_columns import ColumnOptions, require_pyarrow, scan_version
+from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, SampleIndex, Scan
 from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
-from gyre_daemon.datasets.formats.chunks import check_chunks, num_rows
-from gyre_daemon.datasets.formats.names import renamed
+from gyre_daemon.datasets.formats.chunks import check_chunks, num_rows, refuse_damaged
 from gyre_daemon.datasets.formats.parquet.reading import RowGroupDecoder, RowGroupScan
-from gyre_daemon.errors import ConfigError
+from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.storage.shard import Shard
-
-
-@dataclass(frozen=True, slots=True)
-class ParquetOptions:
-    """The keys of a `parquet` dataset.
-
-    Attributes:
-        columns: names of the columns to serve, such as `text`, or `label=class` to serve the column
-            `class` under the name `label`; empty for all.
-    """
-
-    columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse fields that no batch can have."""
-        renamed(self.columns, "columns")
 
 
 class ParquetFormat:
@@ -39,32 +21,52 @@ class ParquetFormat:
     pattern = "*.{parquet,parq}"
     unpacks_gzip = False
 
-    def __init__(self, options: ParquetOptions) -> None:
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: its magic."""
+        return head.startswith(b"PAR1")
+
+    def __init__(self, options: ColumnOptions) -> None:
         """Refuse to start without what reads such files.
 
         Raises:
             ConfigError: the extra `parquet` is not installed.
         """
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ConfigError(
-                'the format parquet needs the extra of that name: pip install "gyre-ml[parquet]"'
-            )
-        self._columns = tuple(renamed(options.columns, "columns"))
+        require_pyarrow("parquet")
+        self._options, self._columns = options, options.wanted
 
     @property
     def inspection(self) -> Scan:
         """See `Format.inspection`."""
-        wanted = " ".join(f"{field}={column}" for field, column in self._columns)
         return Scan(
-            f"parquet/2 {wanted}".strip(),
+            scan_version("parquet/2", self._columns),
             RowGroupScan(self._columns),
             num_rows,
             check_chunks,
             seeks=True,
         )
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> ChunkIndex:
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
-        identity = f"parquet {self._columns}".encode()
+        refuse_damaged(shards, inspected, "row group")
+        return self.assemble_tolerantly(shards, inspected)[0]
+
+    def assemble_tolerantly(
+        self, shards: Sequence[Shard], inspected: Sequence[Arrays]
+    ) -> tuple[SampleIndex, Sequence[DamagedSample]]:
+        """See `TolerantFormat`: all samples of row groups that cannot be decoded.
+
+        They are found when all row groups are tried.
+        """
+        identity = f"parquet {self._columns.pairs}".encode()
         decode = RowGroupDecoder(self._columns)
-        return ChunkIndex(shards, inspected, decode, "row group", identity)
+        index = assemble_union(
+            self._options,
+            [field for field, _ in self._columns.pairs],
+            shards,
+            inspected,
+            lambda scan: scan["fields"].tobytes(),
+            num_rows,
+            lambda some, scans: ChunkIndex(some, scans, decode, "row group", identity),
+        )
+        return index, ()

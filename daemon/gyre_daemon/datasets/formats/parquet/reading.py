@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from gyre_daemon.datasets.formats.arrow_columns import Wanted
 from gyre_daemon.datasets.formats.base import Arrays
 from gyre_daemon.datasets.formats.chunks import (
     MAX_CHUNK_BYTES,
     Column,
     StoredChunk,
     chunk_arrays,
+    lacking,
 )
 from gyre_daemon.errors import ConfigError, CorruptSample
+from gyre_daemon.runtime.positioned import PositionedFile
 
 if TYPE_CHECKING:
     from gyre_daemon.datasets.formats.parquet.columns import ServedColumn
@@ -35,8 +38,8 @@ _TAIL = struct.Struct("<I4s")
 # pyarrow reads this much behind column chunks of old writers, which recorded too small sizes.
 _SLACK_BYTES = 128
 
-_Wanted = tuple[tuple[str, str], ...]
-_footers: dict[tuple[_Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
+
+_footers: dict[tuple[Wanted, str, int, int], tuple[Any, "list[ServedColumn]"]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,10 @@ class RowGroupScan:
     """Scans a file; the `run` of a `Scan`.
 
     Attributes:
-        wanted: names of the fields and the columns; empty for all.
+        wanted: which columns.
     """
 
-    wanted: tuple[tuple[str, str], ...]
+    wanted: Wanted
 
     def __call__(self, shard: str, file: BinaryIO) -> Arrays:
         """What `chunk_arrays` returns for a file.
@@ -63,6 +66,7 @@ class RowGroupScan:
             has_rows = opened.metadata.num_rows > 0
             columns = _served(opened.schema_arrow, self.wanted) if has_rows else []
             rows, pieces, found, numbers = [], [], [], []
+            damaged: dict[int, str] = {}
             shard_bytes = file.seek(0, os.SEEK_END)
             for number in range(opened.metadata.num_row_groups):
                 group = opened.metadata.row_group(number)
@@ -73,11 +77,17 @@ class RowGroupScan:
                 numbers.append(number)
                 pieces.append(_pieces(group, columns, shard_bytes))
                 _check_size(columns, group.num_rows)
-                found.append(_inspect(opened, number, columns))
+                try:
+                    found.append(_inspect(opened, number, columns))
+                except (ConfigError, MemoryError):
+                    raise
+                except Exception as error:
+                    damaged[len(rows) - 1] = f"{error!s:.500}"
+                    found.append(lacking([column.spec for column in columns], group.num_rows))
             where = "its footer"
             shared = _footer_range(file, shard_bytes)
             specs = [column.spec for column in columns]
-            return chunk_arrays(specs, rows, pieces, found, shared, numbers)
+            return chunk_arrays(specs, rows, pieces, found, shared, numbers, damaged=damaged)
         except (CorruptSample, ConfigError):
             raise
         except MemoryError as error:
@@ -91,10 +101,10 @@ class RowGroupDecoder:
     """Decodes row groups; a `Decode`.
 
     Attributes:
-        wanted: names of the fields and the columns; empty for all.
+        wanted: which columns.
     """
 
-    wanted: tuple[tuple[str, str], ...]
+    wanted: Wanted
 
     def __call__(self, chunk: StoredChunk) -> Sequence[Column]:
         """The columns of a row group."""
@@ -113,25 +123,12 @@ class RowGroupDecoder:
         return _footers[key]
 
 
-class _Pieces(io.RawIOBase):
+class _Pieces(PositionedFile):
     """A file of which only some pieces are there."""
 
     def __init__(self, pieces: Sequence[tuple[int, memoryview]], num_bytes: int) -> None:
-        self._pieces, self._num_bytes, self._position = pieces, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
-        self._position = base + offset
-        return self._position
+        super().__init__(num_bytes)
+        self._pieces = pieces
 
     def read(self, size: int = -1) -> memoryview:  # not a copy
         for start, data in self._pieces:
@@ -154,7 +151,7 @@ def _open(file: Any, metadata: Any = None) -> Any:
     )
 
 
-def _served(schema: Any, wanted: Sequence[tuple[str, str]]) -> "list[ServedColumn]":
+def _served(schema: Any, wanted: Wanted) -> "list[ServedColumn]":
     from gyre_daemon.datasets.formats.parquet.columns import served_columns  # noqa: PLC0415
 
     return served_columns(schema, wanted)

@@ -16,7 +16,7 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
 )
 from gyre_daemon.datasets.formats.names import check_names
-from gyre_daemon.datasets.formats.npy import is_number_type, is_shape, parse_npy_header
+from gyre_daemon.datasets.formats.npy import NPY_MAGIC, is_number_type, is_shape, parse_npy_header
 from gyre_daemon.datasets.formats.stored import json_of
 from gyre_daemon.datasets.formats.strided import StridedIndex
 from gyre_daemon.errors import CorruptSample
@@ -48,6 +48,11 @@ class RowsFormat:
 
     pattern = "*.npy"
     unpacks_gzip = False
+
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: numpy's magic."""
+        return head.startswith(NPY_MAGIC)
 
     def __init__(self, options: RowsOptions) -> None:
         self._field = options.field

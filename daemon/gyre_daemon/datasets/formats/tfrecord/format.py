@@ -36,6 +36,11 @@ class TfrecordFormat:
     pattern = "*.{tfrecord,tfrecords,tfrecord.gz,tfrecords.gz,tfrecord-*-of-*}"
     unpacks_gzip = True
 
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: a length and its checksum."""
+        return len(head) >= _HEAD.size and _is_head(head)
+
     def __init__(self, options: TfrecordOptions) -> None:
         """Refuse to start without what computes the checksums.
 
@@ -143,6 +148,16 @@ def _check(arrays: Arrays, file_bytes: int) -> None:
         damaged[0] < 0 or damaged[-1] >= num_records or (np.diff(damaged) <= 0).any()
     ):
         raise ValueError("its damaged records are none of the shard's")
+
+
+def _is_head(head: bytes) -> bool:
+    length, checksum = _HEAD.unpack_from(head)
+    crc = 0xFFFFFFFF  # of so few bytes that no library is needed
+    for byte in struct.pack("<Q", length):
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return bool(checksum == _masked(crc ^ 0xFFFFFFFF))
 
 
 def _masked(crc: int) -> int:

@@ -1,5 +1,7 @@
 """A sample is a window of `sequence_length` ids; a window starts every `stride` ids of a shard.
 
+Of Megatron's files it may be a document.
+
 A shard is flat little-endian ids, or has one of the headers in `headers`. Its first bytes tell
 which, and a shard that is recognised as something else is refused.
 """
@@ -9,8 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre_daemon.datasets.formats.base import Arrays, CodecName, FieldSpec, Probe
+from gyre_daemon.datasets.formats.base import (
+    Arrays,
+    CodecName,
+    FieldSpec,
+    Probe,
+    SampleIndex,
+)
 from gyre_daemon.datasets.formats.strided import StridedIndex
+from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.datasets.formats.tokens.documents import (
+    DOCUMENTS_VERSION,
+    check_documents,
+    headers_of,
+    probe_documents,
+)
 from gyre_daemon.datasets.formats.tokens.headers import (
     DTYPES,
     HEADER_BYTES_HINT,
@@ -37,20 +52,22 @@ class TokensOptions:
     """The keys of a `tokens` dataset.
 
     Attributes:
-        sequence_length: ids in a sample.
+        sequence_length: ids in a window.
         dtype: numpy's name of the type of an id, little-endian; empty if the shards have headers.
         stride: ids from the start of one sample to the start of the next; 0 for the sequence
             length, so that samples do not overlap.
         header_bytes: bytes before the first id of each shard. If it is given, the shards' contents
             are not checked.
         vocabulary: every id must be below this number; 0 for no check.
+        samples: `windows`, or `documents`, as a Megatron index beside each shard has them.
     """
 
-    sequence_length: int
+    sequence_length: int = 0
     dtype: str = ""
     stride: int = 0
     header_bytes: int | None = None
     vocabulary: int = 0
+    samples: str = "windows"
 
     def __post_init__(self) -> None:
         """Refuse values that no file can satisfy."""
@@ -59,7 +76,23 @@ class TokensOptions:
                 f"dtype of a tokens dataset is `{self.dtype}`; it must be one of "
                 f"{', '.join(DTYPES)}"
             )
-        if not 1 <= self.sequence_length <= _MAX_TOKENS or not 0 <= self.stride <= _MAX_TOKENS:
+        if self.samples not in ("windows", "documents"):
+            raise ConfigError(
+                f"`samples` of a tokens dataset is {self.samples!r:.100}; it must be windows or "
+                "documents"
+            )
+        if self.samples == "documents":
+            if self.sequence_length or self.stride or self.header_bytes is not None:
+                raise ConfigError(
+                    "documents of a tokens dataset have no `sequence_length`, `stride` or "
+                    "`header_bytes`; leave these out, or `samples`"
+                )
+        elif not self.sequence_length:
+            raise ConfigError(
+                "`sequence_length` of a tokens dataset is missing: the number of ids in a sample, "
+                "1 to 2**40"
+            )
+        elif not 1 <= self.sequence_length <= _MAX_TOKENS or not 0 <= self.stride <= _MAX_TOKENS:
             raise ConfigError(
                 "sequence_length of a tokens dataset must be 1 to 2**40, and stride 0 to 2**40"
             )
@@ -81,12 +114,16 @@ class TokensFormat:
     @property
     def inspection(self) -> Probe | None:
         """See `Format.inspection`."""
+        if self._options.samples == "documents":
+            return Probe(DOCUMENTS_VERSION, probe_documents, check_documents)
         if self._options.header_bytes is not None:
             return None
         return Probe(PROBE_VERSION, probe_headers, check_headers)
 
-    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> StridedIndex:
+    def assemble(self, shards: Sequence[Shard], inspected: Sequence[Arrays]) -> SampleIndex:
         """See `Format.assemble`."""
+        if self._options.samples == "documents":
+            return _documents(self._options, shards, inspected[0])
         if inspected:
             return _index(self._options, shards, to_headers(inspected[0]))
         start = self._options.header_bytes or 0
@@ -113,6 +150,19 @@ def _index(
     )
 
 
+def _documents(options: TokensOptions, shards: Sequence[Shard], found: Arrays) -> SampleTable:
+    """The documents of all shards."""
+    headers = headers_of(found, shards)
+    dtype = np.dtype(_common_dtype(options, shards, headers)).newbyteorder("<")
+    return SampleTable(
+        [_field(options, dtype)],
+        found["num_documents"].tolist(),
+        found["start"][:, None],
+        found["size"][:, None],
+        identity=f"documents {dtype.str}".encode(),
+    )
+
+
 def _field(options: TokensOptions, dtype: np.dtype[np.generic]) -> FieldSpec:
     """The one field; ids are checked only if their type has values outside the vocabulary."""
     largest = int(np.iinfo(dtype.name).max)
@@ -126,8 +176,8 @@ def _field(options: TokensOptions, dtype: np.dtype[np.generic]) -> FieldSpec:
     return FieldSpec(
         "tokens",
         dtype,
-        (options.sequence_length,),
-        ragged=False,
+        (options.sequence_length,) if options.sequence_length else (),
+        ragged=not options.sequence_length,
         codec=codec,
         token_ids=True,
         vocabulary=options.vocabulary if is_checked else 0,

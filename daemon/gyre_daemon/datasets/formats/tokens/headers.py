@@ -6,7 +6,6 @@ Megatron   no header: the `.idx` file beside the `.bin` has the dtype and where 
 """
 
 import struct
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,20 +35,6 @@ _MAX_UPPER_HALF = 15
 _LLM_C_BYTES = 1024
 _LLM_C_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 _LLM_C_MAGICS = {magic for magic, _ in _LLM_C_DTYPES}
-
-IDX_MAGIC = b"MMIDIDX\0\0"
-_IDX_HEAD = struct.Struct("<9sQBQQ")
-IDX_HEAD_BYTES = _IDX_HEAD.size
-_IDX_DTYPES = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float64",
-    7: "float32",
-    8: "uint16",
-}
 
 
 class TokenHeader(NamedTuple):
@@ -100,7 +85,8 @@ def not_ids(shard: Shard, reason: str) -> CorruptSample:
     )
 
 
-def _contradicts(shard: Shard, reason: str) -> CorruptSample:
+def not_whole(shard: Shard, reason: str) -> CorruptSample:
+    """The error for a shard that contradicts its header or index."""
     return CorruptSample(
         f"shard {shard.name} is not whole: {reason}; restore it",
         {"shard": shard.name, "reason": reason},
@@ -123,7 +109,7 @@ def _read_npy(shard: Shard, head: bytes) -> TokenHeader:
         raise not_ids(shard, "its npy array is big-endian; store it little-endian")
     stop = header.num_bytes + shape[0] * header.dtype.itemsize
     if stop != shard.size_bytes:
-        raise _contradicts(shard, f"it has {shard.size_bytes} bytes, and {stop} by its npy header")
+        raise not_whole(shard, f"it has {shard.size_bytes} bytes, and {stop} by its npy header")
     return TokenHeader("npy", name, header.num_bytes, stop, 0)
 
 
@@ -138,7 +124,7 @@ def _read_llm_c(shard: Shard, magic: int, version: int, num_tokens: int) -> Toke
         )
     stop = _LLM_C_BYTES + num_tokens * np.dtype(dtype).itemsize
     if stop != shard.size_bytes:
-        raise _contradicts(
+        raise not_whole(
             shard,
             f"it has {shard.size_bytes} bytes, and {stop} by its llm.c header of {num_tokens} "
             f"{dtype} ids",
@@ -153,78 +139,3 @@ def _looks_wider(head: bytes, dtype: str) -> bool:
     if len(upper) < _MIN_PAIRS or (largest := int(upper.max())) > _MAX_UPPER_HALF:
         return False
     return bool(np.count_nonzero(lower > largest) * 8 >= len(lower))
-
-
-@dataclass(frozen=True, slots=True)
-class MegatronIndex:
-    """The head of an `.idx` file.
-
-    Attributes:
-        dtype: numpy's name of the type of an id.
-        num_sequences: in the `.bin` file.
-    """
-
-    dtype: str
-    num_sequences: int
-
-    @property
-    def last_entries(self) -> tuple[range, range]:
-        """The byte ranges of the last sequence's length (int32) and first byte (int64).
-
-        Both are empty if there is no sequence.
-        """
-        if not self.num_sequences:
-            return range(0), range(0)
-        length = IDX_HEAD_BYTES + 4 * (self.num_sequences - 1)
-        begin = IDX_HEAD_BYTES + 4 * self.num_sequences + 8 * (self.num_sequences - 1)
-        return range(length, length + 4), range(begin, begin + 8)
-
-
-def read_megatron_head(shard: Shard, head: bytes, file_bytes: int) -> MegatronIndex:
-    """What the first `IDX_HEAD_BYTES` of the index beside a shard say.
-
-    Raises:
-        CorruptSample: the file is no such index, has another version or dtype, or is shorter than
-            it says.
-    """
-    if len(head) < IDX_HEAD_BYTES or not head.startswith(IDX_MAGIC):
-        raise not_ids(
-            shard, "the .idx file beside it is no index of Megatron's, unlike the first shard's"
-        )
-    _, version, code, num_sequences, num_documents = _IDX_HEAD.unpack_from(head)
-    dtype = _IDX_DTYPES.get(code, f"code {code}")
-    if version != 1 or dtype not in DTYPES:
-        raise not_ids(
-            shard,
-            f"its Megatron index has version {version} and dtype {dtype}; version 1 and integers "
-            "are served",
-        )
-    num_bytes = IDX_HEAD_BYTES + 12 * num_sequences + 8 * num_documents
-    if file_bytes not in (num_bytes, num_bytes + num_sequences):  # a byte of each sequence's mode
-        raise _contradicts(
-            shard, f"its Megatron index has {file_bytes} bytes, and {num_bytes} by its own count"
-        )
-    return MegatronIndex(dtype, num_sequences)
-
-
-def megatron_header(
-    shard: Shard, index: MegatronIndex, last_length: bytes, last_begin: bytes
-) -> TokenHeader:
-    """The whole shard as one stream of ids.
-
-    Args:
-        shard: the `.bin` file.
-        index: the head of its index.
-        last_length: the bytes of the first of `index.last_entries`.
-        last_begin: the bytes of the second.
-
-    Raises:
-        CorruptSample: the sequences do not end where the shard does.
-    """
-    length, begin = int.from_bytes(last_length, "little"), int.from_bytes(last_begin, "little")
-    stop = begin + length * np.dtype(index.dtype).itemsize
-    if stop != shard.size_bytes:
-        raise _contradicts(
-            shard, f"it has {shard.size_bytes} bytes, and {stop} by the Megatron index beside it"
-        )
-    return TokenHeader("Megatron", index.dtype, 0, stop, 0)

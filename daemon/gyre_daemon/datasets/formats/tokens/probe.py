@@ -19,18 +19,22 @@ from gyre_daemon.datasets.formats.tokens.headers import (
     DTYPES,
     HEAD_BYTES,
     HEADER_KINDS,
-    IDX_HEAD_BYTES,
-    IDX_MAGIC,
     MAX_HINTS,
     TokenHeader,
-    megatron_header,
     read_head,
+)
+from gyre_daemon.datasets.formats.tokens.megatron import (
+    IDX_HEAD_BYTES,
+    IDX_MAGIC,
+    INDEX_SUFFIX,
+    MegatronIndex,
+    megatron_header,
     read_megatron_head,
 )
 from gyre_daemon.storage.shard import Shard
 
 PROBE_VERSION = "tokens-headers/1"
-_SUFFIX, _INDEX_SUFFIX = ".bin", ".idx"
+_SUFFIX = ".bin"
 # Shards whose heads are requested together and held in memory: 4 MiB. More would gain nothing,
 # since the storage has far fewer requests in flight.
 _MAX_SHARDS_PER_REQUEST = 1024
@@ -43,15 +47,15 @@ def probe_headers(shards: Sequence[Shard]) -> ProbeSteps:
         CorruptSample: a shard is no file of token ids, or contradicts its header.
     """
     headers: list[TokenHeader] = []
-    for some in _runs(shards):
+    for some in runs(shards):
         request = ProbeRequest(some, [0] * len(some), [HEAD_BYTES] * len(some))
-        heads = _required((yield request)).pieces
+        heads = required((yield request)).pieces
         headers += [read_head(shards[shard], head) for shard, head in zip(some, heads, strict=True)]
     if not any(header.kind for header in headers) and shards[0].name.endswith(_SUFFIX):
-        first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], _INDEX_SUFFIX, is_optional=True)
+        first = yield ProbeRequest([0], [0], [IDX_HEAD_BYTES], INDEX_SUFFIX, is_optional=True)
         if first and first.pieces[0].startswith(IDX_MAGIC):
             headers = []
-            for some in _runs(shards):
+            for some in runs(shards):
                 headers += yield from _probe_megatron(shards, some)
     return _to_arrays(headers)
 
@@ -94,26 +98,36 @@ def _to_arrays(headers: Sequence[TokenHeader]) -> Arrays:
     }
 
 
+def probe_megatron_heads(
+    shards: Sequence[Shard], some: range
+) -> Generator[ProbeRequest, ProbeResponse | None, list[MegatronIndex]]:
+    """Read the heads of the indexes beside some shards.
+
+    Raises:
+        CorruptSample: see `read_megatron_head`.
+    """
+    request = ProbeRequest(some, [0] * len(some), [IDX_HEAD_BYTES] * len(some), INDEX_SUFFIX)
+    heads = required((yield request))
+    return [
+        read_megatron_head(shards[shard], head, file_bytes)
+        for shard, head, file_bytes in zip(some, heads.pieces, heads.file_bytes, strict=True)
+    ]
+
+
 def _probe_megatron(
     shards: Sequence[Shard], some: range
 ) -> Generator[ProbeRequest, ProbeResponse | None, list[TokenHeader]]:
     """Read the heads of the indexes first, then the entries of their last sequences."""
-    heads = _required(
-        (yield ProbeRequest(some, [0] * len(some), [IDX_HEAD_BYTES] * len(some), _INDEX_SUFFIX))
-    )
-    indexes = [
-        read_megatron_head(shards[shard], head, file_bytes)
-        for shard, head, file_bytes in zip(some, heads.pieces, heads.file_bytes, strict=True)
-    ]
+    indexes = yield from probe_megatron_heads(shards, some)
     twice = [shard for shard in some for _ in range(2)]
     ranges = [each for index in indexes for each in index.last_entries]
-    entries = _required(
+    entries = required(
         (
             yield ProbeRequest(
                 twice,
                 [each.start for each in ranges],
                 [each.stop for each in ranges],
-                _INDEX_SUFFIX,
+                INDEX_SUFFIX,
             )
         )
     ).pieces
@@ -125,12 +139,13 @@ def _probe_megatron(
     ]
 
 
-def _runs(shards: Sequence[Shard]) -> list[range]:
+def runs(shards: Sequence[Shard]) -> list[range]:
+    """Shards that are asked for together."""
     step = _MAX_SHARDS_PER_REQUEST
     return [range(begin, min(begin + step, len(shards))) for begin in range(0, len(shards), step)]
 
 
-def _required(response: ProbeResponse | None) -> ProbeResponse:
+def required(response: ProbeResponse | None) -> ProbeResponse:
     """A response to a request that is not optional."""
     assert response is not None
     return response

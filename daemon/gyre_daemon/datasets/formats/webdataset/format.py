@@ -12,9 +12,12 @@ from gyre_daemon.datasets.formats.base import (
     Arrays,
     DamagedSample,
     FieldSpec,
+    ReadAhead,
     Scan,
 )
+from gyre_daemon.datasets.formats.media import media_type_of
 from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.datasets.formats.webdataset.ahead import SUFFIX, headers_ahead
 from gyre_daemon.datasets.formats.webdataset.arrays import array_field
 from gyre_daemon.datasets.formats.webdataset.fields import (
     FieldLocations,
@@ -58,7 +61,19 @@ class WebdatasetFormat:
 
     pattern = "*.{tar,tar.gz,tgz}"
     unpacks_gzip = True
-    inspection = Scan(SCAN_VERSION, scan_tar, num_samples, check_scan)
+    inspection = Scan(
+        SCAN_VERSION,
+        scan_tar,
+        num_samples,
+        check_scan,
+        skips=True,
+        ahead=ReadAhead(SUFFIX, headers_ahead),
+    )
+
+    @staticmethod
+    def recognises(head: bytes) -> bool:
+        """See `FormatEntry.recognises`: the magic of a tar header."""
+        return head[257:262] == b"ustar"
 
     def __init__(self, options: WebdatasetOptions) -> None:
         self._options = options
@@ -169,7 +184,8 @@ def _field_spec(field: TarField) -> FieldSpec:
     """The spec of a field that is no array."""
     if field.codec == "integer":
         return FieldSpec(field.name, _INT64, (), ragged=False, codec="integer")
-    return FieldSpec(field.name, _UINT8, (), ragged=True, codec=field.codec)
+    media_type = media_type_of(field.extensions) if field.codec == "bytes" else ""
+    return FieldSpec(field.name, _UINT8, (), ragged=True, codec=field.codec, media_type=media_type)
 
 
 def _presence_spec(field: TarField) -> FieldSpec:

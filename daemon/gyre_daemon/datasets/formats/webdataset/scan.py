@@ -8,6 +8,7 @@ shard.
 """
 
 import hashlib
+import io
 import json
 import math
 import re
@@ -86,6 +87,8 @@ def scan_tar(shard: str, file: BinaryIO) -> Arrays:
             builder.add(member, archive)
     except ValueError as error:
         offset = file.tell()
+        if file.seekable():  # it may have been told to go on behind the end
+            offset = min(offset, file.seek(0, io.SEEK_END))
         reason = f"it is no sound tar archive: {error}"
         if _is_gzip(file):
             reason = f"it is no sound tar archive: it is compressed; call it {shard}.gz"

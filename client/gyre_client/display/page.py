@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.histograms import as_svg, title
-from gyre_client.command.media import media_type
-from gyre_client.command.samples import Sample, Value
-from gyre_client.command.values import text_of, words_of
+from gyre_client.display.histograms import as_svg, title
+from gyre_client.display.media import media_type
+from gyre_client.display.samples import Sample, Value
+from gyre_client.display.values import text_of, words_of
 
 _MAX_TEXT_CHARS = 5000
 # Bytes of images and sounds: larger ones are named, so that the page opens.
@@ -63,7 +63,7 @@ class _Media:
 def page_of(
     description: pb.DatasetDescription,
     facts: Iterable[tuple[str, str]],
-    fields: Iterable[Sequence[str]],
+    fields: tuple[Sequence[str], Iterable[Sequence[str]]],
     samples: Iterable[Sample],
 ) -> str:
     """Returns the page.
@@ -71,15 +71,16 @@ def page_of(
     Args:
         description: Of the dataset.
         facts: Names and values that stand at the top.
-        fields: Name, dtype and shape of each field.
+        fields: The heads of their table, and the table.
         samples: Those that are shown.
     """
     media = _Media()
     rows = "".join(
         f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in facts
     )
+    heads = "".join(f"<th>{_text(head.lower())}</th>" for head in fields[0])
     columns = "".join(
-        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in field)}</tr>" for field in fields
+        f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in field)}</tr>" for field in fields[1]
     )
     pictures = "".join(
         f"<h3>{_text(title(each))}</h3>{as_svg(each)}" for each in description.lengths
@@ -92,7 +93,7 @@ def page_of(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{name}</h1><table>{rows}</table>"
-        f"<h2>Fields</h2><table><tr><th>field</th><th>dtype</th><th>shape</th></tr>{columns}</table>"
+        f"<h2>Fields</h2><table><tr>{heads}</tr>{columns}</table>"
         f"{f'<h2>Lengths</h2>{pictures}' if pictures else ''}"
         f"{f'<h2>Samples</h2>{shown}' if shown else ''}"
         "</body></html>\n"

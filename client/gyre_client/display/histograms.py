@@ -3,7 +3,7 @@
 from gyre_common.printable import printable
 from gyre_protos.v1 import loader_pb2 as pb
 
-from gyre_client.command.formatting import cut
+from gyre_client.display.formatting import cut
 
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 _FULL = "\u2588"

@@ -4,7 +4,7 @@ import os
 import re
 from typing import IO
 
-from gyre_client.command.rates import PROCESSOR_BOUND, STORAGE_BOUND, TRAINER_BOUND
+from gyre_client.display.rates import PROCESSOR_BOUND, STORAGE_BOUND, TRAINER_BOUND
 
 _BOLD, _RED, _GREEN, _YELLOW, _MAGENTA, _PLAIN = (
     f"\x1b[{code}m" for code in (1, 31, 32, 33, 35, 0)

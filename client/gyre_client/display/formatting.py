@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from google.protobuf.message import Message
 from gyre_common.printable import printable
 
-from gyre_client.command.colour import painted
-from gyre_client.command.media import Picture, shows_pictures
+from gyre_client.display.colour import painted
+from gyre_client.display.media import Picture, shows_pictures
 
 _ELLIPSIS = "\u2026"
 _GAP = 2  # columns of a terminal between two columns of a table

@@ -7,9 +7,9 @@ from typing import Any
 
 from gyre_common.printable import printable
 
-from gyre_client.command.formatting import size
-from gyre_client.command.media import media_type
-from gyre_client.command.samples import Value
+from gyre_client.display.formatting import size
+from gyre_client.display.media import media_type
+from gyre_client.display.samples import Value
 
 _MAX_CHARS, _MAX_NUMBERS = 300, 8
 _SHOWN_BYTES = 16

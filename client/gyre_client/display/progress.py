@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from gyre_client.command.formatting import cut, duration, page_width, show_progress
+from gyre_client.display.formatting import cut, duration, page_width, show_progress
 
 _BAR_CELLS = 24
 _MIN_PAUSE_S = 0.1  # more often, a terminal would take longer than the work

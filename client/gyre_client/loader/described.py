@@ -1,0 +1,51 @@
+"""What a loader knows of its dataset, as the daemon describes it."""
+
+import torch
+from gyre_protos.v1 import loader_pb2 as pb
+from torch.utils.data import IterableDataset
+
+
+class DescribedDataset(IterableDataset[dict[str, torch.Tensor]]):
+    """The facts of a dataset; the base of `Loader`."""
+
+    _description: pb.DatasetDescription
+
+    @property
+    def num_samples(self) -> int:
+        """N, the number of samples in the dataset; of one that has grown, in its last epochs."""
+        return self._description.num_samples
+
+    @property
+    def format(self) -> str:
+        """The format of the dataset, as it was named or found."""
+        return self._description.format
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the dataset's contents.
+
+        Datasets with equal fingerprints give the same batches for the same arguments.
+        """
+        return self._description.fingerprint
+
+    @property
+    def categories(self) -> dict[str, tuple[str, ...]]:
+        """What the values of integer fields stand for: the names of classes, by field.
+
+            names = loader.categories["class"]
+            print(names[batch["class"][0]])  # the folder that the first file lies in
+
+        Fields whose values are just numbers are left out.
+        """
+        fields = self._description.fields
+        return {field.name: tuple(field.categories) for field in fields if field.categories}
+
+    @property
+    def media_types(self) -> dict[str, str]:
+        """What the bytes of a field are, where that is known of all samples.
+
+        `image/jpeg` of members `.jpg` of tar shards, `image/*` of a column of images of Hugging
+        Face, for one.
+        """
+        fields = self._description.fields
+        return {field.name: field.media_type for field in fields if field.media_type}

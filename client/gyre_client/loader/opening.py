@@ -1,0 +1,77 @@
+"""Asks the daemon what a dataset is, and opens the stream of its batches."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from gyre_protos.v1 import loader_pb2 as pb
+
+from gyre_client.batches.device import CudaTransfer, DeviceStream
+from gyre_client.batches.stream import BatchStream
+from gyre_client.errors import CursorRejected
+from gyre_client.messages.answers import MAX_CURSOR_BYTES, check_same_dataset
+from gyre_client.messages.arguments import mapping, shown
+from gyre_client.targets.target import Target
+from gyre_client.transport.connection import Connection
+from gyre_client.transport.outage import Outage
+
+
+def describe(
+    target: Target,
+    dataset: pb.DatasetRef,
+    transforms: pb.TransformList | None,
+    reattach_timeout_s: float,
+) -> pb.DatasetDescription:
+    """Returns what the daemon says of a dataset; waits for a daemon that is away.
+
+    Raises:
+        GyreError: See `Loader`.
+    """
+    with Connection(target.address) as connection:
+        return Outage(reattach_timeout_s).retry(
+            lambda timeout_s: connection.describe(dataset, timeout_s, transforms=transforms),
+            threading.Event().wait,
+        )
+
+
+def open_stream(
+    target: Target,
+    request: pb.OpenSessionRequest,
+    description: pb.DatasetDescription,
+    *,
+    device: torch.device | None,
+    token_dtype: str,
+    reattach_timeout_s: float,
+    stall_timeout_s: float,
+) -> BatchStream | DeviceStream:
+    """Opens a session and returns its stream; see `Loader` for the arguments.
+
+    Raises:
+        GyreError: The daemon refuses, or the dataset is another one than was described.
+    """
+    # Made first: a device that fails opens no session.
+    transfer = None if device is None else CudaTransfer(device)
+    stream = BatchStream(target, request, reattach_timeout_s, token_dtype, stall_timeout_s)
+    try:
+        check_same_dataset(stream.opened, description)
+    except BaseException:
+        stream.close()
+        raise
+    return stream if transfer is None else DeviceStream(stream, transfer)
+
+
+def cursor_of(state_dict: Mapping[str, Any]) -> bytes:
+    """Returns the cursor of a loader's state.
+
+    Raises:
+        InvalidRequest: It is no dict of names and values.
+        CursorRejected: It is no state of a `Loader`.
+    """
+    cursor = mapping("state_dict", state_dict).get("cursor")
+    if not isinstance(cursor, bytes) or not 0 < len(cursor) <= MAX_CURSOR_BYTES:
+        raise CursorRejected(
+            f"this is no state of a Loader: it has {shown(sorted(state_dict))}, "
+            f"and `cursor` must be bytes, at most {MAX_CURSOR_BYTES}"
+        )
+    return cursor

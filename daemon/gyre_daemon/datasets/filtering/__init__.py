@@ -1,0 +1,5 @@
+"""Filters: which samples of a dataset are in its order, decided from its index alone.
+
+In: an expression and an index. Out: an index of the samples that are left. `indexing` imports it.
+It is pure.
+"""

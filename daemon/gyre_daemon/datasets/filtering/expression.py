@@ -1,0 +1,211 @@
+"""Expressions over what an index knows of a sample: lengths of fields, and indexed values.
+
+`32 <= length(text) < 10000 and value("class") != "cat"` has Python's syntax and meaning, for all
+samples at once. It is parsed by Python's own parser and computed by the few nodes below; nothing
+else of Python is there.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.formats import FieldSpec, stored_fields
+from gyre_daemon.datasets.formats.field_spec import Extents, indexed_fields
+from gyre_daemon.errors import ConfigError
+
+Values = npt.NDArray[Any]
+_Compute = Callable[["_Samples"], Any]
+
+_MAX_CHARS = 1000
+_NUMBERS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_WHAT_THERE_IS = (
+    'numbers, text in quotes, names of fields, value("NAME"), length(NAME), + - * / // %, '
+    "comparisons, `in` a list, `and`, `or`, `not` and parentheses"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What an index knows of n samples: int64 [n] lengths and [n] values by the names of fields."""
+
+    lengths: Mapping[str, Values]
+    values: Mapping[str, Values]
+
+
+class Filter:
+    """An expression over the fields of one dataset."""
+
+    def __init__(self, text: str, fields: Sequence[FieldSpec], names: Sequence[str]) -> None:
+        """Parse it.
+
+        Args:
+            text: the expression.
+            fields: of the index.
+            names: theirs in the expression.
+
+        Raises:
+            ConfigError: it is none, or needs what the index does not know.
+        """
+        self._text = text
+        named = [replace(spec, name=name) for spec, name in zip(fields, names, strict=True)]
+        self._stored, self._indexed = stored_fields(named), indexed_fields(named)
+        if len(text) > _MAX_CHARS:
+            self._refuse(f"it has {len(text)} characters; at most {_MAX_CHARS} are read")
+        try:
+            self._compute = self._condition(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            self._refuse(f"it is no expression: {error}")
+
+    def __call__(self, extents: Extents) -> npt.NDArray[np.bool_]:
+        """Which samples are left, bool [n]."""
+        num_bytes = extents.tensor_bytes
+        samples = _Samples(
+            {
+                spec.name: num_bytes[:, place] // max(spec.element_bytes, 1)
+                for place, spec in enumerate(self._stored)
+            },
+            {spec.name: each for spec, each in zip(self._indexed, extents.indexed, strict=True)},
+        )
+        with np.errstate(all="ignore"):  # what is no number is no reason to keep a sample
+            kept = np.asarray(self._compute(samples), np.bool_)
+        return np.broadcast_to(kept, (len(extents.shard),))
+
+    def _condition(self, node: ast.expr) -> _Compute:
+        """What is true or false."""
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                parts = [self._condition(each) for each in values]
+                join = np.logical_and if isinstance(op, ast.And) else np.logical_or
+                return lambda samples: reduce(join, [part(samples) for part in parts])
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                inner = self._condition(operand)
+                return lambda samples: np.logical_not(inner(samples))
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                sides = [left, *comparators]
+                steps = [
+                    self._comparison(sides[place], op, sides[place + 1])
+                    for place, op in enumerate(ops)
+                ]
+                return lambda samples: reduce(np.logical_and, [each(samples) for each in steps])
+            case _ if (name := _field_name(node)) is not None:
+                spec = self._indexed_field(name)
+                if spec.dtype != np.bool_:
+                    self._refuse(f"`{spec.name}` alone is neither true nor false; compare it")
+                return lambda samples: samples.values[spec.name]
+        return self._unknown(node)
+
+    def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> _Compute:
+        if isinstance(op, ast.In | ast.NotIn):
+            if not isinstance(right, ast.List | ast.Tuple):
+                self._refuse(f"`{ast.unparse(right)}` is no list, such as [1, 2]")
+            parts = [self._comparison(left, ast.Eq(), each) for each in right.elts]
+            if not parts:
+                self._refuse("a list is empty")
+            is_in = isinstance(op, ast.In)
+            return lambda samples: reduce(np.logical_or, [part(samples) for part in parts]) == is_in
+        if type(op) not in _COMPARISONS:
+            return self._unknown(op)
+        compare, sides = _COMPARISONS[type(op)], [left, right]
+        for place, side in enumerate(sides):
+            if isinstance(side, ast.Constant) and isinstance(side.value, str):
+                sides[place] = self._category(side.value, sides[1 - place], op)
+        first, second = map(self._number, sides)
+        return lambda samples: compare(first(samples), second(samples))
+
+    def _category(self, text: str, other: ast.expr, op: ast.cmpop) -> ast.Constant:
+        """The number of a category that is compared with a field."""
+        name = _field_name(other)
+        if name is None or not isinstance(op, ast.Eq | ast.NotEq):
+            self._refuse(f"{text!r} can only be equal to a field of classes, or not")
+        spec = self._indexed_field(name)
+        if text not in spec.categories:
+            known = ", ".join(spec.categories[:20]) or "none"
+            self._refuse(f"{text!r} is no class of `{spec.name}`; its classes are: {known}")
+        return ast.Constant(spec.categories.index(text))
+
+    def _number(self, node: ast.expr) -> _Compute:
+        match node:
+            case ast.Constant(value=bool() | int() | float() as value) if abs(value) < 1 << 62:
+                return lambda _: value
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner = self._number(operand)
+                return lambda samples: -inner(samples)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _NUMBERS:
+                first, second, join = self._number(left), self._number(right), _NUMBERS[type(op)]
+                return lambda samples: join(np.asarray(first(samples)), second(samples))
+            case ast.Call(func=ast.Name(id="length"), args=[field], keywords=[]):
+                ragged = self._ragged_field(field)
+                return lambda samples: samples.lengths[ragged]
+            case _ if (name := _field_name(node)) is not None:
+                spec = self._indexed_field(name)
+                wide = np.float64 if spec.dtype.kind == "f" else np.int64  # no sum wraps round
+                return lambda samples: samples.values[spec.name].astype(wide)
+        return self._unknown(node)
+
+    def _ragged_field(self, node: ast.expr) -> str:
+        """The field whose length is asked for."""
+        name = _quoted(node) or ast.unparse(node)
+        ragged = [spec.name for spec in self._stored if spec.ragged]
+        if name not in ragged:
+            self._refuse(
+                f"`{name}` is no field whose samples differ in length; these are: "
+                f"{', '.join(ragged) or 'none'}"
+            )
+        return name
+
+    def _indexed_field(self, name: str) -> FieldSpec:
+        """The field whose values are in the index."""
+        known = [
+            spec.name for spec in self._indexed if not spec.shape and spec.dtype.kind in "biuf"
+        ]
+        if name not in known:
+            self._refuse(
+                f"the index does not have the values of `{name}`; it has lengths, and the values "
+                f"of: {', '.join(known) or 'no field'}"
+            )
+        return next(spec for spec in self._indexed if spec.name == name)
+
+    def _unknown(self, node: ast.AST) -> NoReturn:
+        what = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+        self._refuse(f"`{what:.100}` does not belong there; there are {_WHAT_THERE_IS}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ConfigError(f"the filter {self._text!r:.200} cannot be used: {reason}")
+
+
+def _quoted(node: ast.expr) -> str | None:
+    """Text in quotes; None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return None
+
+
+def _field_name(node: ast.expr) -> str | None:
+    """The name of a field, as it is or as `value("NAME")`; None for anything else."""
+    match node:
+        case ast.Name() | ast.Attribute():
+            return ast.unparse(node)
+        case ast.Call(func=ast.Name(id="value"), args=[name], keywords=[]):
+            return _quoted(name)
+    return None

@@ -1,0 +1,155 @@
+"""The index of the samples that a filter leaves."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gyre_daemon.datasets.filtering.expression import Filter
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
+from gyre_daemon.datasets.formats.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.chunks import Decode, Expected
+from gyre_daemon.datasets.formats.field_spec import Extents, stored_fields
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_that_begin_at
+from gyre_daemon.order.permutation import Int64Array
+
+_AT_ONCE = 1 << 16  # samples that are looked at together
+
+
+def apply_filter(
+    index: SampleIndex, fields: Sequence[FieldSpec], text: str
+) -> tuple[SampleIndex, Int64Array]:
+    """The index of the samples that a filter leaves, and their ids without it, in rising order.
+
+    It looks at all samples. The index is itself where all are left.
+
+    Args:
+        index: of all samples.
+        fields: its fields, under the names that the filter uses.
+        text: the filter.
+
+    Raises:
+        ConfigError: the filter does not fit the index, or leaves none.
+    """
+    passes = Filter(text, index.fields, [spec.name for spec in fields])
+    parts = []
+    for begin in range(0, index.num_samples, _AT_ONCE):
+        ids = np.arange(begin, min(begin + _AT_ONCE, index.num_samples))
+        parts.append(ids[passes(index.locate(ids))])
+    kept = np.concatenate(parts)
+    if not len(kept):
+        raise ConfigError(f"the filter {text!r:.200} leaves none of {index.num_samples} samples")
+    if len(kept) == index.num_samples:
+        return index, kept
+    if isinstance(index, ChunkedIndex):
+        return FilteredChunks(index, kept), kept
+    return Filtered(index, kept), kept
+
+
+def numbered(sample_ids: Int64Array, kept: Int64Array) -> Int64Array:
+    """The ids that samples have among those that are left; both in rising order."""
+    at = np.minimum(np.searchsorted(kept, sample_ids), len(kept) - 1)
+    ids: Int64Array = at[kept[at] == sample_ids]
+    return ids
+
+
+class Filtered(SampleIndex):
+    """A `SampleIndex` of M samples of another one."""
+
+    def __init__(self, index: SampleIndex, kept: Int64Array) -> None:
+        """Keep which samples they are.
+
+        Args:
+            index: of all samples.
+            kept: int64 [M], ids in rising order; at least one.
+        """
+        self._index, self._kept = index, kept
+        self._bounds = RaggedBounds(self._ragged_bytes)
+        self._blocks = BlockTables(self._make_blocks)
+
+    @property
+    def num_samples(self) -> int:
+        """See `SampleIndex.num_samples`."""
+        return len(self._kept)
+
+    @property
+    def fields(self) -> Sequence[FieldSpec]:
+        """See `SampleIndex.fields`."""
+        return self._index.fields
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`."""
+        return self._index.locate(self._kept[sample_ids])
+
+    def max_ragged_bytes(self, num_samples: int) -> int:
+        """See `SampleIndex.max_ragged_bytes`."""
+        return self._bounds.largest(num_samples)
+
+    def blocks(self, io_block_bytes: int) -> BlockTable:
+        """See `SampleIndex.blocks`: those of the other index that have any sample left."""
+        return self._blocks.of(io_block_bytes)
+
+    def digest(self) -> bytes:
+        """See `SampleIndex.digest`."""
+        digest = hashlib.blake2b(b"filtered" + self._index.digest(), digest_size=16)
+        digest.update(self._kept.astype("<i8").data)
+        return digest.digest()
+
+    def _ragged_bytes(self) -> Int64Array:
+        """Int64 [M], the bytes of all ragged fields of each sample."""
+        ragged = [spec.ragged for spec in stored_fields(self.fields)]
+        total = np.empty(self.num_samples, np.int64)
+        for begin in range(0, len(total), _AT_ONCE):
+            ids = np.arange(begin, min(begin + _AT_ONCE, len(total)))
+            total[ids] = self.locate(ids).tensor_bytes[:, ragged].sum(axis=1)
+        return total
+
+    def _make_blocks(self, io_block_bytes: int) -> BlockTable:
+        table = self._index.blocks(io_block_bytes)
+        first = table.first_sample(np.arange(table.num_blocks + 1))
+        return blocks_that_begin_at(np.unique(np.searchsorted(self._kept, first)))
+
+
+class FilteredChunks(Filtered, ChunkedIndex):
+    """The same, of rows of chunks; chunks without any row left are as if they were not there."""
+
+    def __init__(self, index: ChunkedIndex, kept: Int64Array) -> None:
+        """Choose the chunks; see `Filtered`."""
+        super().__init__(index, kept)
+        self._chunks, self.noun = index, index.noun
+        self._chosen = np.unique(index.blocks(0).block_of(kept))
+        self.num_chunks = len(self._chosen)
+        self.shard = index.shard[self._chosen]
+        self.chunk_bytes = index.chunk_bytes[self._chosen]
+        before = np.cumsum(self.chunk_bytes) - self.chunk_bytes
+        self.base = before - before[np.searchsorted(self.shard, self.shard)]
+        self._moved = self.base - index.base[self._chosen]
+
+    def locate(self, sample_ids: Int64Array) -> Extents:
+        """See `SampleIndex.locate`: in decoded shards that lack the other chunks."""
+        extents = super().locate(sample_ids)
+        moved = self._moved[self.blocks(0).block_of(sample_ids)]
+        return replace(extents, start=extents.start + moved[:, None])
+
+    def decode(self, chunk: int) -> Decode:
+        """See `ChunkedIndex.decode`."""
+        return self._chunks.decode(int(self._chosen[chunk]))
+
+    def pieces(self, chunk: int) -> list[tuple[int, int]]:
+        """See `ChunkedIndex.pieces`."""
+        return self._chunks.pieces(int(self._chosen[chunk]))
+
+    def number(self, chunk: int) -> int:
+        """See `ChunkedIndex.number`."""
+        return self._chunks.number(int(self._chosen[chunk]))
+
+    def parameters(self, chunk: int) -> tuple[int, ...]:
+        """See `ChunkedIndex.parameters`."""
+        return self._chunks.parameters(int(self._chosen[chunk]))
+
+    def expected(self, chunk: int) -> list[Expected]:
+        """See `ChunkedIndex.expected`."""
+        return self._chunks.expected(int(self._chosen[chunk]))

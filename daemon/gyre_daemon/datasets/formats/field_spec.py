@@ -1,0 +1,126 @@
+"""What a sample consists of: its fields, and where they lie. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+# A batch has these tensors beside its fields, and names derived from a field's name with these
+# suffixes. No field may have such a name.
+SAMPLE_ID = "sample_id"
+MASK = "mask"
+OFFSETS_SUFFIX = ".offsets"  # of a ragged field: where each sample begins
+PRESENT_SUFFIX = ".present"  # of an optional field: which samples have it
+SHAPE_SUFFIX = ".shape"  # of a field of flattened arrays: the shape of each sample
+
+CodecName = Literal[
+    "bytes",
+    "ids",
+    "text",
+    "quoted",
+    "json",
+    "integer",
+    "number",
+    "npy",
+    "cast",
+    "default",
+    "indexed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One named tensor of a sample.
+
+    Attributes:
+        name: its key in the batch.
+        dtype: of the tensor.
+        shape: of one sample; of one element if the field is ragged.
+        ragged: whether samples differ in length along the first dim.
+        codec: how the stored bytes become the tensor. `bytes` are stored as the tensor lies in
+            memory. The values of an `indexed` field are in the index, and nothing is read.
+        token_ids: whether the elements are token ids; clients may widen unsigned ones.
+        vocabulary: with the codec `ids`, every id must be at least 0 and below this number.
+        categories: what the values of an integer field stand for, such as the names of classes;
+            empty if they are just numbers.
+        media_type: of bytes that are an encoded file: what is known of all samples, such as
+            `image/jpeg` or `image/*`; empty if nothing is.
+        cast_from: with the codec `cast`, the codec and the dtype of what is stored.
+        default: with the codec `default`, the bytes of every sample; nothing is stored.
+        forms: how each schema of the shards stores the field; empty if all store it as this says.
+    """
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    ragged: bool
+    codec: CodecName
+    token_ids: bool = False
+    vocabulary: int = 0
+    categories: tuple[str, ...] = ()
+    media_type: str = ""
+    cast_from: "tuple[CodecName, np.dtype[np.generic]] | None" = None
+    default: bytes = b""
+    forms: "tuple[FieldSpec, ...]" = ()
+
+    @property
+    def element_bytes(self) -> int:
+        """The bytes of one sample, or of one element if the field is ragged."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def form(self, schema: int) -> "FieldSpec":
+        """How shards of one schema store the field."""
+        return replace(self.forms[schema], name=self.name) if self.forms else self
+
+
+def stored_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
+    """The fields that are read from storage; in an index they come before the indexed ones."""
+    return [spec for spec in fields if spec.codec != "indexed"]
+
+
+def indexed_fields(fields: Sequence[FieldSpec]) -> Sequence[FieldSpec]:
+    """The fields whose values are in the index."""
+    return [spec for spec in fields if spec.codec == "indexed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Where n samples with F stored fields lie, and the values of their indexed fields.
+
+    Attributes:
+        shard: int64 [n], index of the shard.
+        start: int64 [n, F], first byte in the shard.
+        size: int64 [n, F], stored bytes; 0 if the sample lacks the field.
+        lengths: int64 [n, F], bytes that each field takes in a ragged tensor; None if that is
+            `size` everywhere.
+        absent: bool [n, F], which samples lack which fields; None if none may.
+        indexed: for each indexed field its values, [n, *shape].
+        schema: int64 [n], the number of the schema of each sample's shard, for fields with `forms`;
+            None if there is only one.
+    """
+
+    shard: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64] | None = None
+    absent: npt.NDArray[np.bool_] | None = None
+    indexed: tuple[npt.NDArray[np.generic], ...] = ()
+    schema: npt.NDArray[np.int64] | None = None
+
+    @property
+    def tensor_bytes(self) -> npt.NDArray[np.int64]:
+        """Int64 [n, F], the bytes that each field takes in its tensor if it is ragged."""
+        return self.size if self.lengths is None else self.lengths
+
+    def part(self, some: slice) -> "Extents":
+        """The extents of some of the samples."""
+        lengths = None if self.lengths is None else self.lengths[some]
+        absent = None if self.absent is None else self.absent[some]
+        indexed = tuple(values[some] for values in self.indexed)
+        schema = None if self.schema is None else self.schema[some]
+        return Extents(
+            self.shard[some], self.start[some], self.size[some], lengths, absent, indexed, schema
+        )

@@ -1,0 +1,232 @@
+"""Shards with different columns as one dataset: which fields it has, and what shards lack.
+
+With `schema = "union"` a dataset has the columns of all its shards. A column whose numbers have
+different dtypes gets the smallest dtype that holds all of them; a shard without a column serves a
+default. See `union_index` for the index of such a dataset. Pure.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from gyre_daemon.datasets.formats.field_spec import FieldSpec
+from gyre_daemon.errors import ConfigError, CorruptSample
+
+_NUMBERS = ("bytes", "integer", "number", "cast")
+# Of these the stored bytes differ, and the tensors do not.
+_TEXTS = ("text", "quoted")
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaOptions:
+    """The keys of a dataset whose shards have columns.
+
+    Attributes:
+        schema: what happens if shards have different columns: `equal` refuses them; `union` serves
+            the columns of all.
+        defaults: with `union`, what samples of a shard without a column have, by the name of the
+            field; otherwise zeros, no bytes, or `null` of JSON.
+    """
+
+    schema: Literal["equal", "union"] = "equal"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse defaults that nothing would use."""
+        if self.defaults and self.schema == "equal":
+            raise ConfigError('`defaults` needs `schema = "union"`')
+
+
+def known_columns(
+    options: SchemaOptions,
+    wanted: Sequence[tuple[str, str]],
+    names: Sequence[str],
+    shard: str,
+) -> list[tuple[str, str]]:
+    """Those of the wanted columns that shards have.
+
+    Args:
+        options: say whether they may lack some.
+        wanted: names of fields, and of their columns.
+        names: of the columns of the shards.
+        shard: the name of one of them.
+
+    Raises:
+        ConfigError: they lack one, or all.
+    """
+    known = [pair for pair in wanted if pair[1] in names]
+    lacking = [name for _, name in wanted if name not in names]
+    if not known or (lacking and options.schema == "equal"):
+        raise ConfigError(
+            f"there is no column {lacking[0]!r:.100}; the files have {', '.join(names):.1000}"
+            if options.schema == "equal"
+            else f"shard {shard} has none of the columns that are served; it has "
+            f"{', '.join(names):.1000}"
+        )
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The fields of some shards, all of one schema.
+
+    Attributes:
+        shard: the name of the first.
+        fields: by name.
+    """
+
+    shard: str
+    fields: Mapping[str, FieldSpec]
+
+
+def union_field(name: str, schemas: Sequence[Schema], defaults: Mapping[str, Any]) -> FieldSpec:
+    """The field of this name of all schemas, of which at least one has it.
+
+    Raises:
+        CorruptSample: two schemas have fields that are not alike; names a shard of each.
+        ConfigError: the default is none for such a field.
+    """
+    owners = [schema for schema in schemas if name in schema.fields]
+    common, first = owners[0].fields[name], owners[0]
+    for owner in owners[1:]:
+        wider = _wider(common, owner.fields[name])
+        if wider is None:
+            raise _unlike(name, owner, first)
+        common = wider
+    if common.codec == "indexed":
+        return common  # what shards lack is in the index, too
+    has_all = len(owners) == len(schemas)
+    if has_all and all(owner.fields[name] == common for owner in owners):
+        return common
+    lacking = common
+    if not has_all:
+        lacking = replace(common, codec="default", default=default_bytes(common, defaults))
+    forms = tuple(
+        _form(schema.fields[name], common) if name in schema.fields else lacking
+        for schema in schemas
+    )
+    return replace(common, forms=forms)
+
+
+def default_bytes(spec: FieldSpec, defaults: Mapping[str, Any]) -> bytes:
+    """What a sample without this field has in its tensor.
+
+    Raises:
+        ConfigError: the operator's default is none for such a field.
+    """
+    if spec.name not in defaults:
+        if spec.codec == "json":
+            return b"null"
+        return b"" if spec.ragged else bytes(spec.element_bytes)
+    value = defaults[spec.name]
+    if spec.codec == "json":
+        return json.dumps(value, ensure_ascii=False).encode()
+    if spec.codec in _TEXTS or (_is_opaque(spec) and isinstance(value, str)):
+        if isinstance(value, str):
+            return value.encode()
+        raise _no_default(spec, value, "text")
+    return _default_numbers(spec, value)
+
+
+def _default_numbers(spec: FieldSpec, value: Any) -> bytes:
+    """Numbers as the tensor has them; one number stands for all of an array of one shape."""
+    kind = f"{spec.dtype}{list(spec.shape) or ''}"
+    try:
+        found = np.array(value)
+        if not found.size and spec.ragged:
+            return b""
+        wanted = (*found.shape[:1], *spec.shape) if spec.ragged else spec.shape
+        values = np.broadcast_to(found, wanted)
+        with np.errstate(all="ignore"):
+            cast = values.astype(spec.dtype)
+    except (TypeError, ValueError, OverflowError):
+        raise _no_default(spec, value, kind) from None
+    is_alike = found.dtype.kind in "biuf" and (found.dtype.kind == "b") == (spec.dtype.kind == "b")
+    is_list = found.ndim > 0 or not spec.ragged
+    if spec.dtype.kind == "f":
+        is_lost = np.isinf(cast) & np.isfinite(values) if is_alike else np.array(True)
+    else:
+        is_lost = (cast != values) | ((cast < 0) != (values < 0))
+    if not (is_alike and is_list) or is_lost.any():
+        raise _no_default(spec, value, kind)
+    return cast.tobytes()
+
+
+def _no_default(spec: FieldSpec, value: Any, kind: str) -> ConfigError:
+    a_list = "a list of " if spec.ragged and kind != "text" else ""
+    return ConfigError(
+        f"`defaults` of {spec.name!r:.100} is {value!r:.100}, and the field is {a_list}{kind}"
+    )
+
+
+def _wider(one: FieldSpec, other: FieldSpec) -> FieldSpec | None:
+    """A field that holds the values of both; None if there is none."""
+    if one == other:
+        return one
+    if (one.shape, one.ragged, one.categories) != (other.shape, other.ragged, other.categories):
+        return None
+    if one.codec in _TEXTS and other.codec in _TEXTS:
+        return replace(one, codec="text")
+    if one.codec not in _NUMBERS or other.codec not in _NUMBERS:
+        return None
+    if _is_opaque(one) != _is_opaque(other):
+        return None
+    dtype = wider_dtype(one.dtype, other.dtype)
+    return None if dtype is None else replace(one, dtype=dtype, codec="bytes")
+
+
+def _is_opaque(spec: FieldSpec) -> bool:
+    """Whether it has bytes that are perhaps no numbers."""
+    return spec.ragged and spec.dtype == np.uint8 and not spec.shape
+
+
+def wider_dtype(
+    one: np.dtype[np.generic], other: np.dtype[np.generic]
+) -> np.dtype[np.generic] | None:
+    """The smallest dtype that holds all values of two dtypes exactly; None if there is none."""
+    if one == other:
+        return one
+    if "b" in (one.kind, other.kind):
+        return None
+    wider = np.promote_types(one, other)
+    is_mixed = wider.kind == "f" and "f" not in (one.kind, other.kind)  # int64 and uint64
+    has_long = any(each.kind in "iu" and each.itemsize == 8 for each in (one, other))
+    return None if is_mixed or (wider.kind == "f" and has_long) else wider
+
+
+def _form(stored: FieldSpec, common: FieldSpec) -> FieldSpec:
+    """How a schema stores a field of the union."""
+    if stored.dtype == common.dtype:
+        return stored
+    if stored.codec == "cast":
+        return replace(stored, dtype=common.dtype)
+    cast_from = (stored.codec, stored.dtype)
+    return replace(stored, dtype=common.dtype, codec="cast", cast_from=cast_from)
+
+
+def _unlike(name: str, schema: Schema, first: Schema) -> CorruptSample:
+    reason = (
+        f"its column {name!r:.100} is {described(schema.fields[name])}, and that of shard "
+        f"{first.shard} is {described(first.fields[name])}"
+    )
+    return CorruptSample(
+        f"shard {schema.shard} does not fit: {reason}; a union widens numbers only if no value "
+        "changes; serve them as two datasets, or name the other columns in `columns`",
+        {"shard": schema.shard, "reason": reason},
+    )
+
+
+def described(spec: FieldSpec) -> str:
+    """What a field is, for messages."""
+    kind = spec.codec if spec.codec in ("text", "json") else spec.dtype.name
+    shape = "".join(f"[{size}]" for size in spec.shape)
+    classes = f", of the classes {', '.join(spec.categories):.300}" if spec.categories else ""
+    return f"{kind}{shape}{', ragged' * spec.ragged}{classes}"
+
+
+def described_all(fields: Sequence[FieldSpec]) -> str:
+    """What the fields of a shard are, for messages."""
+    return "the columns " + ", ".join(f"{spec.name} ({described(spec)})" for spec in fields)

@@ -1,0 +1,43 @@
+"""Puts the node's cache before what a dataset is read from."""
+
+import numpy as np
+
+from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
+from gyre_daemon.datasets.dataset import block_ranges
+from gyre_daemon.datasets.formats import SampleIndex
+from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.indexing.shards import OpeningDataset
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.cache.blocks import BlockMap
+from gyre_daemon.storage.cache.cached import CachedStorage
+from gyre_daemon.storage.cache.node import NodeCache
+
+
+def behind_cache(
+    opening: OpeningDataset,
+    storage: Storage,
+    index: SampleIndex,
+    node_cache: NodeCache | None,
+    decoding: DecodingRoom,
+) -> Storage:
+    """The storage, behind the node's cache unless its shards are on this machine.
+
+    Where samples lie in chunks, that of decoded shards, whose blocks are the chunks.
+    """
+    cache = node_cache if opening.config.cache else None
+    if isinstance(index, ChunkedIndex):
+        decoded = DecodedStorage(storage, index, decoding)
+        if cache is None:
+            return decoded
+        size = int(index.chunk_bytes.max())
+        identity = f"{opening.identity} decoded"
+        return CachedStorage(decoded, identity, cache, lambda _: decoded.chunks, size)
+    if cache is None or storage.is_node_local:
+        return storage
+
+    def block_map(block_bytes: int) -> BlockMap:
+        table = index.blocks(block_bytes)
+        ranges = block_ranges(index, table, np.arange(table.num_blocks))
+        return BlockMap.of(ranges.shard, ranges.start, ranges.stop)
+
+    return CachedStorage(storage, opening.identity, cache, block_map)

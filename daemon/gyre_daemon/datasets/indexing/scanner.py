@@ -1,0 +1,104 @@
+"""Has the shards of one worker scanned, one at a time: by a process of the daemon, or by Ray."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from gyre_daemon.datasets.formats.base import Arrays, Scan
+from gyre_daemon.datasets.indexing.ray_scans import RayScans
+from gyre_daemon.datasets.indexing.read_ahead import Beside
+from gyre_daemon.datasets.indexing.scan_processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.indexing.shard_files import open_file, read_ranges
+from gyre_daemon.datasets.indexing.shard_tasks import ShardTask
+from gyre_daemon.storage.base import Storage
+from gyre_daemon.storage.beneath import LocalFile
+from gyre_daemon.storage.engine.endpoint import EndpointOptions
+from gyre_daemon.storage.local.listing import check_listed
+
+Result = TypeVar("Result")
+
+
+class Scanner:
+    """Scans one shard at a time; its process is started when its first shard is scanned."""
+
+    def __init__(
+        self,
+        threads: Executor,
+        processes: ScanProcesses,
+        ray_scans: RayScans | None,
+        options: EndpointOptions,
+    ) -> None:
+        """Start no process yet.
+
+        Args:
+            threads: for what waits for the disk.
+            processes: scan the shards,
+            ray_scans: or these do, if there are any.
+            options: of the endpoints of Ray's workers.
+        """
+        self._threads = threads
+        self._processes = processes
+        self._ray_scans = ray_scans
+        self._options = options
+        self._process: ScanProcess | None = None
+
+    async def scan(
+        self,
+        scan: Scan,
+        source: Storage,
+        shard: int,
+        settings: Mapping[str, Any],
+        unpacked: LocalFile | None = None,
+        beside: Beside | None = None,
+    ) -> Arrays:
+        """Have a shard scanned by another process.
+
+        Args:
+            scan: of the format.
+            source: has the shard.
+            shard: its number.
+            settings: of the storage.
+            unpacked: the shard's file, if it was unpacked.
+            beside: the files beside the shards, if the format reads ahead by them; Ray does not.
+
+        Raises:
+            CorruptSample: it is damaged, or a local one was changed meanwhile.
+            InvalidRequest: Ray cannot be used.
+            ShardMissing, NotAllowed, StorageUnavailable: it cannot be read.
+        """
+        if self._ray_scans:
+            task = ShardTask.of(scan, source, shard, settings, self._options)
+            return await self._ray_scans.scan(task)
+        listed, stored = source.shards[shard], source.local_file(shard)
+        local = unpacked or stored
+        self._process = process = self._process or await self._processes.start()
+        known = await beside.ranges_of(shard) if local is None and beside else None
+        if local is None and (scan.seeks or scan.skips or known):
+
+            async def read(start: int, stop: int) -> bytes:
+                found = known.find(start, stop) if known else None
+                return found or (await read_ranges(source, [shard], [start], [stop]))[0]
+
+            in_windows = scan.skips and not known
+            return await process.scan_ranges(
+                scan.run, listed.name, listed.size_bytes, read, in_windows=in_windows
+            )
+        if local is None:
+            return await process.scan_stream(scan.run, listed.name, source.stream(shard))
+        with contextlib.ExitStack() as opened:
+            file = await self._in_thread(opened.enter_context, open_file(local, listed.name))
+            arrays = await process.scan_file(scan.run, listed.name, file)
+        if local is stored:
+            await self._in_thread(check_listed, local, listed)
+        return arrays
+
+    def kill(self) -> None:
+        """End the process."""
+        if self._process:
+            self._process.kill()
+            self._process = None
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

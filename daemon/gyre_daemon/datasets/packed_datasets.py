@@ -1,0 +1,50 @@
+"""The packed datasets of a daemon, so that jobs that pack alike share them."""
+
+import asyncio
+from dataclasses import replace
+
+from gyre_daemon.config import PackConfig
+from gyre_daemon.datasets.dataset import Dataset
+from gyre_daemon.datasets.packing import pack
+from gyre_daemon.order.substitutes import NO_SAMPLES
+
+# Each takes 20 bytes for each document. Jobs keep the one that they read in any case; with fewer,
+# a job that describes one and then opens it may pack twice.
+_MAX_KEPT = 8
+
+
+class PackedDatasets:
+    """Packs each dataset once in each way; the last few are kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, PackConfig], Dataset] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, documents: Dataset, config: PackConfig) -> Dataset:
+        """A dataset whose samples are the packed sequences of another one's.
+
+        Raises:
+            InvalidRequest: as `packing.pack`.
+        """
+        key = documents.fingerprint, config
+        async with self._lock:
+            found = self._kept.pop(key, None)
+            if found is None or found.storage is not documents.storage:
+                packed = await asyncio.to_thread(
+                    pack, documents.index, documents.fields, documents.corrupt, config
+                )
+                fingerprint = packed.fingerprint(documents.fingerprint)
+                found = replace(
+                    documents,
+                    packed=packed,
+                    fingerprint=fingerprint,
+                    corrupt=NO_SAMPLES,
+                    grows=False,  # sequences of the first shards may have later documents too
+                )
+                self._kept = dict([*self._kept.items()][1 - _MAX_KEPT :])
+            self._kept[key] = found
+            return found
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()

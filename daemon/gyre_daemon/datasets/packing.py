@@ -1,0 +1,148 @@
+"""Packed datasets: the samples of another one are documents, and a sample is a whole sequence.
+
+A packed dataset has the documents' storage and index, and fields of its own. `order.packing` says
+which documents share a sequence; here their lengths come from the index, so nothing is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import NoReturn
+
+import numpy as np
+
+from gyre_daemon.config import PackConfig
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.packing import (
+    PACKING_VERSION,
+    PackRule,
+    Sequences,
+    pack_documents,
+)
+from gyre_daemon.order.permutation import Int64Array
+
+# What a packed dataset adds to the field that is packed.
+POSITION, LOSS_MASK = "position", "loss_mask"
+DOCUMENT_ID, CU_SEQLENS = "document_id", "cu_seqlens"
+_PACKABLE = ("bytes", "ids", "text", "npy")
+_AT_ONCE = 1 << 16  # documents whose lengths are looked up together
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """What makes a dataset a packed one.
+
+    Attributes:
+        config: what was asked for.
+        stored: the field of the documents that is packed, as it is stored.
+        column: its number among the stored fields.
+        sequences: which documents are in which sequence.
+    """
+
+    config: PackConfig
+    stored: FieldSpec
+    column: int
+    sequences: Sequences
+
+    @property
+    def num_samples(self) -> int:
+        """P, the number of sequences."""
+        return self.sequences.num_sequences
+
+    @cached_property
+    def fields(self) -> Sequence[FieldSpec]:
+        """The tensors of a sequence of L tokens; only the first is read."""
+        row = (self.config.length,)
+        int32, int64 = np.dtype("<i4"), np.dtype("<i8")
+        return [
+            replace(self.stored, shape=row, ragged=False),
+            FieldSpec(POSITION, int32, row, ragged=False, codec="indexed"),
+            FieldSpec(LOSS_MASK, np.dtype(np.bool_), row, ragged=False, codec="indexed"),
+            FieldSpec(DOCUMENT_ID, int64, (), ragged=True, codec="indexed"),
+            FieldSpec(CU_SEQLENS, int32, (), ragged=True, codec="indexed"),
+        ]
+
+    @property
+    def efficiency(self) -> float:
+        """The part of all places in sequences that has a token and no padding."""
+        return self.sequences.num_tokens / (self.num_samples * self.config.length)
+
+    def blocks(self, io_block_bytes: int) -> NoReturn:
+        """See `BlockIndex.blocks`: the documents of a sequence lie all over the dataset."""
+        raise InvalidRequest(
+            "a packed dataset has no blocks, because the documents of a sequence lie all over it; "
+            "use the order `full` or `sequential`"
+        )
+
+    def fingerprint(self, documents: str) -> str:
+        """The identity of the packed data, from that of its documents."""
+        said = json.dumps([documents, PACKING_VERSION, asdict(self.config)], sort_keys=True)
+        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def pack(
+    index: SampleIndex, fields: Sequence[FieldSpec], corrupt: Int64Array, config: PackConfig
+) -> Packed:
+    """Pack the samples of a dataset; waits a quarter of a second for a million.
+
+    Args:
+        index: of the documents.
+        fields: theirs.
+        corrupt: int64 [C], documents that are left out, in rising order.
+        config: how.
+
+    Raises:
+        InvalidRequest: there is no such field, it cannot be packed, or as `pack_documents`.
+    """
+    spec = _field(fields, config)
+    column = list(stored_fields(fields)).index(spec)
+
+    def lengths_of(documents: Int64Array) -> Int64Array:
+        parts = [
+            index.locate(documents[begin : begin + _AT_ONCE]).tensor_bytes[:, column]
+            for begin in range(0, len(documents), _AT_ONCE)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *parts]) // spec.dtype.itemsize
+
+    rule = PackRule(config.length, config.overlong, config.window, config.seed)
+    sequences = pack_documents(index.num_samples, lengths_of, rule, corrupt)
+    if sequences.begins is not None and spec.codec == "text":
+        spec = replace(spec, codec="bytes")  # a cut may go through a character
+    return Packed(config, spec, column, sequences)
+
+
+def _field(fields: Sequence[FieldSpec], config: PackConfig) -> FieldSpec:
+    named = [spec for spec in stored_fields(fields) if spec.name == config.field]
+    ragged = [spec.name for spec in stored_fields(fields) if _is_packable(spec)]
+    if not named or not _is_packable(named[0]):
+        which = f"there are {', '.join(ragged)}" if ragged else "this dataset has none"
+        raise InvalidRequest(
+            f"`pack` names the field {config.field!r:.100}; only a field of whole numbers whose "
+            f"samples differ in length can be packed, and {which}"
+        )
+    spec = named[0]
+    if spec.name in (POSITION, LOSS_MASK, DOCUMENT_ID, CU_SEQLENS):
+        raise InvalidRequest(
+            f"a packed dataset has a field {spec.name!r} of its own; give the one that is packed "
+            "another name with `rename`"
+        )
+    if config.overlong in ("split", "truncate") and spec.codec == "npy":
+        raise InvalidRequest(
+            f"documents of the field {spec.name!r:.100} are npy files, which cannot be cut; choose "
+            "fail or drop as `overlong`"
+        )
+    limits = np.iinfo(spec.dtype)  # type: ignore[type-var]  # of an integer: see `_is_packable`
+    if not limits.min <= config.padding_id <= limits.max:
+        raise InvalidRequest(
+            f"padding_id is {config.padding_id}, which does not fit into {spec.dtype}, the type of "
+            f"{spec.name!r:.100}"
+        )
+    return spec
+
+
+def _is_packable(spec: FieldSpec) -> bool:
+    is_flat = spec.ragged and not spec.shape and spec.dtype.kind in "iu"
+    return is_flat and spec.codec in _PACKABLE and len(spec.forms) <= 1

@@ -1,0 +1,149 @@
+"""Shares a global batch out so that every rank's part costs about the same. Pure.
+
+The batch's samples stay what they are; only which rank reads which of them changes. So this depends
+on the number of ranks, and the cursor does not know of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.steps import GroupPlan
+
+Float64Array = npt.NDArray[np.float64]
+
+# Exchanges between the most and the least expensive rank, for each rank. Most steps need fewer.
+_EXCHANGES_PER_RANK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CostRule:
+    """What a sample costs: `linear` times its length, and `quadratic` times the square of that.
+
+    Of a packed sequence, both are added up over its documents.
+
+    Attributes:
+        linear: the factor of the length.
+        quadratic: the factor of its square.
+        field: the ragged field whose lengths count; empty where sequences are packed.
+    """
+
+    linear: float
+    quadratic: float
+    field: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse factors that are no cost.
+
+        Raises:
+            InvalidRequest: one is negative or not finite, or both are 0.
+        """
+        factors = self.linear, self.quadratic
+        if not all(0 <= factor < np.inf for factor in factors) or not any(factors):
+            raise InvalidRequest(
+                f"`balance` has linear = {self.linear} and quadratic = {self.quadratic}; they must "
+                "be numbers of at least 0, and one of them above"
+            )
+
+    def cost(self, lengths: Int64Array) -> Float64Array:
+        """The cost of samples, or of documents; both [n]."""
+        known = lengths.astype(np.float64)
+        return self.linear * known + self.quadratic * (known * known)
+
+
+class Balance:
+    """Shares out the global batches of one order."""
+
+    def __init__(self, costs_of: Callable[[Int64Array], Float64Array]) -> None:
+        """Share out nothing yet.
+
+        Args:
+            costs_of: takes int64 [n] samples and returns float64 [n], what each costs.
+        """
+        self._costs_of = costs_of
+
+    def arrangement(self, sample_ids: Int64Array, rank: int, world_size: int) -> Int64Array:
+        """Which samples of K global batches are a rank's.
+
+        Args:
+            sample_ids: int64 [K, G].
+            rank: whose.
+            world_size: W, a divisor of G.
+
+        Returns:
+            Int64 [K, G / W], their numbers in each global batch, in rising order.
+        """
+        return np.sort(self._shared(self._costs(sample_ids), world_size)[:, rank], axis=1)
+
+    def part(self, whole: GroupPlan, rank: int, world_size: int) -> GroupPlan:
+        """One rank's part of global batches."""
+        return whole.rearranged(self.arrangement(whole.sample_ids, rank, world_size))
+
+    def spread(self, sample_ids: Int64Array, world_size: int) -> float:
+        """By how much the most expensive rank of a global batch exceeds the mean of all.
+
+        Args:
+            sample_ids: int64 [G].
+            world_size: W.
+        """
+        costs = self._costs(sample_ids[None])
+        loads = costs[0][self._shared(costs, world_size)[0]].sum(axis=1)
+        mean = float(loads.mean())
+        return float(loads.max()) / mean - 1 if mean else 0.0
+
+    def _costs(self, sample_ids: Int64Array) -> Float64Array:
+        return self._costs_of(sample_ids.reshape(-1)).reshape(sample_ids.shape)
+
+    def _shared(self, costs: Float64Array, world_size: int) -> Int64Array:
+        """Int64 [K, W, B], which samples each rank gets."""
+        parts = _dealt(costs, world_size)
+        _exchange(parts, costs)
+        return parts
+
+
+def _dealt(costs: Float64Array, world_size: int) -> Int64Array:
+    """Deal samples in rounds, the most expensive first, each round's first to the cheapest rank.
+
+    Returns:
+        Int64 [K, W, B], the samples of each rank.
+    """
+    num_steps, global_size = costs.shape
+    size = global_size // world_size
+    falling = np.argsort(-costs, axis=1, kind="stable").reshape(num_steps, size, world_size)
+    parts = np.empty((num_steps, world_size, size), np.int64)
+    loads = np.zeros((num_steps, world_size))
+    steps = np.arange(num_steps)[:, None]
+    for turn in range(size):
+        ranks = np.argsort(loads, axis=1, kind="stable")
+        parts[steps, ranks, turn] = falling[:, turn]
+        loads[steps, ranks] += costs[steps, falling[:, turn]]
+    return parts
+
+
+def _exchange(parts: Int64Array, costs: Float64Array) -> None:
+    """Exchange samples of the most and the least expensive rank while that brings them closer."""
+    num_steps, world_size, size = parts.shape
+    steps = np.arange(num_steps)
+    dealt = np.take_along_axis(costs, parts.reshape(num_steps, -1), axis=1).reshape(parts.shape)
+    loads = dealt.sum(axis=2)
+    for _ in range(_EXCHANGES_PER_RANK * world_size):
+        high, low = loads.argmax(axis=1), loads.argmin(axis=1)
+        gap = loads[steps, high] - loads[steps, low]
+        moved = dealt[steps, high][:, :, None] - dealt[steps, low][:, None, :]
+        misses = np.abs(moved - gap[:, None, None] / 2).reshape(num_steps, -1)
+        best = misses.argmin(axis=1)
+        change = moved.reshape(num_steps, -1)[steps, best]
+        which = np.flatnonzero((change > 0) & (change < gap))
+        if not len(which):
+            return
+        first, second = np.divmod(best[which], size)
+        for table in (parts, dealt):
+            given = table[which, high[which], first].copy()
+            table[which, high[which], first] = table[which, low[which], second]
+            table[which, low[which], second] = given
+        loads[which, high[which]] -= change[which]
+        loads[which, low[which]] += change[which]

@@ -1,0 +1,110 @@
+"""Which driver lists and reads which scheme."""
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+
+from gyre_daemon.config.secrets import hide
+from gyre_daemon.errors import ConfigError, GyreError
+from gyre_daemon.storage.location import Location
+from gyre_daemon.storage.remote_listing import (
+    LISTING_DEADLINE_S,
+    OBJECT_SCHEMES,
+    listing_error,
+    no_driver,
+)
+from gyre_daemon.storage.response import words
+from gyre_daemon.storage.source import Source
+from gyre_daemon.storage.sources.connections import ConnectionBudget
+from gyre_daemon.storage.sources.driver_source import DriverSource
+from gyre_daemon.storage.sources.http_options import HttpOptions
+from gyre_daemon.storage.sources.hub_opener import SCHEME as HUB_SCHEME
+from gyre_daemon.storage.sources.hub_opener import HubOpener
+from gyre_daemon.storage.sources.web_files import SCHEMES as WEB_SCHEMES
+from gyre_daemon.storage.sources.web_files import WebFileSystem, check_no_proxy
+
+
+class Drivers:
+    """Makes what lists and reads the shards of one dataset."""
+
+    def __init__(self, max_connections: int, hub_requests_per_s: float) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            max_connections: of all datasets together.
+            hub_requests_per_s: see `EndpointOptions`.
+        """
+        self._connections = ConnectionBudget(max_connections)
+        self._hub = HubOpener(hub_requests_per_s)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._hub.close()
+
+    async def filesystem(
+        self, location: Location, settings: Mapping[str, Any], options: HttpOptions
+    ) -> AsyncFileSystem:
+        """A file system for one dataset; a shared one would share credentials."""
+        scheme = location.scheme
+        try:
+            if scheme in WEB_SCHEMES and check_no_proxy(location.paths[0], options.redirects):
+                return WebFileSystem(settings, options, self._connections)
+            if scheme == HUB_SCHEME:
+                return await self._hub.open(settings, options, self._connections)
+            if scheme in OBJECT_SCHEMES:
+                # See `_make_source`.
+                from gyre_daemon.storage.sources.object_source import open_objects  # noqa: PLC0415
+
+                return open_objects(scheme, settings, location.paths[0], options.roots)
+            driver = fsspec.get_filesystem_class(scheme)
+            if driver.async_impl:
+                return driver(**settings, asynchronous=True, skip_instance_cache=True)
+            # Some drivers connect to their server here.
+            connect = functools.partial(driver, **settings, skip_instance_cache=True)
+            async with asyncio.timeout(LISTING_DEADLINE_S):
+                return AsyncFileSystemWrapper(await asyncio.to_thread(connect), asynchronous=True)
+        except ImportError as error:
+            raise no_driver(scheme, error) from error
+        except GyreError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the storage settings of a {scheme}:// dataset cannot be used: "
+                f"{words(hide(str(error), settings))}"
+            ) from error
+        except Exception as error:
+            raise listing_error(location.text, error) from error
+
+    async def source(
+        self,
+        filesystem: AsyncFileSystem,
+        scheme: str,
+        settings: Mapping[str, Any],
+        path: str,
+        num_connections: int,
+        options: HttpOptions,
+    ) -> Source:
+        """What carries the reads of a listed dataset; opens this many connections at once."""
+        if isinstance(filesystem, WebFileSystem):
+            filesystem.source.connect(urlsplit(path), num_connections)
+            return filesystem.source
+        if scheme == HUB_SCHEME:
+            return cast("Source", filesystem.source)
+        if scheme not in OBJECT_SCHEMES:
+            return DriverSource(filesystem)
+        # Drivers of object storages are an extra, which local files do not need.
+        from gyre_daemon.storage.sources.object_source import (  # noqa: PLC0415
+            ObjectSource,
+            plain_source,
+        )
+
+        general = ObjectSource(scheme, settings, path, options.roots)
+        return await plain_source(
+            general, scheme, settings, path, self._connections, num_connections, options
+        )

@@ -1,0 +1,107 @@
+"""A chain of transforms at work; pure. Runs in worker processes."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
+
+_COSTS: Sequence[Cost] = ("light", "heavy", "slow")
+
+
+class TransformFailed(Exception):
+    """A transform refused a sample.
+
+    Attributes:
+        name: of the transform.
+        reason: in words.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
+
+
+class Chain:
+    """Transforms that are applied one after the other.
+
+    Attributes:
+        made: the fields of the batch that they make.
+        passed: the fields that samples had before and that no transform makes or drops.
+        read: the fields of the source that some transform reads.
+        cost: of one sample, that of its most expensive transform.
+    """
+
+    def __init__(self, steps: Sequence[tuple[str, Transform]], source: Mapping[str, Field]) -> None:
+        """Check that each transform gets what it needs.
+
+        Args:
+            steps: each transform with its name.
+            source: the fields of a stored sample.
+
+        Raises:
+            ValueError: a transform needs a field that is not there, or the batch would have a field
+                whose samples differ in shape.
+        """
+        fields = dict(source)
+        origin: dict[str, int] = {}  # the last transform that makes a field
+        read: set[str] = set()
+        for place, (name, transform) in enumerate(steps):
+            where = f"transforms[{place}] ({name})"
+            for needed in transform.inputs:
+                if needed not in fields:
+                    there = ", ".join(fields) or "none"
+                    raise ValueError(f"{where} needs the field {needed!r:.100}; there are {there}")
+                if needed not in origin:
+                    read.add(needed)
+            try:
+                made = dict(transform.outputs(fields))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            for dropped in transform.drops:
+                fields.pop(dropped, None)
+                origin.pop(dropped, None)
+            fields |= made
+            origin |= dict.fromkeys(made, place)
+        self.made = {name: fields[name] for name in origin}
+        for name, field in self.made.items():
+            if None in field.shape:
+                raise ValueError(
+                    f"the samples of {name!r:.100} differ in shape {_shown(field)}; end with a "
+                    "transform that gives them one, such as random_resized_crop or crop_or_pad"
+                )
+        self.passed = [name for name in source if name in fields and name not in origin]
+        self.read = [name for name in source if name in read]
+        costs: list[Cost] = [transform.cost for _, transform in steps]
+        self.cost: Cost = max(costs, key=_COSTS.index, default="light")
+        self._steps = [
+            (name, transform, [key for key, last in origin.items() if last == place])
+            for place, (name, transform) in enumerate(steps)
+        ]
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """Make the fields of the batch for one sample.
+
+        Args:
+            sample: its stored fields; it is changed.
+            rng: seeded for the sample.
+            out: the memory of each field of `made`.
+
+        Raises:
+            TransformFailed: names the transform.
+        """
+        for name, transform, last_for in self._steps:
+            own = {key: out[key] for key in last_for}
+            try:
+                transform.apply(sample, rng, own)
+            except MemoryError as error:
+                raise TransformFailed(name, "it needs too much memory") from error
+            except ValueError as error:
+                raise TransformFailed(name, str(error)) from error
+            except Exception as error:
+                raise TransformFailed(name, f"{type(error).__name__}: {error}") from error
+            sample.update(own)
+
+
+def _shown(field: Field) -> str:
+    return f"[{', '.join('*' if length is None else str(length) for length in field.shape)}]"

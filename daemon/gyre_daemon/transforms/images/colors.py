@@ -1,0 +1,190 @@
+"""Colours of images, and images as the numbers that models take."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from gyre_daemon.transforms.images.pixels import Pixels, check_image
+from gyre_daemon.transforms.transform import Field, Sample, Transform
+
+_Factor = Annotated[float, Meta(ge=0, le=100)]
+_Hue = Annotated[float, Meta(ge=0, le=0.5)]
+_LEVELS = np.arange(256, dtype=np.float32)
+_GRAY = np.array([0.2989, 0.587, 0.114], np.float32)  # torchvision's weights
+
+
+@dataclass(frozen=True)
+class ColorJitter(Transform):
+    """Changes brightness, contrast, saturation and hue at random, in a random order.
+
+    The first three are multiplied by a factor from `[max(0, 1 - x), 1 + x]`.
+
+    Attributes:
+        brightness: x.
+        contrast: x, around the mean of the image's gray.
+        saturation: x, around each pixel's gray.
+        hue: the most by which the hue turns, as a fraction of the circle.
+        field: the image.
+    """
+
+    brightness: _Factor = 0.0
+    contrast: _Factor = 0.0
+    saturation: _Factor = 0.0
+    hue: _Hue = 0.0
+    field: str = "image"
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        if check_image(self.field, fields[self.field]) != 3:
+            raise ValueError(f"{self.field!r:.100} is gray; colour jitter needs colours")
+        return {self.field: fields[self.field]}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = np.ascontiguousarray(sample[self.field])
+        order = rng.permutation(4)
+        factors = [
+            rng.uniform(max(0.0, 1 - limit), 1 + limit)
+            for limit in (self.brightness, self.contrast, self.saturation)
+        ]
+        turn = rng.uniform(-self.hue, self.hue)
+        for which in order.tolist():
+            if which == 0 and self.brightness:
+                image = brightened(image, factors[0])
+            elif which == 1 and self.contrast:
+                image = contrasted(image, factors[1])
+            elif which == 2 and self.saturation:
+                image = saturated(image, factors[2])
+            elif which == 3 and self.hue:
+                image = turned(image, turn)
+        self.put(self.field, image, sample, out)
+
+
+@dataclass(frozen=True)
+class Normalize(Transform):
+    """Makes floating-point numbers of pixels: (pixel / 255 - mean) / std.
+
+    Attributes:
+        mean: of each channel; the default is that of ImageNet.
+        std: of each channel.
+        dtype: of the result.
+        layout: `chw` for [channels, height, width], `hwc` for [height, width, channels].
+        field: the image.
+    """
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[Annotated[float, Meta(gt=0)], ...] = (0.229, 0.224, 0.225)
+    dtype: Literal["float32", "float16"] = "float32"
+    layout: Literal["chw", "hwc"] = "chw"
+    field: str = "image"
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        channels = check_image(self.field, fields[self.field])
+        if not len(self.mean) == len(self.std) == channels:
+            raise ValueError(f"mean and std need {channels} numbers, one for each channel")
+        height, width, _ = fields[self.field].shape
+        shape = (channels, height, width) if self.layout == "chw" else (height, width, channels)
+        return {self.field: Field(np.dtype(self.dtype), shape)}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        into = out.get(self.field)
+        if into is None:
+            shape = image.shape if self.layout == "hwc" else (image.shape[2], *image.shape[:2])
+            into = sample[self.field] = np.empty(shape, self.dtype)
+        planes = into if self.layout == "chw" else into.transpose(2, 0, 1)
+        for channel, (plane, table) in enumerate(zip(planes, self._tables, strict=True)):
+            plane[...] = cv2.LUT(np.ascontiguousarray(image[:, :, channel]), table)
+
+    @cached_property
+    def _tables(self) -> list[npt.NDArray[np.float32]]:
+        """What becomes of each level of each channel, computed as torch does."""
+        levels = _LEVELS / np.float32(255)
+        pairs = zip(self.mean, self.std, strict=True)
+        return [(levels - np.float32(mean)) / np.float32(std) for mean, std in pairs]
+
+
+@dataclass(frozen=True)
+class ToChw(Transform):
+    """Lays images out as [channels, height, width], as convolutions of torch take them.
+
+    Attributes:
+        field: the image.
+    """
+
+    field: str = "image"
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        channels = check_image(self.field, fields[self.field])
+        height, width, _ = fields[self.field].shape
+        return {self.field: Field(np.dtype(np.uint8), (channels, height, width))}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        into = out.get(self.field)
+        if into is None or image.shape[2] != 3:
+            self.put(self.field, image.transpose(2, 0, 1), sample, out)
+            return
+        cv2.split(np.ascontiguousarray(image), list(into))
+
+
+def brightened(image: Pixels, factor: float) -> Pixels:
+    """The image with every level multiplied."""
+    return _by_table(image, _LEVELS * np.float32(factor))
+
+
+def contrasted(image: Pixels, factor: float) -> Pixels:
+    """The image with its levels further from its mean gray, or nearer."""
+    mean = np.floor(_gray(image)).mean(dtype=np.float64)
+    return _by_table(image, _LEVELS * np.float32(factor) + np.float32((1 - factor) * mean))
+
+
+def saturated(image: Pixels, factor: float) -> Pixels:
+    """The image with its colours further from gray, or nearer."""
+    gray = np.floor(_gray(image))[:, :, None]
+    made: npt.NDArray[Any] = image * np.float32(factor) + gray * np.float32(1 - factor)
+    return made.clip(0, 255).astype(np.uint8)
+
+
+def turned(image: Pixels, turn: float) -> Pixels:
+    """The image with its hue turned by a fraction of the circle."""
+    hsv = cv2.cvtColor(image.astype(np.float32) / np.float32(255), cv2.COLOR_RGB2HSV)
+    hsv[:, :, 0] = (hsv[:, :, 0] + np.float32(turn * 360)) % np.float32(360)
+    made: npt.NDArray[Any] = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB) * np.float32(255)
+    rounded: Pixels = np.rint(made).clip(0, 255).astype(np.uint8)
+    return rounded
+
+
+def _gray(image: Pixels) -> npt.NDArray[np.float32]:
+    gray: npt.NDArray[np.float32] = image.astype(np.float32) @ _GRAY
+    return gray
+
+
+def _by_table(image: Pixels, levels: npt.NDArray[np.float32]) -> Pixels:
+    table = levels.clip(0, 255).astype(np.uint8)
+    return np.asarray(cv2.LUT(image, table), np.uint8).reshape(image.shape)

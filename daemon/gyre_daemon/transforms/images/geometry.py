@@ -1,0 +1,221 @@
+"""Crops, sizes and flips of images."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import cv2
+import numpy as np
+from msgspec import Meta
+
+from gyre_daemon.transforms.images.pixels import Interpolation, Pixels, check_image, resized
+from gyre_daemon.transforms.transform import Field, Sample, Transform
+
+Size = int | tuple[int, int]  # with bounds, msgspec 0.22 crashes on this union
+_MAX_LENGTH = 1 << 16
+Positive = Annotated[float, Meta(gt=0, le=1e6)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+_MAX_TRIES = 10  # torchvision's
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(Transform):
+    """Cuts out a random rectangle and gives it one size.
+
+    Attributes:
+        size: of the result: of a square, or height and width.
+        field: the image.
+        scale: the least and the greatest area of the rectangle, as a fraction of the image.
+        ratio: the least and the greatest of its width divided by its height.
+        interpolation: see `resized`.
+        antialias: see `resized`.
+    """
+
+    size: Size
+    field: str = "image"
+    scale: tuple[Positive, Positive] = (0.08, 1.0)
+    ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse sizes and ranges that are none."""
+        _pair(self.size)
+        for name in ("scale", "ratio"):
+            least, greatest = getattr(self, name)
+            if least > greatest:
+                raise ValueError(f"{name} goes from {least} to {greatest}, which is less")
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        before = fields[self.field]
+        return {
+            self.field: Field(before.dtype, (*_pair(self.size), check_image(self.field, before)))
+        }
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        top, left, height, width = self.box(image.shape[0], image.shape[1], rng)
+        part = image[top : top + height, left : left + width]
+        made = resized(part, *_pair(self.size), self.interpolation, antialias=self.antialias)
+        self.put(self.field, made, sample, out)
+
+    def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a random rectangle, as torchvision finds one.
+
+        Where ten rectangles do not fit, it is in the middle, as large as its ratio allows.
+        """
+        area, (least, greatest) = height * width, self.ratio
+        logarithms = math.log(least), math.log(greatest)
+        for _ in range(_MAX_TRIES):
+            wanted = area * rng.uniform(*self.scale)
+            ratio = math.exp(rng.uniform(*logarithms))
+            its_width, its_height = (
+                round(math.sqrt(wanted * ratio)),
+                round(math.sqrt(wanted / ratio)),
+            )
+            if 0 < its_width <= width and 0 < its_height <= height:
+                top = int(rng.integers(height - its_height + 1))
+                left = int(rng.integers(width - its_width + 1))
+                return top, left, its_height, its_width
+        its_height, its_width = height, width
+        if width / height < least:
+            its_height = round(width / least)
+        elif width / height > greatest:
+            its_width = round(height * greatest)
+        return (height - its_height) // 2, (width - its_width) // 2, its_height, its_width
+
+
+@dataclass(frozen=True)
+class Resize(Transform):
+    """Gives images another size.
+
+    Attributes:
+        size: height and width; or the shorter of both, where the other keeps its proportion.
+        field: the image.
+        interpolation: see `resized`.
+        antialias: see `resized`.
+    """
+
+    size: Size
+    field: str = "image"
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none."""
+        _pair(self.size)
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        before = fields[self.field]
+        channels = check_image(self.field, before)
+        height, width = (None, None) if isinstance(self.size, int) else self.size
+        return {self.field: Field(before.dtype, (height, width, channels))}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        height, width, _ = image.shape
+        if not isinstance(self.size, int):
+            height, width = self.size
+        elif height < width:
+            height, width = self.size, int(self.size * width / height)
+        else:
+            height, width = int(self.size * height / width), self.size
+        made = resized(image, height, width, self.interpolation, antialias=self.antialias)
+        self.put(self.field, made, sample, out)
+
+
+@dataclass(frozen=True)
+class CenterCrop(Transform):
+    """Cuts out the middle of images; smaller ones get a black border.
+
+    Attributes:
+        size: of the result: of a square, or height and width.
+        field: the image.
+    """
+
+    size: Size
+    field: str = "image"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none."""
+        _pair(self.size)
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        before = fields[self.field]
+        return {
+            self.field: Field(before.dtype, (*_pair(self.size), check_image(self.field, before)))
+        }
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        height, width = _pair(self.size)
+        above, before = max(0, height - image.shape[0]), max(0, width - image.shape[1])
+        if above or before:
+            sides = (above // 2, -(-above // 2)), (before // 2, -(-before // 2)), (0, 0)
+            image = np.pad(image, sides)
+        top, left = round((image.shape[0] - height) / 2), round((image.shape[1] - width) / 2)
+        self.put(self.field, image[top : top + height, left : left + width], sample, out)
+
+
+@dataclass(frozen=True)
+class HorizontalFlip(Transform):
+    """Mirrors some images.
+
+    Attributes:
+        p: the probability that an image is mirrored.
+        field: the image.
+    """
+
+    p: Probability = 0.5
+    field: str = "image"
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """See `Transform.inputs`."""
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Transform.outputs`."""
+        check_image(self.field, fields[self.field])
+        return {self.field: fields[self.field]}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """See `Transform.apply`."""
+        image: Pixels = sample[self.field]
+        if rng.random() < self.p:
+            image = cv2.flip(image, 1).reshape(image.shape)  # type: ignore[assignment]
+        self.put(self.field, image, sample, out)
+
+
+def _pair(size: Size) -> tuple[int, int]:
+    """Height and width.
+
+    Raises:
+        ValueError: no image has them.
+    """
+    pair = (size, size) if isinstance(size, int) else size
+    if not all(1 <= length <= _MAX_LENGTH for length in pair):
+        raise ValueError(f"size is {size}; each length must be from 1 to {_MAX_LENGTH}")
+    return pair

@@ -1,0 +1,82 @@
+"""Images as arrays: their shapes, and how they are resized.
+
+[Note: Two ways to resize] With `antialias`, Pillow resizes, in whole numbers, so that every machine
+gets the same bits. A pixel differs from torchvision's result for tensors by 1 at most, and with
+`bicubic` by 2. Without, OpenCV does, eight times as fast, and smaller images get jagged edges.
+"""
+
+from typing import Any, Literal
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from gyre_daemon.transforms.transform import Field
+
+Pixels = npt.NDArray[np.uint8]
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+
+cv2.setNumThreads(0)  # there is one process for each core
+
+_PILLOW = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+_OPENCV = {
+    "nearest": cv2.INTER_NEAREST_EXACT,
+    "bilinear": cv2.INTER_LINEAR,
+    "bicubic": cv2.INTER_CUBIC,
+}
+
+
+def check_image(name: str, field: Field) -> int:
+    """The number of channels of a field that must be an image.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if field.dtype != np.uint8 or len(field.shape) != 3 or field.shape[2] not in (1, 3):
+        shape = ", ".join("*" if length is None else str(length) for length in field.shape)
+        raise ValueError(
+            f"{name!r:.100} is {field.dtype.name} [{shape}], and an image is uint8 [height, width, "
+            "channels] with 1 or 3 channels; begin with decode_image"
+        )
+    return field.shape[2]
+
+
+def resized(
+    image: Pixels, height: int, width: int, interpolation: Interpolation, *, antialias: bool
+) -> Pixels:
+    """An image in another size; see [Note: Two ways to resize]."""
+    if image.shape[:2] == (height, width):
+        return image
+    if not antialias or interpolation == "nearest":
+        # with its unused byte, so that OpenCV need not copy the image first
+        whole = _strided(image, (*image.shape[:2], 4)) if _has_unused_byte(image) else image
+        flat = cv2.resize(whole, (width, height), interpolation=_OPENCV[interpolation])
+        return flat.reshape(height, width, whole.shape[2])[:, :, : image.shape[2]]  # type: ignore[return-value]
+    small = to_pillow(image).resize((width, height), _PILLOW[interpolation])
+    return np.frombuffer(small.tobytes(), np.uint8).reshape(height, width, image.shape[2])
+
+
+def to_pillow(image: Pixels) -> Image.Image:
+    """The image as Pillow has it, which takes four bytes for a pixel of RGB."""
+    height, width, channels = image.shape
+    if _has_unused_byte(image):
+        row = image.strides[0]
+        data: Any = _strided(image, ((height - 1) * row + width * 4,))
+        return Image.frombytes("RGB", (width, height), data, "raw", "RGBX", row, 1)
+    return Image.fromarray(image if channels == 3 else image[:, :, 0])
+
+
+def _has_unused_byte(image: Pixels) -> bool:
+    """Whether it is a part of an image that was decoded with four bytes for each pixel."""
+    return image.shape[2] == 3 and image.strides[1:] == (4, 1)
+
+
+def _strided(image: Pixels, shape: tuple[int, ...]) -> Pixels:
+    """The same memory from the first pixel on, with the unused bytes."""
+    strides = image.strides if len(shape) == 3 else (1,)
+    return np.lib.stride_tricks.as_strided(image, shape, strides)

@@ -1,0 +1,161 @@
+"""What the daemon and its worker processes say to each other.
+
+A request is one packet: the head, and for `DESCRIBE` a `Recipe`. `TRANSFORM` brings the descriptor
+of an exchange, in which a `Portion` lies, too. Each is answered by one packet, a `Described` or
+a `Done`. Answers may come from a process that hostile bytes have taken over.
+"""
+
+import struct
+from enum import IntEnum
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gyre_daemon.transforms.transform import Cost
+
+# kind; where the portion begins and ends in the exchange; first sample, and the one after the last
+HEAD = struct.Struct("<5q")
+MAX_PACKET_BYTES = 128 << 10  # below what the kernel lets a socket queue
+_MAX_DIMS, _MAX_LENGTH = 8, 1 << 32
+_Length = Annotated[int, Meta(ge=1, le=_MAX_LENGTH)]
+
+
+class Kind(IntEnum):
+    """What a request asks for."""
+
+    DESCRIBE = 1
+    TRANSFORM = 2
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One transform of a chain.
+
+    Attributes:
+        name: as it was declared.
+        target: where its class is, `MODULE:CLASS`.
+        options: as they were declared.
+    """
+
+    name: str
+    target: str
+    options: dict[str, Any]
+
+
+class SourceField(msgspec.Struct, frozen=True):
+    """A field of a stored sample; see `Field`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """A chain as plain data.
+
+    Attributes:
+        steps: its transforms.
+        source: the fields that it begins with.
+        versions: of its transforms, when it was described; empty before.
+    """
+
+    steps: list[Step]
+    source: list[SourceField]
+    versions: list[int] = []
+
+
+class MadeField(msgspec.Struct, frozen=True):
+    """A field that a chain makes; all its samples have this shape."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    dtype: Annotated[str, Meta(max_length=10)]
+    shape: Annotated[tuple[_Length, ...], Meta(max_length=_MAX_DIMS)]
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What a chain is.
+
+    Attributes:
+        error: why there can be none; empty if there can.
+        versions: of its transforms.
+        made, passed, read, cost: see `Chain`.
+    """
+
+    error: str = ""
+    versions: list[int] = []
+    made: list[MadeField] = []
+    passed: list[str] = []
+    read: list[str] = []
+    cost: Cost = "heavy"
+
+
+class Input(msgspec.Struct, frozen=True):
+    """Where a stored field of n samples lies in an exchange.
+
+    Attributes:
+        name: of the field.
+        dtype: of its elements.
+        shape: of one sample, or of one element if samples differ in length.
+        is_ragged: whether they do.
+        offsets: int64 [n], in bytes.
+        sizes: int64 [n], in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_ragged: bool
+    offsets: bytes
+    sizes: bytes
+
+
+class Output(msgspec.Struct, frozen=True):
+    """Where a field of n samples goes in an exchange: one behind the other from an offset on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Portion(msgspec.Struct, frozen=True):
+    """Samples that are transformed together.
+
+    Attributes:
+        recipe: an encoded `Recipe`.
+        seed: of the job.
+        sample_ids: int64 [n].
+        epochs: int64 [n].
+        inputs: what the chain reads.
+        outputs: what it makes.
+    """
+
+    recipe: bytes
+    seed: int
+    sample_ids: bytes
+    epochs: bytes
+    inputs: list[Input]
+    outputs: list[Output]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The answer to `TRANSFORM`.
+
+    Attributes:
+        failed: the sample of the portion that could not be transformed; -1 if all were.
+        transform: which one refused it.
+        reason: why.
+        cpu_s: processor time that it took.
+    """
+
+    failed: int = -1
+    transform: str = ""
+    reason: str = ""
+    cpu_s: float = 0.0
+
+
+RECIPE_DECODER = msgspec.msgpack.Decoder(Recipe)
+PORTION_DECODER = msgspec.msgpack.Decoder(Portion)
+DESCRIBED_DECODER = msgspec.msgpack.Decoder(Described)
+DONE_DECODER = msgspec.msgpack.Decoder(Done)
+ENCODER = msgspec.msgpack.Encoder()

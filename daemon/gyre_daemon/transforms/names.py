@@ -1,0 +1,95 @@
+"""Which transforms there are, by name. Nothing of theirs is imported here."""
+
+import re
+from collections.abc import Collection, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from gyre_daemon.errors import ConfigError, NotAllowed
+from gyre_daemon.transforms.messages import Step
+
+GROUP = "gyre.transforms"
+_HERE = "gyre_daemon.transforms"
+BUILT_IN: Mapping[str, str] = {
+    "crop_or_pad": f"{_HERE}.sequences:CropOrPad",
+    "decode_image": f"{_HERE}.images.decode:DecodeImage",
+    "random_resized_crop": f"{_HERE}.images.geometry:RandomResizedCrop",
+    "resize": f"{_HERE}.images.geometry:Resize",
+    "center_crop": f"{_HERE}.images.geometry:CenterCrop",
+    "horizontal_flip": f"{_HERE}.images.geometry:HorizontalFlip",
+    "color_jitter": f"{_HERE}.images.colors:ColorJitter",
+    "normalize": f"{_HERE}.images.colors:Normalize",
+    "to_chw": f"{_HERE}.images.colors:ToChw",
+    "tokenize": f"{_HERE}.text:Tokenize",
+    "chat": f"{_HERE}.text:Chat",
+}
+# Options that are paths. Clients of a shared daemon must not have it open files of their choice.
+_FILES: Mapping[str, str] = {"tokenize": "tokenizer", "chat": "tokenizer"}
+# A chain has a dozen transforms at most; more would let one request take the memory of a worker.
+_MAX_STEPS = 64
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def to_steps(
+    declared: Collection[Mapping[str, Any]],
+    installed: Collection[str],
+    *,
+    allow_modules: bool,
+    allow_files: bool,
+) -> list[Step]:
+    """The transforms that are declared, each with the place of its class.
+
+    Args:
+        declared: tables with the key `name` and the options.
+        installed: names of other packages' transforms that the operator enables.
+        allow_modules: whether a name may be `MODULE:CLASS`.
+        allow_files: whether options may be paths.
+
+    Raises:
+        ConfigError: a name is missing or unknown.
+        NotAllowed: `MODULE:CLASS` is not served here, or a path.
+    """
+    if len(declared) > _MAX_STEPS:
+        raise ConfigError(f"there are {len(declared)} transforms; at most {_MAX_STEPS} are served")
+    steps = []
+    for place, table in enumerate(declared):
+        options = dict(table)
+        name = options.pop("name", None)
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f'transforms[{place}] has no name; give it one, name = "crop_or_pad"')
+        path = options.get(_FILES.get(name, ""))
+        if isinstance(path, str) and "/" in path and not allow_files:
+            raise NotAllowed(
+                f"transforms[{place}] ({name}): this daemon opens no files that clients name; ask "
+                "its operator to declare the transform with the dataset, or use a private daemon"
+            )
+        steps.append(Step(name, _target(place, name, installed, allow_modules), options))
+    return steps
+
+
+def _target(place: int, name: str, installed: Collection[str], allow_modules: bool) -> str:
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" in name:
+        if not _TARGET.fullmatch(name):
+            raise ConfigError(f"transforms[{place}]: {name!r:.100} is not of the form MODULE:CLASS")
+        if not allow_modules:
+            raise NotAllowed(
+                f"transforms[{place}]: this daemon runs no code that clients name ({name:.100}); "
+                f"ask its operator to install a package with an entry point of the group {GROUP}, "
+                "or use a private daemon"
+            )
+        return name
+    found = {entry.value for entry in entry_points(group=GROUP, name=name)}
+    if name not in installed or not found:
+        known = ", ".join(sorted({*BUILT_IN, *installed}))
+        raise ConfigError(
+            f"transforms[{place}] is {name!r:.100}, and there is no such transform; there are "
+            f"{known}"
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"transforms[{place}]: several packages declare {name!r:.100}: "
+            f"{', '.join(sorted(found))}; uninstall all but one"
+        )
+    return found.pop()

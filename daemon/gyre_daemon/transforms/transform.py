@@ -1,0 +1,103 @@
+"""The seam between transforms and the daemon: what a transform is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+# What a sample costs: `light` some microseconds, `heavy` about a millisecond, `slow` more than ten.
+# It decides how many samples a worker process is given at once.
+Cost = Literal["light", "heavy", "slow"]
+Sample = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a sample.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of one sample; None for a length in which samples differ.
+    """
+
+    dtype: np.dtype[np.generic]
+    shape: tuple[int | None, ...]
+
+
+class Transform(ABC):
+    """One step from stored fields to the fields of a batch.
+
+    A subclass is a dataclass whose fields are its options. This one keeps every n-th element:
+
+        @dataclass(frozen=True)
+        class EveryNth(Transform):
+            field: str
+            step: int = 2
+            length: int = 16
+
+            @property
+            def inputs(self):
+                return [self.field]
+
+            def outputs(self, fields):
+                return {self.field: Field(fields[self.field].dtype, (self.length,))}
+
+            def apply(self, sample, rng, out):
+                self.put(self.field, sample[self.field][:: self.step][: self.length], sample, out)
+
+    An exception of `apply` makes the sample a corrupt one.
+
+    Attributes:
+        version: of what it does. Another version gives other samples, so that cursors do not fit.
+        cost: of one sample.
+    """
+
+    version: ClassVar[int] = 1
+    cost: ClassVar[Cost] = "heavy"
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Sequence[str]:
+        """The fields that it reads."""
+
+    @property
+    def drops(self) -> Sequence[str]:
+        """The fields that a sample no longer has afterwards."""
+        return ()
+
+    @abstractmethod
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """The fields that it makes, new ones or others in place of those of the same name.
+
+        Args:
+            fields: those that a sample has before.
+
+        Raises:
+            ValueError: its options do not fit these fields.
+        """
+
+    @abstractmethod
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        """Make the outputs for one sample; `put` stores one.
+
+        Args:
+            sample: the fields that it has so far. Stored bytes are uint8 [n]; nobody may write to
+                them.
+            rng: seeded for this sample alone, by the job's seed, the epoch and the sample's id. All
+                transforms of a chain draw from it in their order.
+            out: the memory of those outputs that are fields of the batch.
+
+        Raises:
+            ValueError: the sample is damaged; says how.
+        """
+
+    @staticmethod
+    def put(name: str, value: npt.NDArray[Any], sample: Sample, out: Sample) -> None:
+        """Store an output: in the batch if it is a field of that, else for the next transforms."""
+        if name in out:
+            out[name][...] = value
+        else:
+            sample[name] = value

@@ -1,0 +1,236 @@
+"""`python -m gyre_daemon.transforms.worker FD` forks processes that transform samples.
+
+Only a daemon starts it: see `workers`. A process answers the requests of `messages`, one after the
+other. It reads bytes that anybody may have written, with large libraries and the code of others. So
+it has no credentials, no way to the memory of clients, and little memory of its own, and it may be
+killed at any time.
+"""
+
+import contextlib
+import importlib
+import mmap
+import os
+import socket
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gyre_daemon.config.tables import parse_options
+from gyre_daemon.errors import ConfigError
+from gyre_daemon.runtime.forked import serve
+from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.messages import (
+    ENCODER,
+    HEAD,
+    MAX_PACKET_BYTES,
+    PORTION_DECODER,
+    RECIPE_DECODER,
+    Described,
+    Done,
+    Input,
+    Kind,
+    MadeField,
+    Output,
+    Portion,
+    Recipe,
+    Step,
+)
+from gyre_daemon.transforms.seeding import SampleGenerators
+from gyre_daemon.transforms.transform import Field, Sample, Transform
+
+# What a process may allocate: some decoded images of 100 megapixels. More would let one sample take
+# the memory of the machine.
+_MAX_DATA_BYTES = 2 << 30
+# Exchanges that stay mapped: to map one again faults in its pages once more. Files that the daemon
+# gave up stay in memory as long as they are mapped here.
+_MAX_MAPPED = 8
+_MAX_CHAINS = 16
+_MAX_REASON_CHARS = 1000
+_IMAGES = "gyre_daemon.transforms.images"
+
+_Value = TypeVar("_Value")
+
+
+def answer(connection: socket.socket) -> None:
+    """Do what is asked for until the daemon hangs up."""
+    with contextlib.suppress(OSError):  # the kernel ends this process before the daemon
+        Path("/proc/self/oom_score_adj").write_text("500")
+    worker = _Worker()
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(connection, MAX_PACKET_BYTES, 1)
+        if not packet:
+            return
+        kind, start, stop, begin, end = HEAD.unpack_from(packet)
+        if kind == Kind.DESCRIBE:
+            reply: Described | Done = worker.describe(packet[HEAD.size :])
+        else:
+            reply = worker.transform(descriptors[0], slice(start, stop), range(begin, end))
+        connection.send(ENCODER.encode(reply))
+
+
+class _Worker:
+    """The chains and the memory that one process has at hand."""
+
+    def __init__(self) -> None:
+        self._chains: OrderedDict[bytes, Chain] = OrderedDict()
+        self._exchanges: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._generators = SampleGenerators()
+
+    def describe(self, recipe: bytes) -> Described:
+        """What a chain is, or why there can be none."""
+        try:
+            steps, source = _made(RECIPE_DECODER.decode(recipe))
+            chain = Chain(steps, source)
+            made = [
+                MadeField(name, field.dtype.str, tuple(length for length in field.shape if length))
+                for name, field in chain.made.items()
+            ]
+        except (ConfigError, ValueError) as error:
+            return Described(str(error)[:_MAX_REASON_CHARS])
+        except Exception as error:
+            text = f"the transforms cannot be made: {type(error).__name__}: {error}"
+            return Described(text[:_MAX_REASON_CHARS])
+        versions = [transform.version for _, transform in steps]
+        return Described("", versions, made, chain.passed, chain.read, chain.cost)
+
+    def transform(self, descriptor: int, where: slice, numbers: range) -> Done:
+        """Transform some samples of the portion that lies in an exchange."""
+        began_s = time.process_time()
+        memory = self._mapped(descriptor)
+        portion = PORTION_DECODER.decode(memoryview(memory)[where])
+        try:
+            chain = _kept(self._chains, portion.recipe, _MAX_CHAINS, lambda: _chain(portion.recipe))
+        except ConfigError as error:
+            return Done(numbers.start, reason=str(error)[:_MAX_REASON_CHARS])
+        samples = _Samples(portion, memory)
+        for number in numbers:
+            sample_id, epoch = samples.identity(number)
+            rng = self._generators.of(portion.seed, epoch, sample_id)
+            try:
+                chain.apply(samples.stored(number), rng, samples.out(number))
+            except TransformFailed as error:
+                return Done(number, error.name, error.reason[:_MAX_REASON_CHARS])
+        return Done(cpu_s=time.process_time() - began_s)
+
+    def _mapped(self, descriptor: int) -> mmap.mmap:
+        """The memory of an exchange, which is mapped once."""
+        try:
+            file = os.fstat(descriptor)
+            return _kept(
+                self._exchanges,
+                file.st_ino,
+                _MAX_MAPPED,
+                lambda: mmap.mmap(descriptor, file.st_size),
+            )
+        finally:
+            os.close(descriptor)
+
+
+class _Samples:
+    """The samples of a portion as arrays over the memory of an exchange."""
+
+    def __init__(self, portion: Portion, memory: mmap.mmap) -> None:
+        self._ids = np.frombuffer(portion.sample_ids, np.int64)
+        self._epochs = np.frombuffer(portion.epochs, np.int64)
+        self._inputs = [_InputColumn(each, memory) for each in portion.inputs]
+        self._outputs = [
+            (each.name, _rows(each, len(self._ids), memory)) for each in portion.outputs
+        ]
+
+    def identity(self, number: int) -> tuple[int, int]:
+        return int(self._ids[number]), int(self._epochs[number])
+
+    def stored(self, number: int) -> Sample:
+        return {column.name: column.value(number) for column in self._inputs}
+
+    def out(self, number: int) -> Sample:
+        return {name: rows[number, ...] for name, rows in self._outputs}
+
+
+class _InputColumn:
+    """One stored field of the samples of a portion."""
+
+    def __init__(self, field: Input, memory: mmap.mmap) -> None:
+        self.name = field.name
+        self._dtype, self._shape = np.dtype(field.dtype), field.shape
+        self._is_ragged, self._memory = field.is_ragged, memory
+        self._offsets = np.frombuffer(field.offsets, np.int64).tolist()
+        self._sizes = np.frombuffer(field.sizes, np.int64).tolist()
+
+    def value(self, number: int) -> np.ndarray[Any, Any]:
+        size, shape = self._sizes[number], self._shape
+        count = size // self._dtype.itemsize
+        flat = np.frombuffer(self._memory, self._dtype, count, self._offsets[number])
+        array = flat.reshape(-1, *shape) if self._is_ragged else flat.reshape(shape)
+        array.flags.writeable = False
+        return array
+
+
+def _rows(field: Output, num: int, memory: mmap.mmap) -> np.ndarray[Any, Any]:
+    return np.ndarray((num, *field.shape), np.dtype(field.dtype), memory, field.offset)
+
+
+def _chain(recipe: bytes) -> Chain:
+    decoded = RECIPE_DECODER.decode(recipe)
+    steps, source = _made(decoded)
+    if [transform.version for _, transform in steps] != decoded.versions:
+        raise ConfigError("a file of its options has changed; open the session again")
+    return Chain(steps, source)
+
+
+def _made(recipe: Recipe) -> tuple[list[tuple[str, Transform]], Mapping[str, Field]]:
+    """The transforms of a recipe, and the fields that it begins with.
+
+    Raises:
+        ConfigError: a transform cannot be loaded, or an option is wrong.
+    """
+    steps = [(step.name, _load(place, step)) for place, step in enumerate(recipe.steps)]
+    source = {each.name: Field(np.dtype(each.dtype), each.shape) for each in recipe.source}
+    return steps, source
+
+
+def _load(place: int, step: Step) -> Transform:
+    where = f"transforms[{place}] ({step.name})"
+    module, _, name = step.target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        is_extra = module.startswith(_IMAGES)
+        advice = '; install it: pip install "gyre-ml[images]"' if is_extra else ""
+        raise ConfigError(f"{where} needs {error.name}, which is missing{advice}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{where} cannot be loaded: {type(error).__name__}: {error!s:.300}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Transform)):
+        raise ConfigError(f"{where} is no Transform; derive it from gyre_daemon.transforms")
+    try:
+        return parse_options(found, step.options, where)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: {error!s:.300}") from error
+
+
+def _kept(
+    cache: "OrderedDict[Any, _Value]", key: Any, most: int, make: Callable[[], _Value]
+) -> _Value:
+    """What a cache has under a key, or what is made for it; the least recently used goes."""
+    if key not in cache:
+        cache[key] = make()
+        if len(cache) > most:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ImportError):  # an extra; once for all processes that are forked
+        for part in ("decode", "geometry", "colors"):
+            importlib.import_module(f"{_IMAGES}.{part}")
+    serve(socket.socket(fileno=int(sys.argv[1])), "gyre-transform", _MAX_DATA_BYTES, answer)

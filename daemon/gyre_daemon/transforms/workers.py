@@ -1,0 +1,222 @@
+"""Processes that transform samples. One that dies or hangs costs no sample but the one at fault."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+from gyre_daemon.datasets.chunks.exchange import Exchange
+from gyre_daemon.errors import Overloaded
+from gyre_daemon.monitoring.metrics import TransformCounts
+from gyre_daemon.runtime.events import log_event
+from gyre_daemon.runtime.fair import FairQueue, Flow
+from gyre_daemon.runtime.process_server import ProcessServer
+from gyre_daemon.transforms.messages import (
+    DESCRIBED_DECODER,
+    DONE_DECODER,
+    HEAD,
+    MAX_PACKET_BYTES,
+    Described,
+    Done,
+    Kind,
+)
+
+# To load a chain's classes may take that long: libraries of users import others for seconds.
+_MIN_LOAD_S = 60.0
+# Variables that programs need to run; all others, such as credentials, stay in the daemon.
+_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+_PASSED_PREFIXES = ("PYTHON", "VIRTUAL_ENV")
+
+
+class SampleFailed(Exception):
+    """A sample cannot be transformed.
+
+    Attributes:
+        number: of the sample in its portion.
+        transform: the name of the one that failed; empty if that is unknown.
+        reason: in words.
+        is_costly: whether to find out took a process, and perhaps its deadline.
+    """
+
+    def __init__(self, number: int, transform: str, reason: str, *, is_costly: bool) -> None:
+        super().__init__(reason)
+        self.number, self.transform, self.reason = number, transform, reason
+        self.is_costly = is_costly
+
+
+class TransformWorkers:
+    """The worker processes of a daemon, which all jobs share fairly."""
+
+    def __init__(self, num: int, deadline_s: float, counts: TransformCounts) -> None:
+        """Start no process yet.
+
+        Args:
+            num: of processes, at most.
+            deadline_s: how long one may take for a portion, or for one sample.
+            counts: what they did.
+        """
+        self._deadline_s = deadline_s
+        self._counts = counts
+        self._server = ProcessServer(
+            "gyre_daemon.transforms.worker", _environment(os.environ), socket.SOCK_SEQPACKET
+        )
+        self._line = FairQueue(num)
+        self._idle: list[_Process] = []
+        self._is_closed = False
+
+    async def describe(self, recipe: bytes, flow: Flow) -> Described:
+        """What a chain is.
+
+        Args:
+            recipe: an encoded `Recipe`.
+            flow: the job that asks.
+
+        Raises:
+            Overloaded: no process can be started.
+        """
+        packet = HEAD.pack(Kind.DESCRIBE, 0, 0, 0, 0) + recipe
+        if len(packet) > MAX_PACKET_BYTES:
+            return Described(f"the transforms and fields take more than {MAX_PACKET_BYTES} bytes")
+        async with self._line.turn(flow, 0.0):
+            answer, reason = await self._ask(packet, max(self._deadline_s, _MIN_LOAD_S))
+        with contextlib.suppress(msgspec.MsgspecError):
+            return DESCRIBED_DECODER.decode(answer or b"")
+        return Described(f"the transforms cannot be loaded: {reason}")
+
+    async def transform(
+        self, exchange: Exchange, request: range, num: int, flow: Flow, cost_s: float, urgency: int
+    ) -> float:
+        """Have the portion in an exchange transformed; return the processor time of that.
+
+        Where the process dies or hangs, other ones do one sample after the other.
+
+        Args:
+            exchange: has the stored fields where the portion says.
+            request: the bytes of the exchange that are the portion.
+            num: of its samples.
+            flow: the job that waits.
+            cost_s: the processor time that it will take, as far as that is known.
+            urgency: among the job's portions the lowest goes first.
+
+        Raises:
+            SampleFailed: a sample is refused, or kills or stops those who try it.
+            Overloaded: no process can be started.
+        """
+        async with self._line.turn(flow, cost_s, urgency):
+            done, _ = await self._transform(exchange, request, range(num))
+            if done is not None:
+                return self._checked(done, num)
+            return sum([await self._alone(exchange, request, each) for each in range(num)])
+
+    def close(self) -> None:
+        """End all processes; waits until their server has ended."""
+        self._is_closed = True
+        for process in self._idle:
+            process.kill()
+        self._idle.clear()
+        self._server.close()
+
+    async def _alone(self, exchange: Exchange, request: range, number: int) -> float:
+        """Have one sample transformed; one that kills a process is tried once more."""
+        reason = ""
+        for _ in range(2):
+            done, reason = await self._transform(exchange, request, range(number, number + 1))
+            if done is not None:
+                return self._checked(done, 1)
+            if reason.startswith("it took"):
+                break
+        raise SampleFailed(number, "", reason, is_costly=True)
+
+    def _checked(self, done: Done, num: int) -> float:
+        if done.failed >= 0:
+            raise SampleFailed(done.failed, done.transform, done.reason, is_costly=False)
+        self._counts.num_samples += num
+        self._counts.cpu_s += done.cpu_s
+        return done.cpu_s
+
+    async def _transform(
+        self, exchange: Exchange, request: range, numbers: range
+    ) -> tuple[Done | None, str]:
+        """What became of some samples; None and the reason if the process died or hung."""
+        ends = request.start, request.stop, numbers.start, numbers.stop
+        packet = HEAD.pack(Kind.TRANSFORM, *ends)
+        answer, reason = await self._ask(packet, self._deadline_s, exchange.file.fileno())
+        with contextlib.suppress(msgspec.MsgspecError):
+            done = DONE_DECODER.decode(answer or b"")
+            if done.failed < 0 or done.failed in numbers:
+                return done, ""
+        return None, reason
+
+    async def _ask(
+        self, packet: bytes, deadline_s: float, descriptor: int = -1
+    ) -> tuple[bytes | None, str]:
+        """The answer of an idle process; None and the reason if it died or hung, which ends it."""
+        process = self._idle.pop() if self._idle else await self._start()
+        answer, reason = None, "the process that transformed it died; see the log of the kernel"
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await process.ask(packet, descriptor)
+        except TimeoutError:
+            reason = f"it took longer than {deadline_s:g} s (transform_deadline_s)"
+        except ConnectionError:
+            pass
+        finally:
+            if answer and not self._is_closed:
+                self._idle.append(process)
+            else:
+                process.kill()
+        if answer is None and not self._is_closed:
+            self._counts.num_replaced += 1
+            log_event("transform worker replaced", {"reason": reason}, logging.WARNING)
+        return answer, reason
+
+    async def _start(self) -> "_Process":
+        try:
+            return _Process(*await self._server.start())
+        except (OSError, TimeoutError) as error:
+            raise Overloaded(
+                f"no process could be started to transform samples: {error}; raise the limit of "
+                "processes, or end some"
+            ) from error
+
+
+class _Process:
+    """One worker process, used by one task at a time."""
+
+    def __init__(self, connection: socket.socket, process: int) -> None:
+        """Take over a connection, which does not block, and a process descriptor."""
+        self._connection, self._process = connection, process
+
+    async def ask(self, packet: bytes, descriptor: int) -> bytes:
+        """The answer to a request.
+
+        Raises:
+            ConnectionError: the process ended.
+        """
+        # nothing else is queued, so this does not block
+        socket.send_fds(self._connection, [packet], [descriptor] if descriptor >= 0 else [])
+        loop = asyncio.get_running_loop()
+        answer = await loop.sock_recv(self._connection, MAX_PACKET_BYTES)
+        if not answer:
+            raise ConnectionResetError
+        return answer
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        self._connection.close()
+        os.close(self._process)
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _PASSED or name.startswith(_PASSED_PREFIXES)
+    }

@@ -1,0 +1,155 @@
+"""What lies beside tar shards: lists of wids, and Energon's indexes."""
+
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gyre_client import Loader
+from gyre_client.errors import CorruptSample, GyreError, InvalidRequest
+from gyre_client.targets.target import find_target
+
+from tests.conftest import StartDaemon
+from tests.object_server.process import ObjectServerProcess, object_server
+
+
+def write_tar(path: Path, numbers: range, image_bytes: int = 100) -> bytes:
+    """Write a shard, and return what Energon's `TarIndexWriter` writes beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    offsets = []
+    with tarfile.open(path, "w") as archive:
+        for number in numbers:
+            offsets.append(archive.offset)
+            image = np.random.default_rng(number).bytes(image_bytes)
+            for name, data in {"cls": b"%d" % number, "jpg": image}.items():
+                member = tarfile.TarInfo(f"{number:04}.{name}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+        return struct.pack(f"<{len(offsets) + 1}Q", *offsets, archive.offset)
+
+
+def shard_list(folder: Path, counts: dict[str, int]) -> dict[str, Any]:
+    """What `widsindex create` writes."""
+    shards = [
+        {"url": url, "md5sum": "0" * 32, "nsamples": count, "filesize": size_of(folder / url)}
+        for url, count in counts.items()
+    ]
+    return {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": shards}
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 10240
+
+
+@pytest.fixture(scope="module", autouse=True)
+def daemon() -> Iterator[None]:
+    """One private daemon for all loaders of local files."""
+    target = find_target(None)
+    yield
+    target.release()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    for number in range(3):
+        write_tar(folder / f"data/{number}.tar", range(10 * number, 10 * number + 4))
+    return folder
+
+
+def labels(path: Path, **options: Any) -> list[int]:
+    with Loader(path, batch_size=4, order="sequential", options=options) as loader:
+        return [each for batch in loader for each in batch["cls"].tolist()]
+
+
+@pytest.mark.parametrize("options", [{}, {"format": "webdataset"}])
+def test_a_list_says_which_shards_there_are_in_which_order(
+    options: dict[str, Any], folder: Path
+) -> None:
+    table = shard_list(folder, {"data/2.tar": 4, f"{folder}/data/0.tar": 4})
+    (folder / "index.json").write_text(json.dumps(table))
+    arguments = {"format": options["format"]} if options else {}
+    with Loader(
+        folder / "index.json", batch_size=4, order="sequential", epochs=1, **arguments
+    ) as loader:
+        found = [each for batch in loader for each in batch["cls"].tolist()]
+    assert found == [20, 21, 22, 23, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("table", "kind", "sentence"),
+    [
+        ({"data/0.tar": 5}, CorruptSample, "shard 0.tar does not fit: it has 4 samples, .* says 5"),
+        ({"data/3.tar": 4}, GyreError, "shard 3.tar does not exist"),
+        ({"../x.tar": 4}, InvalidRequest, "'../x.tar', which is no path below its own folder"),
+        ({"/etc/x.tar": 4}, InvalidRequest, "no path below its own folder"),
+        ({"s3://other/x.tar": 4}, InvalidRequest, "no path below its own folder"),
+        ({"data/*.tar": 4}, InvalidRequest, "no path below its own folder"),
+        ({}, InvalidRequest, "it has no `shardlist`"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(
+    table: dict[str, int], kind: type[GyreError], sentence: str, folder: Path
+) -> None:
+    (folder / "other.json").write_text(json.dumps(shard_list(folder, table)))
+    with pytest.raises(kind, match=sentence):
+        labels(folder / "other.json")
+
+
+def test_other_json_is_refused(folder: Path) -> None:
+    (folder / "a.json").write_text('{"version": 2, "shards": []}')
+    with pytest.raises(InvalidRequest, match=r"a\.json is no list of shards as wids has it"):
+        labels(folder / "a.json")
+    (folder / "a.json").write_text("[1")
+    with pytest.raises(InvalidRequest, match=r"a\.json is no list of shards: .*"):
+        labels(folder / "a.json")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServerProcess]:
+    """Three copies of two shards: with their indexes, with stale ones, and without."""
+    root = tmp_path_factory.mktemp("objects")
+    for copy in ("with", "stale", "without"):
+        for number in range(2):
+            path = root / copy / f"{number}.tar"
+            index = write_tar(path, range(8 * number, 8 * number + 8), 300 << 10)
+            if copy != "without":
+                stale = index[:-24]  # of a shard that has grown since
+                path.with_suffix(".tar.idx").write_bytes(index if copy == "with" else stale)
+    table = shard_list(root / "with", {"0.tar": 8, "1.tar": 8})
+    (root / "with/index.json").write_text(json.dumps(table))
+    with object_server(root) as process:
+        yield process
+
+
+def test_headers_are_read_at_once_where_an_index_says_where_they_are(
+    gyred: StartDaemon, server: ObjectServerProcess
+) -> None:
+    where = {
+        "with": "s3://with/*.tar",
+        "stale": "s3://stale/*.tar",
+        "without": "s3://without/*.tar",
+        "list": "s3://with/index.json",
+    }
+    datasets = {
+        name: {"uri": uri, "format": "webdataset", "storage": server.storage_settings}
+        for name, uri in where.items()
+    }
+    daemon = gyred({"datasets": datasets})
+    fingerprints, reads = set(), {}
+    for name in where:
+        server.forget()
+        with Loader(name, batch_size=16, order="sequential", address=daemon.address) as loader:
+            fingerprints.add(loader.fingerprint)
+            reads[name] = server.counts()["reads"]
+            assert next(iter(loader))["cls"].tolist() == list(range(16))
+    assert len(fingerprints) == 1
+    assert reads["with"] >= 16 > reads["without"], "a request for each sample, or for each shard"
+    stale = [event for event in daemon.events() if "stale index" in event["event"]]
+    assert {event["file"] for event in stale} == {"0.tar.idx", "1.tar.idx"}
+    assert all("the shard goes on at byte" in event["reason"] for event in stale)

@@ -1,0 +1,90 @@
+"""Transforms of a package that an operator has installed: for tests, they misbehave when told."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from gyre_daemon.transforms import Cost, Field, Sample, Transform
+
+ENTRY_POINTS = """[gyre.transforms]
+draw = probe_transforms:Draw
+trouble = probe_transforms:Trouble
+no_transform = probe_transforms:ENTRY_POINTS
+"""
+
+
+def install(folder: Path) -> Path:
+    """Puts this module and its entry points where `folder` is on the path of Python."""
+    information = folder / "probe_transforms-1.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: probe-transforms\nVersion: 1\n"
+    )
+    (information / "entry_points.txt").write_text(ENTRY_POINTS)
+    (folder / "probe_transforms.py").write_text(Path(__file__).read_text())
+    return folder
+
+
+@dataclass(frozen=True)
+class Draw(Transform):
+    """Makes `drawn`, random numbers of the sample, and `first`, its first token."""
+
+    field: str = "tokens"
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        return {
+            "drawn": Field(np.dtype(np.float64), (3,)),
+            "first": Field(fields[self.field].dtype, ()),
+        }
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        self.put("drawn", rng.random(3), sample, out)
+        self.put("first", sample[self.field][0], sample, out)
+
+
+@dataclass(frozen=True)
+class Trouble(Transform):
+    """Passes tokens on, but for the samples whose first token is in one of its lists.
+
+    Attributes:
+        dies, hangs, refuses, allocates: which samples do what.
+        slow_s: how long every sample takes.
+    """
+
+    dies: tuple[int, ...] = ()
+    hangs: tuple[int, ...] = ()
+    refuses: tuple[int, ...] = ()
+    allocates: tuple[int, ...] = ()
+    slow_s: float = 0.0
+
+    cost: ClassVar[Cost] = "heavy"
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return ["tokens"]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        return {"tokens": fields["tokens"]}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        first = int(sample["tokens"][0])
+        if first in self.dies:
+            os.abort()
+        while first in self.hangs:
+            time.sleep(60)
+        if first in self.refuses:
+            raise ValueError(f"{first} is refused")
+        if first in self.allocates:
+            np.ones(1 << 40, np.uint8)
+        if "AWS_SECRET_ACCESS_KEY" in os.environ:
+            raise ValueError("it has credentials")
+        time.sleep(self.slow_s)
+        self.put("tokens", sample["tokens"], sample, out)

@@ -1,0 +1,69 @@
+"""Balance: global batches keep their samples, and the parts of ranks cost about the same."""
+
+import numpy as np
+import pytest
+from gyre_daemon.errors import InvalidRequest
+from gyre_daemon.order.balance import Balance, CostRule
+from gyre_daemon.order.packing import PackRule, pack_documents
+from gyre_daemon.order.planner import BatchPlanner, Order, Tail
+from gyre_daemon.order.substitutes import NO_SAMPLES
+from hypothesis import given
+from hypothesis import strategies as st
+
+RULE = CostRule(6 * 2048, 1)
+
+
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=60),
+    st.sampled_from([(1, 1), (4, 2), (6, 3), (8, 8), (24, 4)]),
+    st.sampled_from(["wrap", "pad"]),
+    st.integers(0, 99),
+)
+def test_only_who_reads_a_sample_changes(
+    lengths: list[int], ranks: tuple[int, int], tail: Tail, seed: int
+) -> None:
+    size, world_size = ranks
+    costs, order = RULE.cost(np.array(lengths)), Order("full", tail, seed, size)
+    corrupt = np.array([0], np.int64) if len(lengths) > 1 else NO_SAMPLES
+    plain = BatchPlanner(order, len(lengths), corrupt=corrupt)
+    balanced = BatchPlanner(order, len(lengths), corrupt=corrupt, balance=Balance(costs.take))
+    assert balanced.batches(3, 0, 0, world_size).sample_ids.shape == (0, size // world_size)
+    for step in (0, 3):
+        whole, epochs = plain.batches(step, 4, 0, 1), plain.epochs(step, 4, 0, 1)
+        parts = [balanced.batches(step, 4, rank, world_size) for rank in range(world_size)]
+        its = [balanced.epochs(step, 4, rank, world_size) for rank in range(world_size)]
+        for row in range(4):
+            expected = list(zip(whole.sample_ids[row], epochs[row], strict=True))
+            found = [
+                pair
+                for part, epoch in zip(parts, its, strict=True)
+                for pair in zip(part.sample_ids[row], epoch[row], strict=True)
+            ]
+            assert sorted(found) == sorted(expected)
+        assert sum(part.num_substitutes for part in parts) == whole.num_substitutes
+
+
+def test_packed_web_text_is_balanced_within_two_percent() -> None:
+    lengths = np.random.default_rng(0).lognormal(6.2, 1.1, 20_000).astype(np.int64) + 1
+    packed = pack_documents(
+        len(lengths), lambda documents: lengths[documents], PackRule(4096, "split"), NO_SAMPLES
+    )
+    costs = np.add.reduceat(RULE.cost(packed.lengths.astype(np.int64)), packed.bounds[:-1])
+    balance = Balance(costs.take)
+    planner = BatchPlanner(Order("full", "drop", 1, 64), packed.num_sequences)
+    for step in range(40):
+        ids = planner.batch(step).sample_ids
+        parts = costs[ids].reshape(8, -1).sum(axis=1)
+        assert balance.spread(ids, 8) <= min(0.02, parts.max() / parts.mean() - 1)
+
+
+def test_one_costly_sample_leaves_its_rank_the_cheapest_others() -> None:
+    balance = Balance(np.array([100.0, 1, 2, 3, 4, 5]).take)
+    parts = [balance.arrangement(np.arange(6)[None], rank, 2)[0].tolist() for rank in range(2)]
+    assert sorted(parts) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("factors", [(0, 0), (-1, 2), (1, float("nan")), (float("inf"), 0)])
+def test_factors_that_are_no_cost_are_refused(factors: tuple[float, float]) -> None:
+    with pytest.raises(InvalidRequest, match="must be numbers of at least 0"):
+        CostRule(*factors)

@@ -1,0 +1,24 @@
+"""A small tokenizer, as a file of Hugging Face's tokenizers."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+_TEXTS = ["the cat sat on the mat", "hello world, the answer is no", "and now for the world"]
+
+
+def make_tokenizer(path: Path, size: int = 320) -> Path:
+    """Writes a byte-level BPE of `size` ids, the special ones first; returns the path."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXTS * 20, trainer)
+    tokenizer.save(str(path))
+    return path

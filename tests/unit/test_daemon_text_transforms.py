@@ -1,0 +1,123 @@
+"""Tokens of text and of conversations, beside what the tokenizer's own library says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gyre_daemon.errors import NotAllowed
+from gyre_daemon.transforms.names import to_steps
+from gyre_daemon.transforms.text import Chat, Tokenize
+from gyre_daemon.transforms.transform import Field, Sample, Transform
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from tests.tokenizers import make_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n"
+    "{{ message['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "hello wörld"},
+    {"role": "assistant", "content": "the answer"},
+    {"role": "user", "content": "and now?"},
+    {"role": "assistant", "content": "no."},
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    config = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return make_tokenizer(folder / "tokenizer.json")
+
+
+def made(transform: Transform, text: str) -> Sample:
+    sample: Sample = {"text": np.frombuffer(text.encode(), np.uint8)}
+    transform.outputs({"text": Field(np.dtype(np.uint8), (None,))})
+    transform.apply(sample, np.random.default_rng(), {})
+    return sample
+
+
+def test_ids_are_those_of_the_tokenizers_library(path: Path) -> None:
+    text = "the cat sat on the wörld"
+    library = Tokenizer.from_file(str(path))
+    ids = made(Tokenize("text", str(path), end=1), text)["tokens"]
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [*library.encode(text).ids, 1]
+    json_text = json.dumps({"body": text, "n": 1})
+    assert made(Tokenize("text", str(path), key="body"), json_text)["tokens"].tolist() == (
+        library.encode(text).ids
+    )
+    assert made(Tokenize("text", "bytes"), "ä")["tokens"].tolist() == [195, 164]
+
+
+def test_what_an_assistant_says_counts(path: Path) -> None:
+    sample = made(Chat("text", str(path)), json.dumps({"messages": TALK}))
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    reference: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_file=str(path), **special
+    )
+    ids = reference.apply_chat_template(TALK, chat_template=TEMPLATE, tokenize=True)
+    assert sample["tokens"].tolist() == ids
+    learnt = Tokenizer.from_file(str(path)).decode(
+        sample["tokens"][sample["loss_mask"]].tolist(), skip_special_tokens=False
+    )
+    assert learnt == "the answer</s>\nno.</s>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting"),
+        ("[]", "no object with a list of messages"),
+        ('{"messages": [{"content": "x"}]}', "no object with a list of messages"),
+    ],
+)
+def test_conversations_that_are_none_are_refused(path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        made(Chat("text", str(path)), text)
+
+
+def test_a_template_that_changes_earlier_messages_is_refused(path: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "tokenizer.json"
+    moved.write_bytes(path.read_bytes())
+    template = "{{ messages | length }}" + TEMPLATE
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ValueError, match="message 1 otherwise when others follow"):
+        made(Chat("text", str(moved)), json.dumps({"messages": TALK}))
+
+
+def test_the_contents_of_the_file_are_part_of_the_version(path: Path, tmp_path: Path) -> None:
+    other = make_tokenizer(tmp_path / "other.json", size=262)
+    first, second = Tokenize("text", str(path)), Tokenize("text", str(other))
+    other.write_bytes(path.read_bytes())
+    assert first.version != second.version
+    assert first.version == Tokenize("text", str(other)).version
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "reason"),
+    [
+        ("tokenizer.json", "must be an absolute path"),
+        ("/nowhere/tokenizer.json", "cannot be read: No such file"),
+        ("/etc/hostname", "is no tokenizer"),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_refused(tokenizer: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Tokenize("text", tokenizer)
+
+
+def test_clients_of_a_shared_daemon_name_no_files() -> None:
+    declared: list[dict[str, Any]] = [{"name": "tokenize", "field": "x", "tokenizer": "/etc/x"}]
+    keys: dict[str, Any] = {"installed": [], "allow_modules": False}
+    with pytest.raises(NotAllowed, match="opens no files that clients name"):
+        to_steps(declared, **keys, allow_files=False)
+    assert to_steps(declared, **keys, allow_files=True)
+    declared[0]["tokenizer"] = "bytes"
+    assert to_steps(declared, **keys, allow_files=False)

@@ -1,0 +1,101 @@
+"""Chains of transforms, and the random numbers of samples, without processes."""
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from gyre_daemon.order.planner import BatchPlanner, Order
+from gyre_daemon.transforms import Field, Sample, Transform
+from gyre_daemon.transforms.chain import Chain, TransformFailed
+from gyre_daemon.transforms.seeding import SampleGenerators
+from gyre_daemon.transforms.sequences import CropOrPad
+
+BYTES = Field(np.dtype(np.uint8), (None,))
+SOURCE = {"text": BYTES, "label": Field(np.dtype(np.int64), ())}
+
+
+@dataclass(frozen=True)
+class Doubled(Transform):
+    """Makes `twice` of `field`, which it may drop."""
+
+    field: str = "text"
+    is_dropped: bool = False
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return [self.field]
+
+    @property
+    def drops(self) -> Sequence[str]:
+        return [self.field] if self.is_dropped else []
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        return {"twice": fields[self.field]}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        self.put("twice", np.concatenate([sample[self.field]] * 2), sample, out)
+
+
+def test_a_chain_hands_results_on_and_writes_the_last_into_the_batch() -> None:
+    steps = [("double", Doubled(is_dropped=True)), ("crop", CropOrPad("twice", 5, value=9))]
+    chain = Chain(steps, SOURCE)
+    assert chain.made == {"twice": Field(np.dtype(np.uint8), (5,))}
+    assert (chain.passed, chain.read, chain.cost) == (["label"], ["text"], "heavy")
+    generator = np.random.default_rng(0)
+    for text, wanted in ((b"abc", b"abcab"), (b"ab", b"abab\x09"), (b"", b"\x09" * 5)):
+        out = np.empty(5, np.uint8)
+        chain.apply({"text": np.frombuffer(text, np.uint8)}, generator, {"twice": out})
+        assert out.tobytes() == wanted
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ([("a", Doubled("jpg"))], r"transforms\[0\] \(a\) needs the field 'jpg'; there are text"),
+        ([("a", Doubled())], r"samples of 'twice' differ in shape \[\*\]"),
+        ([("a", Doubled(is_dropped=True)), ("b", CropOrPad("text", 3))], "needs the field 'text'"),
+        ([("a", CropOrPad("label", 3))], r"transforms\[0\] \(a\): 'label' is one number"),
+        ([("a", CropOrPad("text", 3, value=300))], "value is 300, which is no uint8"),
+    ],
+)
+def test_chains_that_do_not_fit_are_refused(
+    steps: Sequence[tuple[str, Transform]], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Chain(steps, SOURCE)
+
+
+def test_a_transform_that_fails_is_named() -> None:
+    chain = Chain([("double", Doubled()), ("crop", CropOrPad("twice", 4))], SOURCE)
+    with pytest.raises(TransformFailed, match="double: KeyError: 'text'"):
+        chain.apply({}, np.random.default_rng(0), {"twice": np.empty(4, np.uint8)})
+
+
+def test_a_generator_that_is_seeded_again_is_as_a_new_one() -> None:
+    generators = SampleGenerators()
+    for seed, epoch, sample in ((0, 0, 0), (2**64 - 1, 7, 2**62), (3, 1, 5)):
+        key = hashlib.blake2b(struct.pack("<3Q", seed, epoch, sample), digest_size=16).digest()
+        fresh = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+        again = generators.of(seed, epoch, sample)
+        for draw in ("random", "integers32", "standard_normal"):
+            if draw == "integers32":  # half a word is kept for the next draw
+                assert again.integers(1 << 16, dtype=np.uint32) == fresh.integers(
+                    1 << 16, dtype=np.uint32
+                )
+            else:
+                assert getattr(again, draw)() == getattr(fresh, draw)()
+
+
+@pytest.mark.parametrize("tail", ["wrap", "drop", "pad"])
+@pytest.mark.parametrize("start", [0, 17])
+def test_epochs_are_those_of_the_positions(tail: str, start: int) -> None:
+    order = Order("full", tail, 1, 6, start_position=start)  # type: ignore[arg-type]
+    planner = BatchPlanner(order, 13)
+    positions = np.arange(6 * 9).reshape(9, 6)
+    wanted = start // planner.epoch_length + positions // planner.epoch_length
+    for world_size in (1, 2, 3):
+        parts = [planner.epochs(2, 7, rank, world_size) for rank in range(world_size)]
+        assert np.array_equal(np.concatenate(parts, axis=1), wanted[2:])
