@@ -27,17 +27,19 @@ from tests.waiting import until
 
 # The local dataset: a batch is 256 KiB and more.
 LENGTH, BATCH = (2048, 32)
+# Batches of the remote dataset under way: more than a reader on a busy core falls behind.
+PREFETCH = 64
 
 
 @pytest.fixture
 def storage() -> Iterator[ObjectServerProcess]:
     with object_server() as server:
-        server.put("/bucket/tokens.bin", np.arange(8000, dtype="<u2").tobytes())
+        server.put("/bucket/tokens.bin", np.arange(32000, dtype="<u2").tobytes())
         yield server
 
 
 def remote(storage: ObjectServerProcess) -> dict[str, Any]:
-    """A dataset of 1000 samples, each of which is a request."""
+    """A dataset of 4000 samples, each of which is a request."""
     uri = {
         "uri": "s3://bucket/tokens.bin",
         "format": "tokens",
@@ -51,22 +53,28 @@ def remote(storage: ObjectServerProcess) -> dict[str, Any]:
 def shares(loaders: Mapping[str, Loader], num_batches: int) -> Mapping[str, int]:
     """How many of `num_batches` batches each job gets while all read as fast as they can."""
     counts: Counter[str] = Counter()
+    settling = num_batches // 2  # what was ready at the start was not fetched in competition
 
     def read(job: str) -> None:
-        for _ in range(8):  # what was ready
+        for _ in range(PREFETCH):
             next(loaders[job])
-        ready.wait()
-        while counts.total() < num_batches:
+        together.wait()
+        while counts.total() < settling:
+            next(loaders[job])
+            counts[job] += 1
+        at_the_start.setdefault(job, counts[job])
+        while counts.total() < settling + num_batches:
             next(loaders[job])
             counts[job] += 1
 
-    ready = threading.Barrier(len(loaders))
+    at_the_start: dict[str, int] = {}
+    together = threading.Barrier(len(loaders))
     threads = [threading.Thread(target=read, args=(job,)) for job in loaders]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return counts
+    return {job: counts[job] - at_the_start[job] for job in loaders}
 
 
 def test_what_is_scarce_goes_to_jobs_by_their_weights(
@@ -78,18 +86,23 @@ def test_what_is_scarce_goes_to_jobs_by_their_weights(
 
     def loader(job: str, seed: int) -> Loader:
         return Loader(
-            "tokens", batch_size=4, seed=seed, prefetch_batches=8, job=job, address=daemon.address
+            "tokens",
+            batch_size=4,
+            seed=seed,
+            prefetch_batches=PREFETCH,
+            job=job,
+            address=daemon.address,
         )
 
     with loader("prod-a", 1) as heavy, loader("probe", 2) as light:
         loaders = {"prod-a": heavy, "probe": light}
-        counts = shares(loaders, 120)
+        counts = shares(loaders, 160)
         assert 2 < counts["prod-a"] / counts["probe"] < 4.5
         event = daemon.reconfigure(
             to_toml({**config, "listen": [daemon.address], "job_weights": {"probe": 3}})
         )
         assert (event["event"], event["reweighed"]) == ("reloaded", ["probe", "prod-*"])
-        counts = shares(loaders, 120)
+        counts = shares(loaders, 160)
         assert 2 < counts["probe"] / counts["prod-a"] < 4.5
 
 
