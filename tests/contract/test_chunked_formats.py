@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Scan, TolerantFormat
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.lines import frames
 from gyre_daemon.errors import ConfigError, CorruptSample
 from hypothesis import given, settings

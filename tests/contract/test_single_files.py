@@ -12,7 +12,7 @@ import pytest
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SampleIndex, make_format
 from gyre_daemon.datasets.formats.listed import ListedFormat, ManifestColumn
-from gyre_daemon.datasets.indexing.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
 from gyre_daemon.errors import (
     ConfigError,
     CorruptSample,

@@ -15,9 +15,9 @@ import pytest
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor

@@ -72,7 +72,7 @@ def scanning(daemon: Daemon) -> list[psutil.Process]:
     servers = [
         child
         for child in psutil.Process(daemon.process.pid).children()
-        if any("scan_server" in word for word in child.cmdline())
+        if any("scans.server" in word for word in child.cmdline())
     ]
     return [child for server in servers for child in server.children()]
 
@@ -249,7 +249,7 @@ def test_a_sample_of_millions_of_values_becomes_no_objects() -> None:
 
 def test_a_scan_stream_that_fails_gives_the_storage_s_error() -> None:
     from gyre_daemon.datasets.formats.webdataset.scan import scan_tar
-    from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
+    from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
     from gyre_daemon.errors import CorruptSample, StorageUnavailable
 
     async def broken() -> AsyncIterator[bytes]:

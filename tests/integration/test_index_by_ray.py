@@ -23,9 +23,9 @@ from gyre_client.command.cli import main
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import Format, make_format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.indexing.ray_scans import RayScans, ray_address
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
-from gyre_daemon.datasets.indexing.scanner import Scanner
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
+from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans, ray_address
+from gyre_daemon.datasets.indexing.scans.scanner import Scanner
 from gyre_daemon.errors import ConfigError, GyreError, InvalidRequest
 from gyre_daemon.monitoring.metrics import Metrics
 from gyre_daemon.runtime.fair import FairExecutor

@@ -7,8 +7,8 @@ import pytest
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.cost import CostQuery, CostReport, StoragePrices
 from gyre_daemon.datasets.formats.base import FieldSpec
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.chunks import chunk_arrays
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.order.block_order import window_of_chunks
 from gyre_daemon.order.planner import Order, planner_for
 from gyre_daemon.storage.shard import Shard

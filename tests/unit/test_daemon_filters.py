@@ -7,7 +7,7 @@ import pytest
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.filtering.index import Filtered, apply_filter, numbered
 from gyre_daemon.datasets.formats import FieldSpec
-from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st

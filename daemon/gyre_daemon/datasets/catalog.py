@@ -22,7 +22,7 @@ from gyre_daemon.datasets.indexing.changes import (
     what_changed,
 )
 from gyre_daemon.datasets.indexing.indexer import Indexer
-from gyre_daemon.datasets.indexing.ray_scans import RayScans, ray_address
+from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans, ray_address
 from gyre_daemon.datasets.indexing.shards import IndexedShard, OpeningDataset
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards, is_compressed, unpacked_name
 from gyre_daemon.datasets.packed_datasets import PackedDatasets

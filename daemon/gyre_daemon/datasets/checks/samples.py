@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gyre_daemon.datasets.checks.damage import Damage, ShardFields, checkable, from_arrays
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex, stored_fields
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
 from gyre_daemon.datasets.indexing.shard_files import open_file
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage
-from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.errors import CorruptSample, first_error
 from gyre_daemon.storage.base import Reads
 from gyre_daemon.storage.beneath import LocalFile

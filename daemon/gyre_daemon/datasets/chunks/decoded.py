@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from gyre_daemon.datasets.chunks.decoders import Decoders
 from gyre_daemon.datasets.chunks.exchange import Exchange, ExchangeRoom, pages
-from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.runtime.fair import FairExecutor
 from gyre_daemon.storage.base import ReadPlan, Reads, ShardBounds, Storage
 from gyre_daemon.storage.beneath import LocalFile

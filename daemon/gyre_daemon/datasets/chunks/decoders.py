@@ -5,7 +5,7 @@ import os
 
 from gyre_daemon.datasets.chunks.exchange import Exchange
 from gyre_daemon.datasets.formats.decoding import DecodeRequest
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
 from gyre_daemon.errors import CorruptSample, GyreError
 from gyre_daemon.runtime.fair import FairQueue, Flow
 

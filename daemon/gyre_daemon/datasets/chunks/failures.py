@@ -13,7 +13,7 @@ import numpy as np
 from gyre_daemon.datasets.checks.damage import Damage, from_arrays, to_arrays
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample
-from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, first_error
 from gyre_daemon.storage.base import Reads, Storage

@@ -8,10 +8,10 @@ import numpy as np
 
 from gyre_daemon.datasets.filtering.expression import Filter
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
-from gyre_daemon.datasets.formats.bounds import RaggedBounds
-from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.chunks import Decode, Expected
 from gyre_daemon.datasets.formats.field_spec import Extents, stored_fields
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_that_begin_at
 from gyre_daemon.order.permutation import Int64Array

@@ -2,7 +2,7 @@
 
 In: the names, sizes and bytes of shards. Out: a `SampleIndex`, which says where each sample lies
 and which fields it has. Everything here is pure. `base` defines the interface and shows how to
-write a format; `table` has the index that most formats need; each format is a package of its own.
+write a format; `indexes` has the indexes that formats share; each format is a package of its own.
 """
 
 from collections.abc import Mapping

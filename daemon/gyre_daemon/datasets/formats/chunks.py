@@ -29,8 +29,8 @@ from gyre_daemon.datasets.formats.base import (
     FieldSpec,
     array_of,
 )
+from gyre_daemon.datasets.formats.indexes.stored import json_of
 from gyre_daemon.datasets.formats.names import is_servable
-from gyre_daemon.datasets.formats.stored import json_of
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.permutation import Int64Array
 from gyre_daemon.storage.shard import Shard

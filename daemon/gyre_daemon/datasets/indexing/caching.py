@@ -5,7 +5,7 @@ import numpy as np
 from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.dataset import block_ranges
 from gyre_daemon.datasets.formats import SampleIndex
-from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.cache.blocks import BlockMap

@@ -15,7 +15,7 @@ from gyre_daemon.datasets.chunks.decoded import DecodedStorage, DecodingRoom
 from gyre_daemon.datasets.chunks.failures import ChunkFailures
 from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.base import DamagedSample
-from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.indexing.shards import OpeningDataset
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.events import log_event

@@ -38,15 +38,19 @@ from gyre_daemon.datasets.indexing.caching import behind_cache
 from gyre_daemon.datasets.indexing.changes import PreviousIndex
 from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
 from gyre_daemon.datasets.indexing.corrupt import CorruptFinder
-from gyre_daemon.datasets.indexing.format_search import FoundFormat, find_format
-from gyre_daemon.datasets.indexing.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.discovery.format_search import FoundFormat, find_format
+from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.discovery.shard_lists import FORMAT as SHARD_LISTS
+from gyre_daemon.datasets.indexing.discovery.shard_lists import (
+    ShardList,
+    may_be_list,
+    open_shard_list,
+)
 from gyre_daemon.datasets.indexing.probing import ProbeRunner
-from gyre_daemon.datasets.indexing.ray_scans import RayScans
-from gyre_daemon.datasets.indexing.read_ahead import Beside
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
+from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans
+from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
-from gyre_daemon.datasets.indexing.shard_lists import FORMAT as SHARD_LISTS
-from gyre_daemon.datasets.indexing.shard_lists import ShardList, may_be_list, open_shard_list
 from gyre_daemon.datasets.indexing.shards import (
     NUM_THREADS,
     IndexedShard,

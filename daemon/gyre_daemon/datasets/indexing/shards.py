@@ -19,12 +19,12 @@ from gyre_daemon.datasets.formats import Format
 from gyre_daemon.datasets.formats.base import Arrays, Scan
 from gyre_daemon.datasets.indexing.changes import Change, PreviousIndex, ShardChanges
 from gyre_daemon.datasets.indexing.checksum_taker import ChecksumTaker
-from gyre_daemon.datasets.indexing.ray_scans import MAX_IN_RAY, RayScans
-from gyre_daemon.datasets.indexing.read_ahead import Beside
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcesses
-from gyre_daemon.datasets.indexing.scanner import Scanner
+from gyre_daemon.datasets.indexing.discovery.shard_lists import ShardList
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcesses
+from gyre_daemon.datasets.indexing.scans.ray_scans import MAX_IN_RAY, RayScans
+from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
+from gyre_daemon.datasets.indexing.scans.scanner import Scanner
 from gyre_daemon.datasets.indexing.shard_files import open_shard, until
-from gyre_daemon.datasets.indexing.shard_lists import ShardList
 from gyre_daemon.datasets.indexing.unpacked import UnpackedDataset, is_compressed
 from gyre_daemon.datasets.sidecars.store import SidecarKey, SidecarStore
 from gyre_daemon.errors import CorruptSample, InvalidRequest

@@ -21,7 +21,6 @@ from gyre_daemon.datasets.formats.base import (
     Scan,
     array_of,
 )
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.chunks import (
     Column,
     StoredChunk,
@@ -29,10 +28,11 @@ from gyre_daemon.datasets.formats.chunks import (
     chunk_arrays,
     refuse_damaged,
 )
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.stored import json_of
+from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.datasets.formats.npy import is_number_type
-from gyre_daemon.datasets.formats.stored import json_of
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.shard import Shard
 

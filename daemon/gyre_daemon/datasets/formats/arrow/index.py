@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import PRESENT_SUFFIX, Arrays, Extents, FieldSpec
-from gyre_daemon.datasets.formats.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
 from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_unequal_samples

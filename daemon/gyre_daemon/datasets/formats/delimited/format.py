@@ -16,11 +16,11 @@ from gyre_daemon.datasets.formats.base import (
     array_of,
 )
 from gyre_daemon.datasets.formats.delimited.scan import MalformedTable, scan_table
+from gyre_daemon.datasets.formats.indexes.stored import check_columns, json_of
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
-from gyre_daemon.datasets.formats.stored import check_columns, json_of
-from gyre_daemon.datasets.formats.table import SampleTable
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from gyre_daemon.datasets.formats.base import CodecName, FieldSpec
 from gyre_daemon.datasets.formats.files.classes import class_numbers
 from gyre_daemon.datasets.formats.files.manifest import TYPES, read_manifest
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.listed import Manifest, ManifestColumn
 from gyre_daemon.datasets.formats.media import AUDIO, IMAGES
 from gyre_daemon.datasets.formats.names import check_names, renamed
-from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.storage.file_table import FileTable, Texts
 

@@ -9,12 +9,12 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, SampleIndex, Scan
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.chunks import check_chunks, num_rows
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.stored import check_extents
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.lines.frames import LineFrames
 from gyre_daemon.datasets.formats.lines.scan import scan_lines
-from gyre_daemon.datasets.formats.stored import check_extents
-from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.datasets.formats.values import check_json, check_text
 from gyre_daemon.datasets.formats.zstd import recognised
 from gyre_daemon.errors import ConfigError, CorruptSample

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays, FieldSpec, array_of
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.chunks import Column, StoredChunk, chunk_arrays
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.mds.scan import check_scan, scan_mds
 from gyre_daemon.datasets.formats.values import parse_integer, parse_number
 from gyre_daemon.datasets.formats.zstd import MAX_FRAME_BYTES, decompress, frames, recognised

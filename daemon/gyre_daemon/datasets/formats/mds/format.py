@@ -14,6 +14,8 @@ from gyre_daemon.datasets.formats.base import (
     SampleIndex,
     Scan,
 )
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.mds.compressed import (
     any_compressed,
     check_any,
@@ -23,8 +25,6 @@ from gyre_daemon.datasets.formats.mds.compressed import (
 from gyre_daemon.datasets.formats.mds.scan import SCAN_VERSION, MdsColumn
 from gyre_daemon.datasets.formats.names import check_names, renamed
 from gyre_daemon.datasets.formats.schemas import SchemaOptions, known_columns
-from gyre_daemon.datasets.formats.table import SampleTable
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

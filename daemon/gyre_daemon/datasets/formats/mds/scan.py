@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Arrays
-from gyre_daemon.datasets.formats.stored import check_columns, json_of
+from gyre_daemon.datasets.formats.indexes.stored import check_columns, json_of
 from gyre_daemon.errors import CorruptSample
 
 SCAN_VERSION = "mds/1"

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from gyre_daemon.datasets.formats.arrow_columns import ColumnOptions, require_pyarrow, scan_version
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, SampleIndex, Scan
-from gyre_daemon.datasets.formats.chunk_index import ChunkIndex
 from gyre_daemon.datasets.formats.chunks import check_chunks, num_rows, refuse_damaged
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkIndex
+from gyre_daemon.datasets.formats.indexes.union_index import assemble_union
 from gyre_daemon.datasets.formats.parquet.reading import RowGroupDecoder, RowGroupScan
-from gyre_daemon.datasets.formats.union_index import assemble_union
 from gyre_daemon.storage.shard import Shard
 
 

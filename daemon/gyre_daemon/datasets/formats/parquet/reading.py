@@ -1,6 +1,6 @@
 """Scans Parquet files and decodes their row groups, by pyarrow.
 
-pyarrow is imported when the first file is read: see `scan_server`, which runs this in processes
+pyarrow is imported when the first file is read: see `scans.server`, which runs this in processes
 that may be killed. Nothing is read ahead and no thread is started.
 """
 

@@ -15,10 +15,10 @@ from gyre_daemon.datasets.formats.base import (
     ProbeSteps,
     array_of,
 )
+from gyre_daemon.datasets.formats.indexes.stored import json_of
+from gyre_daemon.datasets.formats.indexes.strided import StridedIndex
 from gyre_daemon.datasets.formats.names import check_names
 from gyre_daemon.datasets.formats.npy import NPY_MAGIC, is_number_type, is_shape, parse_npy_header
-from gyre_daemon.datasets.formats.stored import json_of
-from gyre_daemon.datasets.formats.strided import StridedIndex
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.storage.shard import Shard
 

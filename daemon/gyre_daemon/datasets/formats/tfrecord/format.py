@@ -13,8 +13,8 @@ from typing import BinaryIO
 import numpy as np
 
 from gyre_daemon.datasets.formats.base import Arrays, DamagedSample, FieldSpec, Scan, array_of
-from gyre_daemon.datasets.formats.stored import check_extents
-from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.stored import check_extents
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.errors import ConfigError, CorruptSample
 from gyre_daemon.storage.shard import Shard
 

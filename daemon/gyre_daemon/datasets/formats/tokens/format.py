@@ -18,8 +18,8 @@ from gyre_daemon.datasets.formats.base import (
     Probe,
     SampleIndex,
 )
-from gyre_daemon.datasets.formats.strided import StridedIndex
-from gyre_daemon.datasets.formats.table import SampleTable
+from gyre_daemon.datasets.formats.indexes.strided import StridedIndex
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.tokens.documents import (
     DOCUMENTS_VERSION,
     check_documents,

@@ -15,8 +15,8 @@ from gyre_daemon.datasets.formats.base import (
     ReadAhead,
     Scan,
 )
+from gyre_daemon.datasets.formats.indexes.table import SampleTable
 from gyre_daemon.datasets.formats.media import media_type_of
-from gyre_daemon.datasets.formats.table import SampleTable
 from gyre_daemon.datasets.formats.webdataset.ahead import SUFFIX, headers_ahead
 from gyre_daemon.datasets.formats.webdataset.arrays import array_field
 from gyre_daemon.datasets.formats.webdataset.fields import (

@@ -1,6 +1,6 @@
-"""`python -m gyre_daemon.datasets.indexing.scan_server FD` forks processes that scan shards.
+"""`python -m gyre_daemon.datasets.indexing.scans.server FD` forks processes that scan shards.
 
-Only a daemon starts it: see `scan_processes`. A scan reads files that anybody may have written, in
+Only a daemon starts it: see `processes`. A scan reads files that anybody may have written, in
 pure Python, for seconds or minutes. In a process of its own it takes no turn of the daemon's
 interpreter, all its memory is given back at its end, and it can be killed at any time.
 

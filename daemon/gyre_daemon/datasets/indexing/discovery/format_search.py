@@ -5,14 +5,14 @@ from typing import cast
 
 from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.formats import SINGLE_FILES, ListedFormat, make_format
-from gyre_daemon.datasets.indexing.detection import (
+from gyre_daemon.datasets.indexing.discovery.detection import (
     HEAD_BYTES,
     format_by_head,
     format_by_name,
     pattern_of,
     possible_shards,
 )
-from gyre_daemon.datasets.indexing.listing import FileListing, list_files
+from gyre_daemon.datasets.indexing.discovery.listing import FileListing, list_files
 from gyre_daemon.datasets.indexing.shard_files import read_ranges
 from gyre_daemon.errors import ConfigError, InvalidRequest, ShardMissing
 from gyre_daemon.storage.base import Storage

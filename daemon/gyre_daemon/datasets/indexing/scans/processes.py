@@ -1,4 +1,4 @@
-"""Has shards scanned by processes that may be killed; see `scan_server` for their side."""
+"""Has shards scanned by processes that may be killed; see `server` for their side."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from gyre_daemon.datasets.indexing.scan_server import LENGTH, RANGE, Kind, Run
+from gyre_daemon.datasets.indexing.scans.server import LENGTH, RANGE, Kind, Run
 from gyre_daemon.datasets.sidecars.file import Arrays, decode
 from gyre_daemon.errors import (
     ConfigError,
@@ -49,7 +49,7 @@ class ScanProcesses:
     """Starts processes that scan, for all datasets of a daemon. Nothing runs before the first."""
 
     def __init__(self) -> None:
-        self._server = ProcessServer("gyre_daemon.datasets.indexing.scan_server")
+        self._server = ProcessServer("gyre_daemon.datasets.indexing.scans.server")
 
     async def start(self) -> "ScanProcess":
         """A process that scans one shard at a time; the caller ends it.

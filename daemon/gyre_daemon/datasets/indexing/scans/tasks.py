@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.indexing.scan_server import Run, reply_of
+from gyre_daemon.datasets.indexing.scans.server import Run, reply_of
 from gyre_daemon.datasets.indexing.shard_files import open_file, open_shard, read_ranges
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.monitoring.metrics import Metrics
@@ -79,7 +79,7 @@ class ShardTask:
 
 
 def scan_shard(pickled: bytes) -> bytes:
-    """Scan the shard of a pickled `ShardTask`; the reply is that of `scan_server`."""
+    """Scan the shard of a pickled `ShardTask`; the reply is that of `server`."""
     task: ShardTask = pickle.loads(pickled)
     return reply_of(task.shard.name, lambda: _scan(task))
 

@@ -27,9 +27,9 @@ from gyre_daemon.datasets.formats.base import (
     indexed_fields,
     stored_fields,
 )
-from gyre_daemon.datasets.formats.bounds import RaggedBounds
-from gyre_daemon.datasets.formats.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.chunks import Decode, Expected
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.chunk_index import ChunkedIndex
 from gyre_daemon.datasets.formats.schemas import (
     Schema,
     SchemaOptions,

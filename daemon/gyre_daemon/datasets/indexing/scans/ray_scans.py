@@ -10,10 +10,10 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
-from gyre_daemon.datasets.indexing.ray_driver import LOCAL, NUMBER
-from gyre_daemon.datasets.indexing.scan_processes import to_error
-from gyre_daemon.datasets.indexing.scan_server import LENGTH
-from gyre_daemon.datasets.indexing.shard_tasks import ShardTask
+from gyre_daemon.datasets.indexing.scans.processes import to_error
+from gyre_daemon.datasets.indexing.scans.ray_driver import LOCAL, NUMBER
+from gyre_daemon.datasets.indexing.scans.server import LENGTH
+from gyre_daemon.datasets.indexing.scans.tasks import ShardTask
 from gyre_daemon.datasets.sidecars.file import Arrays, decode
 from gyre_daemon.errors import ConfigError, CorruptSample, InvalidRequest, StorageUnavailable
 
@@ -115,7 +115,7 @@ class RayScans:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "gyre_daemon.datasets.indexing.ray_driver",
+                "gyre_daemon.datasets.indexing.scans.ray_driver",
                 str(theirs.fileno()),
                 self._address,
                 stdin=asyncio.subprocess.DEVNULL,

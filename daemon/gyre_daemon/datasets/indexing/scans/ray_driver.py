@@ -1,4 +1,4 @@
-"""`python -m gyre_daemon.datasets.indexing.ray_driver FD ADDRESS` has shards scanned by Ray.
+"""`python -m gyre_daemon.datasets.indexing.scans.ray_driver FD ADDRESS` has shards scanned by Ray.
 
 Only a daemon starts it: see `ray_scans`. Ray starts threads and processes, and unpickles what its
 workers return; here none of that is in the daemon. The address is that of a cluster, or `local`: a
@@ -6,7 +6,7 @@ Ray of this machine's own, which ends with the driver. Its files lie in a folder
 
 Over its connection the driver sends one message when Ray is there. Then it answers each message,
 in any order. A message is LENGTH of the rest | NUMBER | payload. The payload of a question is a
-pickled `ShardTask`; that of an answer is a reply of `scan_server`, with an error or arrays. The
+pickled `ShardTask`; that of an answer is a reply of `server`, with an error or arrays. The
 first message has the number 0. The driver ends when the daemon closes the connection.
 """
 
@@ -23,8 +23,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from gyre_daemon.datasets.indexing.scan_server import LENGTH, failure_reply
-from gyre_daemon.datasets.indexing.shard_tasks import scan_shard
+from gyre_daemon.datasets.indexing.scans.server import LENGTH, failure_reply
+from gyre_daemon.datasets.indexing.scans.tasks import scan_shard
 from gyre_daemon.datasets.sidecars.file import encode
 from gyre_daemon.errors import CorruptSample, GyreError, InvalidRequest
 

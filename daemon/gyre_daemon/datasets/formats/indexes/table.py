@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_daemon.datasets.formats.base import Extents, FieldSpec, indexed_fields, stored_fields
-from gyre_daemon.datasets.formats.bounds import RaggedBounds
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
 from gyre_daemon.order.blocks import BlockTable, BlockTables, blocks_of_unequal_samples
 from gyre_daemon.order.permutation import Int64Array
 

@@ -17,7 +17,6 @@ from gyre_daemon.datasets.formats.base import (
     FieldSpec,
     SampleIndex,
 )
-from gyre_daemon.datasets.formats.bounds import RaggedBounds
 from gyre_daemon.datasets.formats.chunks import (
     Decode,
     Expected,
@@ -26,6 +25,7 @@ from gyre_daemon.datasets.formats.chunks import (
     fields_of,
     num_rows,
 )
+from gyre_daemon.datasets.formats.indexes.bounds import RaggedBounds
 from gyre_daemon.datasets.formats.schemas import described_all
 from gyre_daemon.errors import CorruptSample
 from gyre_daemon.order.blocks import BlockTable, blocks_that_begin_at

@@ -7,11 +7,11 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from gyre_daemon.datasets.formats.base import Arrays, Scan
-from gyre_daemon.datasets.indexing.ray_scans import RayScans
-from gyre_daemon.datasets.indexing.read_ahead import Beside
-from gyre_daemon.datasets.indexing.scan_processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.indexing.scans.processes import ScanProcess, ScanProcesses
+from gyre_daemon.datasets.indexing.scans.ray_scans import RayScans
+from gyre_daemon.datasets.indexing.scans.read_ahead import Beside
+from gyre_daemon.datasets.indexing.scans.tasks import ShardTask
 from gyre_daemon.datasets.indexing.shard_files import open_file, read_ranges
-from gyre_daemon.datasets.indexing.shard_tasks import ShardTask
 from gyre_daemon.storage.base import Storage
 from gyre_daemon.storage.beneath import LocalFile
 from gyre_daemon.storage.engine.endpoint import EndpointOptions

@@ -1,0 +1,5 @@
+"""Scans of shards: by processes that may be killed, or by Ray.
+
+In: a shard's location, its format, the ranges that the scan will ask for. Out: the arrays of the
+shard's index, or the error that the scan ended in. `scanner` is what `indexing` uses.
+"""
