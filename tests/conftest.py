@@ -75,7 +75,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
     """Returns a nested table of strings, numbers, booleans and lists as TOML."""
     lines = [
-        f"{json.dumps(key)} = {json.dumps(value)}"
+        f"{json.dumps(key)} = {_inline(value)}"
         for key, value in table.items()
         if not isinstance(value, Mapping)
     ]
@@ -84,6 +84,16 @@ def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
             name = f"{prefix}{json.dumps(key)}"
             lines += [f"\n[{name}]", to_toml(value, f"{name}.")]
     return "\n".join(lines)
+
+
+def _inline(value: object) -> str:
+    """Returns a value of TOML on one line."""
+    if isinstance(value, Mapping):
+        pairs = [f"{json.dumps(key)} = {_inline(each)}" for key, each in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_inline, value))}]"
+    return json.dumps(value)
 
 
 @dataclass
