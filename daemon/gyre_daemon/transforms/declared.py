@@ -10,10 +10,11 @@ import numpy as np
 
 from gyre_daemon.datasets.chunks.exchange import ExchangeRoom
 from gyre_daemon.datasets.dataset import Dataset
-from gyre_daemon.datasets.formats import FieldSpec
+from gyre_daemon.datasets.formats import FieldSpec, SampleIndex
 from gyre_daemon.datasets.formats.names import is_servable
 from gyre_daemon.errors import ConfigError
 from gyre_daemon.runtime.fair import NO_JOB
+from gyre_daemon.transforms.measured import MeasuredIndex
 from gyre_daemon.transforms.messages import ENCODER, Described, MadeField, Recipe, SourceField
 from gyre_daemon.transforms.names import to_steps
 from gyre_daemon.transforms.transform import Cost
@@ -53,6 +54,7 @@ class TransformedDataset(Dataset):
         read: the names of the stored fields that they read.
         cost: of one sample.
         pool: who transforms them.
+        measured: the lengths of the ragged fields that are made; None while they are not known.
     """
 
     source: Dataset
@@ -61,6 +63,17 @@ class TransformedDataset(Dataset):
     read: Sequence[str]
     cost: Cost
     pool: TransformPool
+    measured: MeasuredIndex | None = None
+
+    @property
+    def sized(self) -> SampleIndex:
+        """See `Dataset.sized`."""
+        return self.measured or self.index
+
+    @property
+    def made_ragged(self) -> Sequence[FieldSpec]:
+        """The fields that transforms make and whose samples differ in length."""
+        return [spec for spec in self.made if spec.ragged]
 
     @property
     def is_read_in_groups(self) -> bool:
@@ -87,12 +100,12 @@ class Transforms:
 
     async def apply(
         self, dataset: Dataset, declared: Sequence[Mapping[str, Any]], *, by_client: bool
-    ) -> Dataset:
-        """The dataset with its samples transformed; itself where nothing is declared.
+    ) -> TransformedDataset:
+        """The dataset with its samples transformed.
 
         Args:
             dataset: as it is stored.
-            declared: tables with a `name` and options.
+            declared: tables with a `name` and options; at least one.
             by_client: whether a client declares them, and not the operator.
 
         Raises:
@@ -100,8 +113,6 @@ class Transforms:
             NotAllowed: a transform is not served here.
             Overloaded: no process can be started.
         """
-        if not declared:
-            return dataset
         allow_modules = self._allow_modules
         allow_files = allow_modules or not by_client
         steps = to_steps(
@@ -156,8 +167,12 @@ def _checked(made: MadeField) -> FieldSpec:
             f"the transforms make {made.name!r} with the dtype {made.dtype!r}; it must be one of "
             f"{', '.join(sorted(np.dtype(each).name for each in _DTYPES))}"
         )
-    dtype = np.dtype(made.dtype)
-    return FieldSpec(made.name, dtype, made.shape, ragged=False, codec="bytes")
+    dtype, shape = np.dtype(made.dtype), made.shape
+    is_ragged = bool(shape) and shape[0] is None
+    fixed = tuple(length for length in shape[is_ragged:] if length)
+    if len(fixed) != len(shape) - is_ragged:
+        raise ConfigError(f"the transforms make {made.name!r} with lengths that samples differ in")
+    return FieldSpec(made.name, dtype, fixed, ragged=is_ragged, codec="bytes")
 
 
 def _check_names(chosen: Sequence[FieldSpec]) -> None:

@@ -67,7 +67,7 @@ class RotatedModule(ShardedModule):
             number=rotation.sharded.ring.modules.add(copied),
         )
         copied._by_rule = {}
-        return cast(Self, copied)
+        return cast("Self", copied)
 
 
 def mix_in(module: nn.Module, behaviour: type, prefix: str) -> None:

@@ -24,14 +24,14 @@ class ShardedModule:
         Raises:
             RotationError: it would move or convert the shards.
         """
-        with _without_shards(cast(nn.Module, self)) as shards:
+        with _without_shards(cast("nn.Module", self)) as shards:
             for name, shard in shards.items():
                 _require_unchanged(name, shard, fn)
             return super()._apply(fn, recurse)  # type: ignore[misc,no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A module with a copy of this rank's shards, on the same ring."""
-        copy_shards(list(cast(nn.Module, self).parameters()), memo)
+        copy_shards(list(cast("nn.Module", self).parameters()), memo)
         return self._copy(memo)
 
     def _copy(self, memo: dict[int, Any], *without: str) -> Self:
