@@ -1,4 +1,4 @@
-"""Transformed samples in the node's cache, through a real daemon: what is decoded, and how often."""
+"""Transformed samples in the node's cache, through a real daemon: what is decoded how often."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,13 +147,9 @@ def test_a_damaged_sample_is_named_when_the_job_comes_to_it(daemon: Daemon) -> N
     ("chain", "reason"),
     [
         ([*CACHE, *DECODE], "is the first transform, so there is nothing to cache"),
-        ([*DECODE, *RANDOM, *CACHE], r"behind transforms\[2\] \(random_resized_crop\), which draws"),
+        ([*DECODE, *RANDOM, *CACHE], r"behind transforms\[2\] \(random_resized_crop\), which dr"),
         ([*DECODE, *CACHE, *CACHE], r"transforms\[3\] is a second `cache`"),
         ([*DECODE[:1], *CACHE, *RANDOM], r"the samples of 'image' differ in shape \[\*, \*, 3\]"),
-        (
-            [{**DECODE[0], "to": "image", "field": "jpg"}, *CACHE, {"name": "to_chw"}],
-            "differ in shape",
-        ),
     ],
 )
 def test_what_cannot_be_cached_is_refused(daemon: Daemon, chain: Chain, reason: str) -> None:

@@ -64,9 +64,11 @@ class Staging:
 
     @property
     def arena(self) -> "Staging":
+        """See `Place.arena`."""
         return self
 
     def lease(self) -> AbstractContextManager[None]:
+        """See `WritableArena.lease`; `owner` keeps the memory."""
         return nullcontext()
 
 

@@ -190,5 +190,3 @@ def kept(source: Dataset, prefix: Dataset, recipe: bytes, keep: Keep) -> KeptDat
     values = {name: getattr(prefix, name) for name in Dataset.__dataclass_fields__}
     values |= {"index": index, "storage": keep(prefix, index, shard), "chosen": prefix.fields}
     return KeptDataset(**values, source=source)
-
-
