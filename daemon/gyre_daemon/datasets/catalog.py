@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from gyre_daemon.config import DatasetConfig
+from gyre_daemon.config import DatasetConfig, PackConfig
 from gyre_daemon.datasets.checks.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
@@ -231,7 +231,15 @@ class Catalog:
             ]
             return self._mixtures.of(name, config, sources)
         dataset = await self._open_documents(name, config)
-        return await self._packed.of(dataset, config.pack) if config.pack else dataset
+        return await self.packed(dataset, config.pack) if config.pack else dataset
+
+    async def packed(self, documents: Dataset, config: PackConfig) -> Dataset:
+        """The packed sequences of an open dataset.
+
+        Raises:
+            InvalidRequest: its samples cannot be packed so.
+        """
+        return await self._packed.of(documents, config)
 
     def source_of(self, name: str, source: str) -> Dataset | None:
         """An open source of an open mixture."""

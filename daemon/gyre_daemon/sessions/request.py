@@ -152,8 +152,8 @@ class SessionRequest:
             num_corrupt = num_samples  # a small source may come often
         least_epoch = stages[0].num_samples if stages else None
         return (
-            max_batch_bytes(dataset.index, num_samples, num_corrupt, dataset.fields, least_epoch),
-            max_metadata_bytes(dataset.index, num_samples),
+            max_batch_bytes(dataset.sized, num_samples, num_corrupt, dataset.fields, least_epoch),
+            max_metadata_bytes(dataset.sized, num_samples),
         )
 
     def _in_groups(self, batch_bytes: int, part: int) -> int:
