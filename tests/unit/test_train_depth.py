@@ -82,12 +82,12 @@ def test_layers_that_differ_are_not_alike() -> None:
 
 def test_dry_runs_side_by_side_cost_what_they_cost_alone() -> None:
     settings = config(GPT | {"num_layers": 1})
-    alone = figures(dry_run(settings, Strategy.DDP, 2))
+    alone = dry_run(settings, Strategy.DDP, 2).timeline
     jobs = [partial(dry_run, settings, Strategy.DDP, 2)] * 2
-    assert [figures(each) for each in side_by_side(jobs)] == [alone, alone]
+    assert [each.timeline.events for each in side_by_side(jobs)] == [alone.events] * 2
 
 
 def test_the_first_dry_run_that_fails_says_why() -> None:
-    odd = [partial(dry_run, config(GPT), Strategy.DDP, 3), partial(dry_run, config(GPT), "", 4)]
+    odd = [partial(dry_run, config(GPT), Strategy.DDP, num_ranks) for num_ranks in (3, 5)]
     with pytest.raises(ConfigError, match="multiple of 3"):
         side_by_side(odd)
