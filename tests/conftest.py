@@ -73,17 +73,24 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
-    """Returns a nested table of strings, numbers, booleans and lists as TOML."""
+    """Returns a nested table of strings, numbers, booleans, lists and lists of tables as TOML."""
     lines = [
         f"{json.dumps(key)} = {json.dumps(value)}"
         for key, value in table.items()
-        if not isinstance(value, Mapping)
+        if not isinstance(value, Mapping) and not _are_tables(value)
     ]
     for key, value in table.items():
+        name = f"{prefix}{json.dumps(key)}"
         if isinstance(value, Mapping):
-            name = f"{prefix}{json.dumps(key)}"
             lines += [f"\n[{name}]", to_toml(value, f"{name}.")]
+        elif _are_tables(value):
+            for each in value:
+                lines += [f"\n[[{name}]]", to_toml(each, f"{name}.")]
     return "\n".join(lines)
+
+
+def _are_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 @dataclass

@@ -13,6 +13,8 @@ from gyre_daemon.transforms import Cost, Field, Sample, Transform
 ENTRY_POINTS = """[gyre.transforms]
 draw = probe_transforms:Draw
 trouble = probe_transforms:Trouble
+gate = probe_transforms:Gate
+growing = probe_transforms:Growing
 no_transform = probe_transforms:ENTRY_POINTS
 """
 
@@ -88,3 +90,47 @@ class Trouble(Transform):
             raise ValueError("it has credentials")
         time.sleep(self.slow_s)
         self.put("tokens", sample["tokens"], sample, out)
+
+
+@dataclass(frozen=True)
+class Gate(Transform):
+    """Passes text on; samples that have some word wait until a file exists.
+
+    Attributes:
+        field: of the text.
+        word: that they have.
+        file: a path.
+    """
+
+    field: str
+    word: str
+    file: str
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        return {self.field: fields[self.field]}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        while self.word.encode() in sample[self.field].tobytes() and not Path(self.file).exists():
+            time.sleep(0.02)
+        self.put(self.field, sample[self.field], sample, out)
+
+
+@dataclass(frozen=True)
+class Growing(Transform):
+    """Makes `grown`, whose length depends on chance, as no transform may."""
+
+    field: str
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return [self.field]
+
+    def outputs(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        return {"grown": Field(np.dtype(np.int32), (None, 2))}
+
+    def apply(self, sample: Sample, rng: np.random.Generator, out: Sample) -> None:
+        self.put("grown", np.zeros((int(rng.integers(1, 1000)), 2), np.int32), sample, out)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -25,6 +26,8 @@ from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.indexing.unpacked import UnpackedShards
 from gyre_daemon.datasets.sidecars.store import SidecarStore
 from gyre_daemon.errors import ConfigError
+from gyre_daemon.fetching.made import keep_records
+from gyre_daemon.fetching.measuring import Measurer
 from gyre_daemon.listeners import UnixListener, watch_credentials, watch_listeners
 from gyre_daemon.memory.arena_registry import ArenaRegistry
 from gyre_daemon.memory.budget import Budget
@@ -159,10 +162,11 @@ class _Daemon:
         self._config = config
         self._listeners = listeners
         self._cache = _make_cache(config, workers, metrics)
+        sidecars = SidecarStore(config.index_dir, fallback_index_dir)
         self._catalog = Catalog(
             config.datasets,
             StorageOpener(workers, terms, metrics, copy_workers),
-            SidecarStore(config.index_dir, fallback_index_dir),
+            sidecars,
             self._cache,
             allow_ad_hoc=is_private,
             unpacked=UnpackedShards(Path(unpack_dir), config.unpack_disk),
@@ -172,8 +176,10 @@ class _Daemon:
         self._transforms = Transforms(
             TransformWorkers(num_workers, config.transform_deadline_s, metrics.transforms),
             config.installed_transforms,
+            partial(keep_records, self._cache, workers) if self._cache else None,
             allow_modules=is_private,
         )
+        self._measurer = Measurer(sidecars, workers)
         self._registry = ArenaRegistry(config.memory_budget, copy_workers)
         resources = DaemonResources(
             Budget(config.memory_budget),
@@ -198,6 +204,7 @@ class _Daemon:
             self._policy,
             copy_workers,
             self._transforms,
+            self._measurer,
             config.prefetch_batches,
             self._ask_to_stop,
         )
@@ -255,6 +262,7 @@ class _Daemon:
                 task.cancel()
         self._scrapes.stop()
         self._catalog.close()
+        self._measurer.close()
         self._transforms.close()
         self._registry.files.close()
         if self._cache:

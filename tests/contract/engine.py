@@ -73,7 +73,11 @@ class Engine:
         self.storage = RemoteStorage(self.source, self.endpoint, ["there/0.bin"], [SHARD])
 
     def read(
-        self, *starts: int, urgency: int = 0, delays: Delays | None = None
+        self,
+        *starts: int,
+        urgency: int = 0,
+        delays: Delays | None = None,
+        flow: Flow = JOB,
     ) -> "asyncio.Task[list[bytes]]":
         """Read 16 bytes at each of these places."""
 
@@ -81,7 +85,7 @@ class Engine:
             memory = [np.zeros(16, np.uint8) for _ in starts]
             one = Reads.into(memory, [0] * len(starts), list(starts))
             columns = one.shard, one.start, one.size, one.target, one.sample, one.memory
-            await self.storage.read(Reads(*columns, flow=JOB, urgency=urgency, delays=delays))
+            await self.storage.read(Reads(*columns, flow=flow, urgency=urgency, delays=delays))
             return [each.tobytes() for each in memory]
 
         return asyncio.create_task(whole())

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from gyre_daemon.errors import GyreError, StorageUnavailable
+from gyre_daemon.runtime.fair import Flow
 from gyre_daemon.storage.delays import Delays
 from gyre_daemon.storage.engine.admission import AdmissionQueue
 from gyre_daemon.storage.response import Response, response_from_error
@@ -73,6 +74,27 @@ def test_the_head_of_the_window_goes_first() -> None:
             engine.source.asked[number].answer()
         await asyncio.gather(*tasks)
         assert [asked.start for asked in engine.source.asked] == [0, 300, 200, 100]
+
+    play(scene)
+
+
+def test_a_range_goes_at_the_first_turn_of_those_that_wait_for_it() -> None:
+    async def scene() -> None:
+        engine, light, heavy = Engine(max_requests=1), Flow("light"), Flow("heavy", weight=8.0)
+        tasks = [engine.read(start, urgency=start, flow=light) for start in range(0, 1000, 100)]
+        await until(lambda: engine.endpoint.queue.num_waiting == 9)
+        # The share of the job that asked first is smaller, or its need is not so urgent.
+        tasks += [engine.read(900, flow=heavy), engine.read(800, urgency=1, flow=light)]
+        await until(lambda: engine.endpoint.queue.num_waiting == 11)
+        for number in range(10):
+            await until(lambda number=number: len(engine.source.asked) == number + 1)  # type: ignore[misc]
+            engine.source.asked[number].answer()
+        assert await asyncio.gather(*tasks) == [
+            [DATA[start : start + 16]] for start in (*range(0, 1000, 100), 900, 800)
+        ]
+        order = [asked.start for asked in engine.source.asked]
+        assert order == [0, 900, 800, 100, 200, 300, 400, 500, 600, 700]
+        assert engine.endpoint.queue.num_taken == 0
 
     play(scene)
 

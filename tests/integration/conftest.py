@@ -1,12 +1,22 @@
 """Fixtures that several files of integration tests share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gyre_client.targets.target import find_target
 
 from tests.batches import NUM_SAMPLES, SAMPLE_LENGTH
 from tests.conftest import StartDaemon
+
+
+@pytest.fixture(scope="module")
+def private_daemon() -> Iterator[None]:
+    """One private daemon for all loaders and commands of a file: without it each starts its own."""
+    target = find_target(None)
+    yield
+    target.release()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`rename` and `cast`: other names and dtypes of fields, alike in every format."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,13 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.errors import ConfigError, CorruptSample, GyreError
-from gyre_client.targets.target import find_target
 
 from benchmarks.loader.mosaic import streaming
 
+pytestmark = pytest.mark.usefixtures("private_daemon")
+
 NUMBERS = [0, 1, 127, -128, 5]
 SCORES = [0.5, -1.25, 3.0, 1e9, 2.0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def daemon() -> Iterator[None]:
-    """One private daemon for all loaders of this file."""
-    target = find_target(None)
-    yield
-    target.release()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import io
 import json
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,10 @@ import pytest
 import torch
 from gyre_client import Loader
 from gyre_client.command.cli import main
-from gyre_client.targets.target import find_target
+
+pytestmark = pytest.mark.usefixtures("private_daemon")
 
 NUM_SAMPLES = 53
-
-
-@pytest.fixture(scope="module", autouse=True)
-def daemon() -> Iterator[None]:
-    """One private daemon for all loaders and commands of this file."""
-    target = find_target(None)
-    yield
-    target.release()
 
 
 @pytest.fixture(scope="module")

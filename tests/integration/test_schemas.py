@@ -1,7 +1,6 @@
 """`schema = "union"`: shards with different columns are one dataset, in every format of columns."""
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from gyre_client import Loader, texts
 from gyre_client.errors import ConfigError, CorruptSample, GyreError
-from gyre_client.targets.target import find_target
 
 from benchmarks.loader.mosaic import streaming
+
+pytestmark = pytest.mark.usefixtures("private_daemon")
 
 KINDS = ("parquet", "arrow", "compressed", "mds", "zstd", "csv")
 # The rows of three shards; the second lacks `label` and has larger ids, the third has one more.
@@ -22,14 +22,6 @@ SHARDS = (
     [{"id": 1 << 40, "text": "three"}],
     [{"id": 4, "text": "four", "label": 9, "score": 0.5}],
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def daemon() -> Iterator[None]:
-    """One private daemon for all loaders of this file."""
-    target = find_target(None)
-    yield
-    target.release()
 
 
 @pytest.fixture(scope="module")

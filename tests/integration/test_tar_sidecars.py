@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from gyre_client import Loader
 from gyre_client.errors import CorruptSample, GyreError, InvalidRequest
-from gyre_client.targets.target import find_target
 
 from tests.conftest import StartDaemon
 from tests.object_server.process import ObjectServerProcess, object_server
+
+pytestmark = pytest.mark.usefixtures("private_daemon")
 
 
 def write_tar(path: Path, numbers: range, image_bytes: int = 100) -> bytes:
@@ -44,14 +45,6 @@ def shard_list(folder: Path, counts: dict[str, int]) -> dict[str, Any]:
 
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 10240
-
-
-@pytest.fixture(scope="module", autouse=True)
-def daemon() -> Iterator[None]:
-    """One private daemon for all loaders of local files."""
-    target = find_target(None)
-    yield
-    target.release()
 
 
 @pytest.fixture(scope="module")

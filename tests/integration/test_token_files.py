@@ -4,71 +4,27 @@ What is served, what is refused, and in which dtype ids arrive.
 """
 
 import re
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from gyre_client import Loader
-from gyre_client.errors import ConfigError, CorruptSample, GyreError, InvalidRequest, ShardMissing
-from gyre_client.messages.requests import dataset_ref
+from gyre_client.errors import ConfigError, CorruptSample, GyreError, InvalidRequest
 from gyre_client.transport.address import parse_address
 from gyre_client.transport.connection import Connection
-from webdataset import TarWriter
 
-from tests.conftest import Daemon, S3Server, StartDaemon
+from tests.conftest import StartDaemon
+from tests.integration.token_sets import IDS, LENGTH, Serve, epoch, refusals, serving, write_sets
 from tests.token_files import llm_c, megatron_idx
-
-LENGTH = 10
-IDS = np.random.default_rng(0).integers(0, 50257, 3000)
-
-Serve = Callable[..., Daemon]
 
 
 @pytest.fixture
 def serve(gyred: StartDaemon, tmp_path: Path) -> Serve:
-    """`serve(uri, **options)` starts a daemon with the dataset `set`.
-
-    A path is below the test's folder.
-    """
-
-    def start(uri: str, **options: Any) -> Daemon:
-        place = uri if "://" in uri else str(tmp_path / uri)
-        table = {"uri": place, "format": "tokens", "sequence_length": LENGTH, **options}
-        table = {key: value for key, value in table.items() if value is not None}
-        return gyred({"datasets": {"set": table}})
-
-    return start
-
-
-def epoch(daemon: Daemon, **arguments: Any) -> npt.NDArray[Any]:
-    """All samples, by id."""
-    with Loader(
-        "set", batch_size=20, epochs=1, tail="drop", address=daemon.address, **arguments
-    ) as loader:
-        batches = list(loader)
-    ids = torch.cat([batch["sample_id"] for batch in batches])
-    return torch.cat([batch["tokens"] for batch in batches])[ids.argsort()].numpy()
-
-
-def refusals(daemon: Daemon) -> Iterator[GyreError]:
-    """What `describe` says, and what a session."""
-    with (
-        Connection(parse_address(daemon.address)) as connection,
-        pytest.raises(GyreError) as described,
-    ):
-        connection.describe(dataset_ref("set"), 10.0)
-    yield described.value
-    with (
-        pytest.raises(GyreError) as opened,
-        Loader("set", batch_size=20, address=daemon.address) as loader,
-    ):
-        next(loader)
-    yield opened.value
+    """See `serving`."""
+    return serving(gyred, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["npy", "llm.c", "Megatron", "header_bytes", "flat"])
@@ -210,129 +166,6 @@ def test_ids_within_the_vocabulary_are_served(serve: Serve, tmp_path: Path) -> N
         Loader("set", batch_size=20, address=unchecked.address) as two,
     ):
         assert one.fingerprint == two.fingerprint
-
-
-def write_sets(folder: Path, names: list[str], suffix: str) -> None:
-    """A file with a few samples for each name."""
-    for name in names:
-        path = folder / f"{name}.{suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if suffix == "bin":
-            IDS.astype("<u2").tofile(path)
-        else:
-            with TarWriter(str(path)) as writer:
-                for number in range(30):
-                    writer.write({"__key__": str(number), "txt": b"text"})
-
-
-@pytest.mark.parametrize("suffix", ["bin", "tar"])
-def test_a_folder_with_a_held_out_set_in_it_needs_a_pattern(
-    serve: Serve, tmp_path: Path, suffix: str
-) -> None:
-    write_sets(tmp_path / "set", ["wiki_train_000", "wiki_train_001", "wiki_val_000"], suffix)
-    options: dict[str, Any] = {"dtype": "uint16"} if suffix == "bin" else {"format": "webdataset"}
-    if suffix == "tar":
-        options["sequence_length"] = None
-    for refused in refusals(serve("set", **options)):
-        assert type(refused) is InvalidRequest
-        assert "holds train (2 files, such as wiki_train_000" in str(refused)
-        assert "and val (1 files, such as wiki_val_000" in str(refused)
-        pattern = re.search(
-            rf"name (\S+/\*train\*\.{suffix}) or \S+/\*val\*\.{suffix}, "
-            rf"or (\S+/\*\.{suffix}) for all",
-            str(refused),
-        )
-        assert pattern
-        uris = pattern.groups()
-    for uri, num_shards in zip(uris, (2, 3), strict=True):
-        with Connection(
-            parse_address(serve("/" + uri.lstrip("/"), **options).address)
-        ) as connection:
-            assert connection.describe(dataset_ref("set"), 10.0).num_shards == num_shards
-
-
-def test_a_folder_of_folders_says_which_there_are(serve: Serve, tmp_path: Path) -> None:
-    write_sets(tmp_path / "set", ["train/0", "validation/0", "other/0"], "bin")
-    for refused in refusals(serve("set", dtype="uint16")):
-        assert type(refused) is ShardMissing
-        assert "has the folders train, validation: name one of them, such as " in str(refused)
-        assert str(refused).endswith(
-            "set/train, or " + str(tmp_path / "set/*/*.bin") + " for all of them"
-        )
-    assert len(epoch(serve("set/train", dtype="uint16"))) == 300
-
-
-def test_names_that_only_look_alike_are_one_set(serve: Serve, tmp_path: Path) -> None:
-    write_sets(tmp_path / "set", ["trains-0", "constraint", "values", "train-1", "latest"], "bin")
-    assert len(epoch(serve("set", dtype="uint16"))) == 1500
-
-
-def test_headers_of_many_shards_are_kept_until_one_of_them_changes(
-    serve: Serve, tmp_path: Path
-) -> None:
-    (tmp_path / "set").mkdir()
-    for number in range(20):
-        (tmp_path / f"set/{number:02}.bin").write_bytes(llm_c(IDS[:20].astype("<u2")))
-    daemon = serve("set")
-    with Connection(parse_address(daemon.address)) as connection:
-        assert connection.describe(dataset_ref("set"), 10.0).num_samples == 40
-    daemon.stop()
-    index = daemon.config_path.parent / "index"
-    assert sorted(path.suffix for path in index.iterdir()) == [".gyre-dataset", ".gyre-index"]
-    daemon.restart()
-    with Connection(parse_address(daemon.address)) as connection:
-        assert connection.describe(dataset_ref("set"), 10.0).num_samples == 40
-    daemon.stop()
-    (tmp_path / "set/07.bin").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1056))
-    daemon.restart()
-    for refused in refusals(daemon):
-        assert "shard 07.bin holds no token ids: it looks like a PNG image" in str(refused)
-
-
-def test_object_storage_is_asked_once_for_each_head_and_not_again(
-    s3_server: S3Server, serve: Serve
-) -> None:
-    s3_server.make_bucket("heads")
-    for number in range(30):
-        s3_server.put("heads", f"{number:02}.bin", llm_c((IDS[:200] + number).astype("<u2")))
-    daemon = serve("s3://heads", storage=dict(s3_server.storage_settings))
-
-    def gets() -> int:
-        with Connection(parse_address(daemon.address)) as connection:
-            connection.describe(dataset_ref("set"), 30.0)
-        return s3_server.num_requests("GET", "/heads/")
-
-    num_first = gets()  # some may have been sent twice, where the answer was late
-    assert num_first >= 60, "the head of each shard, and the fingerprint's probe"
-    daemon.stop()
-    daemon.restart()
-    assert 30 <= gets() - num_first < 60, "only the fingerprint's probes"
-    assert np.array_equal(epoch(daemon)[:20], IDS[:200].reshape(-1, LENGTH))
-
-
-def test_object_storage_has_megatron_files_and_held_out_sets_too(
-    s3_server: S3Server, serve: Serve
-) -> None:
-    s3_server.make_bucket("sets")
-    settings = {"storage": dict(s3_server.storage_settings), "cache": False}
-    for name in ("train", "val"):
-        s3_server.put("sets", f"data/{name}.bin", IDS.astype("<u2").tobytes())
-        s3_server.put("sets", f"data/{name}.idx", megatron_idx([3000], 2, 8))
-        s3_server.put("sets", f"parts/{name}/0.bin", IDS.astype("<u2").tobytes())
-    for refused in refusals(serve("s3://sets/data", **settings)):
-        assert (
-            "name s3://sets/data/*train*.bin or s3://sets/data/*val*.bin, or s3://sets/data/*.bin"
-            in str(refused)
-        )
-    for refused in refusals(serve("s3://sets/parts", **settings)):
-        assert "has the folders train, val: name one of them, such as s3://sets/parts/train" in str(
-            refused
-        )
-    assert np.array_equal(
-        epoch(serve("s3://sets/data/*train*.bin", **settings)), IDS.reshape(-1, LENGTH)
-    )
-    for refused in refusals(serve("s3://sets/parts/train", **settings)):
-        assert "`dtype` is missing" in str(refused), "no index beside it"
 
 
 ARRIVES = {

@@ -51,11 +51,23 @@ def test_a_chain_hands_results_on_and_writes_the_last_into_the_batch() -> None:
         assert out.tobytes() == wanted
 
 
+def test_a_chain_may_end_with_fields_of_many_lengths() -> None:
+    chain = Chain([("double", Doubled())], SOURCE)
+    assert chain.ragged == ["twice"]
+    assert chain.scratch() == {}
+    sample = {"text": np.frombuffer(b"abc", np.uint8)}
+    chain.apply(sample, np.random.default_rng(0), {})
+    assert [each.tobytes() for each in chain.made_ragged(sample)] == [b"abcabc"]
+    with pytest.raises(TransformFailed, match=r"double: it makes the shape \[2, 2\] for 'twice'"):
+        chain.made_ragged({"twice": np.zeros((2, 2))})
+    with pytest.raises(TransformFailed, match="double: it makes nothing for 'twice'"):
+        chain.made_ragged({})
+
+
 @pytest.mark.parametrize(
     ("steps", "reason"),
     [
         ([("a", Doubled("jpg"))], r"transforms\[0\] \(a\) needs the field 'jpg'; there are text"),
-        ([("a", Doubled())], r"samples of 'twice' differ in shape \[\*\]"),
         ([("a", Doubled(is_dropped=True)), ("b", CropOrPad("text", 3))], "needs the field 'text'"),
         ([("a", CropOrPad("label", 3))], r"transforms\[0\] \(a\): 'label' is one number"),
         ([("a", CropOrPad("text", 3, value=300))], "value is 300, which is no uint8"),

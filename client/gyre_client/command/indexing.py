@@ -58,18 +58,26 @@ class Indexed:
     Attributes:
         last: The last message about it, which has the totals.
         num_reused: How many shards were not scanned again.
+        measured: Of how many shards the transformed samples were measured; None without transforms
+            that need it.
         changes: What happened to each shard, by its name: a key of `_MEANINGS`, or "kept".
     """
 
     last: pb.IndexProgress = field(default_factory=pb.IndexProgress)
     num_reused: int = 0
+    measured: pb.MeasuringProgress | None = None
     changes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, progress: Iterable[pb.IndexProgress], bar: ProgressBar) -> "Indexed":
         """Returns the finished index; until then, the bar shows the progress."""
         indexed = cls()
-        for indexed.last in progress:
+        for each in progress:
+            if each.HasField("measured"):
+                indexed.measured = each.measured
+                bar.update(each.measured.shards_done, each.num_shards, "measured")
+                continue
+            indexed.last = each
             indexed.num_reused += indexed.last.reused
             indexed.changes[indexed.last.shard] = _CHANGES.get(indexed.last.change, "indexed")
             samples = f"{indexed.last.num_samples:,} samples" if indexed.last.num_samples else ""
@@ -83,6 +91,7 @@ class Indexed:
             "num_shards": self.last.num_shards,
             "num_reused": self.num_reused,
             "num_samples": self.last.num_samples,
+            "num_measured": self.measured.shards_done if self.measured else 0,
             "shards": self.changes,
             "fingerprint": self.last.fingerprint,
             "fingerprint_before": self.last.fingerprint_before or None,
@@ -103,6 +112,9 @@ class Indexed:
             ("fingerprint", self.last.fingerprint),
             ("cursors", self._cursors(counts["changed"])),
         ]
+        if its := self.measured:
+            text = f"of {its.shards_done:,} shards, {its.num_reused:,} of them measured before"
+            pairs.append(("lengths", text))
         rows = [
             (name, _MEANINGS[change])
             for name, change in sorted(self.changes.items())

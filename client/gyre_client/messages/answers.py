@@ -76,10 +76,12 @@ def check_plan(response: pb.PlanStepResponse, request: pb.PlanStepRequest) -> No
 
 
 def checked_progress(messages: Iterable[pb.IndexProgress]) -> Iterator[pb.IndexProgress]:
-    """Yields the messages about an index; each is about another shard, so they come to an end.
+    """Yields the messages about an index, which come to an end.
+
+    Each is about another shard; behind them, as many and one more may be about measuring.
 
     Raises:
-        DaemonFault: There are more than shards, or the number of shards changes or can be none; or
+        DaemonFault: There are more than that, or the number of shards changes or can be none; or
             what was removed comes before the end.
     """
     num_shards = num_chars = 0
@@ -88,7 +90,7 @@ def checked_progress(messages: Iterable[pb.IndexProgress]) -> Iterator[pb.IndexP
         _check_count("the dataset's num_shards", progress.num_shards, 1, _MAX_SHARDS)
         num_chars += len(progress.shard)
         if (
-            number > num_shards
+            number > (2 * num_shards + 1 if progress.HasField("measured") else num_shards)
             or progress.num_shards != num_shards
             or num_chars > _MAX_NAMES_CHARS
             or (progress.removed and number != num_shards)

@@ -33,7 +33,8 @@ def _packed(dataset: Dataset, rule: CostRule) -> Callable[[Int64Array], Float64A
 
 
 def _ragged(dataset: Dataset, rule: CostRule) -> Callable[[Int64Array], Float64Array]:
-    stored = stored_fields(dataset.index.fields if dataset.transforms else dataset.fields)
+    index = dataset.sized
+    stored = stored_fields(index.fields if dataset.transforms else dataset.fields)
     ragged = [spec.name for spec in stored if spec.ragged]
     if rule.field not in ragged:
         there = f"there are {', '.join(ragged)}" if ragged else "this dataset has none"
@@ -45,6 +46,6 @@ def _ragged(dataset: Dataset, rule: CostRule) -> Callable[[Int64Array], Float64A
     num_bytes = max(stored[column].element_bytes, 1)
 
     def costs_of(sample_ids: Int64Array) -> Float64Array:
-        return rule.cost(dataset.index.locate(sample_ids).tensor_bytes[:, column] // num_bytes)
+        return rule.cost(index.locate(sample_ids).tensor_bytes[:, column] // num_bytes)
 
     return costs_of

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from gyre_daemon.config import DatasetConfig
+from gyre_daemon.config import DatasetConfig, PackConfig
 from gyre_daemon.datasets.checks.linting import LintProgress, lint_dataset
 from gyre_daemon.datasets.checks.replacement import CorruptReports
 from gyre_daemon.datasets.dataset import Dataset, Prefix
@@ -223,7 +223,15 @@ class Catalog:
                 names the first.
         """
         dataset = await self._open_documents(name, config)
-        return await self._packed.of(dataset, config.pack) if config.pack else dataset
+        return await self.packed(dataset, config.pack) if config.pack else dataset
+
+    async def packed(self, documents: Dataset, config: PackConfig) -> Dataset:
+        """The packed sequences of an open dataset.
+
+        Raises:
+            InvalidRequest: its samples cannot be packed so.
+        """
+        return await self._packed.of(documents, config)
 
     async def _open_documents(self, name: str, config: DatasetConfig) -> Dataset:
         """The open dataset, as it is without packing."""

@@ -17,7 +17,7 @@ class PackedDatasets:
     """Packs each dataset once in each way; the last few are kept."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, PackConfig], Dataset] = {}
+        self._kept: dict[tuple[str, str, PackConfig], Dataset] = {}
         self._lock = asyncio.Lock()
 
     async def of(self, documents: Dataset, config: PackConfig) -> Dataset:
@@ -26,14 +26,14 @@ class PackedDatasets:
         Raises:
             InvalidRequest: as `packing.pack`.
         """
-        key = documents.fingerprint, config
+        key = documents.fingerprint, documents.transforms, config
         async with self._lock:
             found = self._kept.pop(key, None)
             if found is None or found.storage is not documents.storage:
                 packed = await asyncio.to_thread(
-                    pack, documents.index, documents.fields, documents.corrupt, config
+                    pack, documents.sized, documents.fields, documents.corrupt, config
                 )
-                fingerprint = packed.fingerprint(documents.fingerprint)
+                fingerprint = packed.fingerprint(documents.fingerprint, documents.transforms)
                 found = replace(
                     documents,
                     packed=packed,

@@ -77,9 +77,15 @@ class Packed:
             "use the order `full` or `sequential`"
         )
 
-    def fingerprint(self, documents: str) -> str:
-        """The identity of the packed data, from that of its documents."""
-        said = json.dumps([documents, PACKING_VERSION, asdict(self.config)], sort_keys=True)
+    def fingerprint(self, documents: str, transforms: str) -> str:
+        """The identity of the packed data, from that of its documents and what is done to them."""
+        parts = [
+            documents,
+            PACKING_VERSION,
+            asdict(self.config),
+            *([transforms] if transforms else []),
+        ]
+        said = json.dumps(parts, sort_keys=True)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 

@@ -37,11 +37,14 @@ class PackedRows:
         documents: int64 [n], the document of each part.
         lengths: int64 [n], its tokens.
         bounds: int64 [R + 1], the first part of each sequence, and n.
+        begins: int64 [n], the token of its document at which each part begins; None where all begin
+            at 0.
     """
 
     documents: Int64Array
     lengths: Int64Array
     bounds: Int64Array
+    begins: Int64Array | None = None
 
     def which(self, begin: int, end: int) -> slice:
         """The parts of the sequences `[begin, end)`."""
@@ -51,7 +54,8 @@ class PackedRows:
         """The sequences `[begin, end)`."""
         some = self.which(begin, end)
         bounds = self.bounds[begin : end + 1] - some.start
-        return PackedRows(self.documents[some], self.lengths[some], bounds)
+        begins = None if self.begins is None else self.begins[some]
+        return PackedRows(self.documents[some], self.lengths[some], bounds, begins)
 
     @property
     def filled(self) -> Int64Array:
@@ -65,22 +69,27 @@ class PackedRows:
         return before - np.repeat(before[self.bounds[:-1]], np.diff(self.bounds))
 
 
+def rows_of(packed: Packed, plan: GroupPlan) -> PackedRows:
+    """The parts of all sequences of a plan."""
+    sequences = packed.sequences
+    numbers, bounds = sequences.parts_of(plan.sample_ids.reshape(-1))
+    documents, lengths = sequences.documents[numbers], sequences.lengths[numbers].astype(np.int64)
+    begins = None if sequences.begins is None else sequences.begins[numbers]
+    return PackedRows(documents, lengths, bounds, begins)
+
+
 def locate_packed(
     index: SampleIndex, packed: Packed, plan: GroupPlan
 ) -> tuple[PackedRows, Extents]:
     """The parts of all sequences of a plan, and where they lie in storage."""
-    numbers, bounds = packed.sequences.parts_of(plan.sample_ids.reshape(-1))
-    sequences, column = packed.sequences, slice(packed.column, packed.column + 1)
-    rows = PackedRows(
-        sequences.documents[numbers], sequences.lengths[numbers].astype(np.int64), bounds
-    )
+    rows, column = rows_of(packed, plan), slice(packed.column, packed.column + 1)
     found = index.locate(rows.documents)
     start, size = found.start[:, column], found.size[:, column]
     lengths = (rows.lengths * packed.stored.dtype.itemsize)[:, None]
     if packed.config.overlong in ("split", "truncate"):
         size = lengths
-        if sequences.begins is not None:
-            start = start + sequences.begins[numbers][:, None] * packed.stored.dtype.itemsize
+        if rows.begins is not None:
+            start = start + rows.begins[:, None] * packed.stored.dtype.itemsize
     absent = None if found.absent is None else found.absent[:, column]
     return rows, Extents(found.shard, start, size, lengths, absent)
 

@@ -17,6 +17,7 @@ from gyre_daemon.datasets.indexing.changes import Change
 from gyre_daemon.datasets.lengths import LengthHistogram
 from gyre_daemon.fetching.batch_group import BatchGroup
 from gyre_daemon.fetching.layout import BatchLayout
+from gyre_daemon.fetching.measuring import Measuring
 from gyre_daemon.fetching.timing import BatchTiming
 from gyre_daemon.monitoring.exposition import Census
 from gyre_daemon.monitoring.lately import Lately
@@ -115,6 +116,16 @@ def from_progress(progress: IndexProgress) -> pb.IndexProgress:
         removed=progress.removed,
         was_appended=progress.was_appended,
     )
+
+
+def from_measuring(measuring: Measuring) -> pb.IndexProgress:
+    """The progress after more shards were measured, which follows that of indexing."""
+    measured = pb.MeasuringProgress(
+        shards_done=measuring.num_done,
+        num_reused=measuring.num_reused,
+        shard=measuring.shard,
+    )
+    return pb.IndexProgress(num_shards=measuring.num_shards, measured=measured)
 
 
 def from_lint_progress(progress: LintProgress) -> pb.LintProgress:

@@ -17,6 +17,7 @@ from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.chunks.cost import estimate_all
 from gyre_daemon.datasets.lengths import LengthHistogram, length_histograms
 from gyre_daemon.errors import GyreError, InvalidRequest, LeaseExpired, NotAllowed
+from gyre_daemon.fetching.measuring import Measurer
 from gyre_daemon.order.planner import check_ranks, planner_for
 from gyre_daemon.order.steps import BatchPlan
 from gyre_daemon.runtime.audit import audit_event
@@ -51,6 +52,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         policy: Policy,
         copy_workers: CopyWorkers,
         transforms: Transforms,
+        measurer: Measurer,
         prefetch_batches: int,
         drain: Callable[[], float],
     ) -> None:
@@ -63,6 +65,7 @@ class LoaderService(pb_grpc.LoaderServicer):
             policy: tells what each caller may do.
             copy_workers: counted in the status.
             transforms: makes datasets whose samples are transformed.
+            measurer: finds how long these samples are.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
             drain: lets the daemon stop, and returns the seconds until it does at the latest.
         """
@@ -71,7 +74,9 @@ class LoaderService(pb_grpc.LoaderServicer):
         self._callers = callers
         self._policy = policy
         self._copy_workers = copy_workers
-        self._opener = SessionOpener(catalog, sessions, policy, transforms, prefetch_batches)
+        self._opener = SessionOpener(
+            catalog, sessions, policy, transforms, measurer, prefetch_batches
+        )
         self._drain = drain
         self._started = time.monotonic()
 
@@ -103,7 +108,7 @@ class LoaderService(pb_grpc.LoaderServicer):
         dataset = await self._opener.open_dataset(name, config, declared)
         lengths: Sequence[LengthHistogram] = ()
         if request.lengths:
-            lengths = await asyncio.to_thread(length_histograms, dataset.index, dataset.fields)
+            lengths = await asyncio.to_thread(length_histograms, dataset.sized, dataset.fields)
         return convert.from_dataset(dataset, lengths)
 
     @answers_errors
@@ -124,6 +129,8 @@ class LoaderService(pb_grpc.LoaderServicer):
         async with contextlib.aclosing(indexing):
             async for progress in indexing:
                 yield convert.from_progress(progress)
+        async for measuring in self._opener.measuring(name, config):
+            yield convert.from_measuring(measuring)
 
     @answers_errors
     async def LintDataset(
@@ -142,7 +149,12 @@ class LoaderService(pb_grpc.LoaderServicer):
         caller = self._callers.identify(context)
         order, world_size = requests.to_order(request.order), request.world_size or 1
         check_ranks(order, request.rank, world_size)
-        dataset = await self._catalog.open(*self._opener.resolve(request.dataset, caller))
+        name, config = self._opener.resolve(request.dataset, caller)
+        rule = requests.to_balance(request.order)
+        if config.pack or rule:  # what transforms make may decide the order
+            dataset = await self._opener.open_dataset(name, config, None)
+        else:
+            dataset = await self._catalog.open(name, config)
         order = requests.fitted(order, request.order, dataset)
         if order.global_batch_size // world_size > _MAX_PLANNED_SAMPLES:
             raise InvalidRequest(
@@ -154,7 +166,6 @@ class LoaderService(pb_grpc.LoaderServicer):
                 f"step {request.step} lies beyond any training; positions end at 2**62"
             )
         stages = requests.to_stages(request.stages)
-        rule = requests.to_balance(request.order)
         balance = balance_of(dataset, rule) if rule else None
 
         def plan() -> tuple[BatchPlan, float | None]:

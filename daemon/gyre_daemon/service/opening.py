@@ -1,7 +1,9 @@
 """From a request to an open session, as far as its caller may have it."""
 
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from gyre_protos.v1 import loader_pb2 as pb
 
@@ -11,6 +13,7 @@ from gyre_daemon.config import DatasetConfig
 from gyre_daemon.datasets.catalog import Catalog
 from gyre_daemon.datasets.dataset import Dataset
 from gyre_daemon.errors import InvalidRequest, NotAllowed, UnknownDataset
+from gyre_daemon.fetching.measuring import Measurer, Measuring
 from gyre_daemon.order.cursor import joined_at
 from gyre_daemon.order.planner import Order
 from gyre_daemon.service import requests
@@ -31,6 +34,7 @@ class SessionOpener:
         sessions: SessionTable,
         policy: Policy,
         transforms: Transforms,
+        measurer: Measurer,
         prefetch_batches: int,
     ) -> None:
         """Open nothing yet.
@@ -40,12 +44,14 @@ class SessionOpener:
             sessions: gets the sessions.
             policy: tells what each caller may do.
             transforms: makes datasets whose samples are transformed.
+            measurer: finds how long these samples are.
             prefetch_batches: the window of a session that asks for none; 0 for the default.
         """
         self._catalog = catalog
         self._sessions = sessions
         self._policy = policy
         self._transforms = transforms
+        self._measurer = measurer
         self._prefetch_batches = prefetch_batches
 
     async def open(self, owner: Principal, request: pb.OpenSessionRequest) -> Session:
@@ -67,7 +73,9 @@ class SessionOpener:
         dataset = await self.open_dataset(name, config, declared)
         order = requests.fitted(order, request.order, dataset, request.cursor)
         order = self._joined(owner, request, order, dataset)
-        stored = dataset.source if isinstance(dataset, TransformedDataset) else dataset
+        stored = dataset
+        if isinstance(dataset, TransformedDataset) and not dataset.packed:
+            stored = dataset.stored
         cursor = await Resumption(self._catalog, name, config, stored).cursor(
             order,
             request.cursor,
@@ -99,7 +107,7 @@ class SessionOpener:
     async def open_dataset(
         self, name: str, config: DatasetConfig, declared: pb.TransformList | None
     ) -> Dataset:
-        """An open dataset, with its samples transformed.
+        """An open dataset: its samples transformed, measured where they differ in length, packed.
 
         Args:
             name: from `resolve`.
@@ -107,16 +115,48 @@ class SessionOpener:
             declared: the client's transforms; None for those of the dataset's definition.
 
         Raises:
-            GyreError: as `Catalog.open` and `Transforms.apply`.
+            GyreError: as `Catalog.open`, `Transforms.apply` and `Measurer.measured`.
         """
-        dataset = await self._catalog.open(name, config)
         tables = config.transforms if declared is None else requests.to_transforms(declared)
-        if dataset.packed and tables:
+        if not tables:
+            return await self._catalog.open(name, config)
+        dataset = await self._transformed(name, config, tables, by_client=declared is not None)
+        pack = config.pack
+        if pack and pack.field not in [spec.name for spec in dataset.made_ragged]:
+            there = ", ".join(spec.name for spec in dataset.made_ragged) or "none"
             raise InvalidRequest(
-                "the samples of a packed dataset cannot be transformed; ask for no transforms, or "
-                "for the documents without `pack`"
+                f"`pack` names the field {pack.field!r:.100}, which the transforms do not make; of "
+                f"those whose samples differ in length they make {there}; name one of these, or "
+                "leave the transforms out"
             )
-        return await self._transforms.apply(dataset, tables, by_client=declared is not None)
+        if dataset.made_ragged:
+            dataset = await self._measurer.measured(dataset)
+        return await self._catalog.packed(dataset, pack) if pack else dataset
+
+    async def measuring(self, name: str, config: DatasetConfig) -> AsyncIterator[Measuring]:
+        """Measure the samples of a dataset under the transforms of its definition.
+
+        Nothing is yielded where these need no measuring.
+
+        Raises:
+            GyreError: as `open_dataset`.
+        """
+        if config.transforms:
+            dataset = await self._transformed(name, config, config.transforms, by_client=False)
+            if dataset.made_ragged:
+                async for measuring in self._measurer.progress(dataset):
+                    yield measuring
+
+    async def _transformed(
+        self,
+        name: str,
+        config: DatasetConfig,
+        tables: Sequence[Mapping[str, Any]],
+        *,
+        by_client: bool,
+    ) -> TransformedDataset:
+        documents = await self._catalog.open(name, replace(config, pack=None))
+        return await self._transforms.apply(documents, tables, by_client=by_client)
 
     def resolve(self, ref: pb.DatasetRef, caller: Principal) -> tuple[str, DatasetConfig]:
         """The dataset that a request names; one that its caller may not read does not exist.

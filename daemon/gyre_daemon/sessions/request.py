@@ -150,8 +150,8 @@ class SessionRequest:
         stages, num_corrupt = self.cursor.stages, len(dataset.corrupt)
         least_epoch = stages[0].num_samples if stages else None
         return (
-            max_batch_bytes(dataset.index, num_samples, num_corrupt, dataset.fields, least_epoch),
-            max_metadata_bytes(dataset.index, num_samples),
+            max_batch_bytes(dataset.sized, num_samples, num_corrupt, dataset.fields, least_epoch),
+            max_metadata_bytes(dataset.sized, num_samples),
         )
 
     def _in_groups(self, batch_bytes: int, part: int) -> int:

@@ -1,12 +1,15 @@
 """A chain of transforms at work; pure. Runs in worker processes."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gyre_daemon.transforms.transform import Cost, Field, Sample, Transform
 
 _COSTS: Sequence[Cost] = ("light", "heavy", "slow")
+_MAX_RAGGED = 16  # the lengths of all samples of a portion must fit into one answer
 
 
 class TransformFailed(Exception):
@@ -27,6 +30,7 @@ class Chain:
 
     Attributes:
         made: the fields of the batch that they make.
+        ragged: the names of those whose samples differ in length.
         passed: the fields that samples had before and that no transform makes or drops.
         read: the fields of the source that some transform reads.
         cost: of one sample, that of its most expensive transform.
@@ -41,7 +45,7 @@ class Chain:
 
         Raises:
             ValueError: a transform needs a field that is not there, or the batch would have a field
-                whose samples differ in shape.
+                whose samples differ in more than the first length.
         """
         fields = dict(source)
         origin: dict[str, int] = {}  # the last transform that makes a field
@@ -65,11 +69,17 @@ class Chain:
             origin |= dict.fromkeys(made, place)
         self.made = {name: fields[name] for name in origin}
         for name, field in self.made.items():
-            if None in field.shape:
+            if None in field.shape[1:]:
                 raise ValueError(
                     f"the samples of {name!r:.100} differ in shape {_shown(field)}; end with a "
                     "transform that gives them one, such as random_resized_crop or crop_or_pad"
                 )
+        self.ragged = [name for name, field in self.made.items() if None in field.shape]
+        if len(self.ragged) > _MAX_RAGGED:
+            raise ValueError(
+                f"{len(self.ragged)} fields differ in length; at most {_MAX_RAGGED} of a batch may"
+            )
+        self._origin = {name: steps[place][0] for name, place in origin.items()}
         self.passed = [name for name in source if name in fields and name not in origin]
         self.read = [name for name in source if name in read]
         costs: list[Cost] = [transform.cost for _, transform in steps]
@@ -85,13 +95,13 @@ class Chain:
         Args:
             sample: its stored fields; it is changed.
             rng: seeded for the sample.
-            out: the memory of each field of `made`.
+            out: the memory of each field of `made` but the ragged ones, which `sample` has then.
 
         Raises:
             TransformFailed: names the transform.
         """
         for name, transform, last_for in self._steps:
-            own = {key: out[key] for key in last_for}
+            own = {key: out[key] for key in last_for if key in out}
             try:
                 transform.apply(sample, rng, own)
             except MemoryError as error:
@@ -102,6 +112,33 @@ class Chain:
                 raise TransformFailed(name, f"{type(error).__name__}: {error}") from error
             sample.update(own)
 
+    def scratch(self) -> Sample:
+        """Memory for `out` where nobody wants what is made."""
+        made = self.made.items()
+        return {
+            name: np.empty([length or 0 for length in field.shape], field.dtype)
+            for name, field in made
+            if name not in self.ragged
+        }
 
-def _shown(field: Field) -> str:
+    def made_ragged(self, sample: Sample) -> list[npt.NDArray[Any]]:
+        """Each ragged field of a sample to which the chain was applied.
+
+        Raises:
+            TransformFailed: one is not what its transform declares.
+        """
+        found = []
+        for name in self.ragged:
+            value, shape = sample.get(name), self.made[name].shape
+            if value is None or value.shape[1:] != shape[1:] or value.ndim != len(shape):
+                what = "nothing" if value is None else f"the shape {_shown(value)}"
+                raise TransformFailed(
+                    self._origin[name],
+                    f"it makes {what} for {name!r:.100}, and declares {_shown(self.made[name])}",
+                )
+            found.append(value)
+        return found
+
+
+def _shown(field: Field | npt.NDArray[Any]) -> str:
     return f"[{', '.join('*' if length is None else str(length) for length in field.shape)}]"

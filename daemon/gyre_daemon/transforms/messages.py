@@ -1,8 +1,9 @@
 """What the daemon and its worker processes say to each other.
 
 A request is one packet: the head, and for `DESCRIBE` a `Recipe`. `TRANSFORM` brings the descriptor
-of an exchange, in which a `Portion` lies, too. Each is answered by one packet, a `Described` or
-a `Done`. Answers may come from a process that hostile bytes have taken over.
+of an exchange, in which a `Portion` lies, too. So does `MEASURE`, which makes nothing and tells how
+long the samples would be. Each is answered by one packet, a `Described` or a `Done`. Answers may
+come from a process that hostile bytes have taken over.
 """
 
 import struct
@@ -26,6 +27,7 @@ class Kind(IntEnum):
 
     DESCRIBE = 1
     TRANSFORM = 2
+    MEASURE = 3
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -65,11 +67,11 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class MadeField(msgspec.Struct, frozen=True):
-    """A field that a chain makes; all its samples have this shape."""
+    """A field that a chain makes; where the first length is None, samples differ in it."""
 
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     dtype: Annotated[str, Meta(max_length=10)]
-    shape: Annotated[tuple[_Length, ...], Meta(max_length=_MAX_DIMS)]
+    shape: Annotated[tuple[_Length | None, ...], Meta(max_length=_MAX_DIMS)]
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -79,6 +81,7 @@ class Described(msgspec.Struct, frozen=True):
         error: why there can be none; empty if there can.
         versions: of its transforms.
         made, passed, read, cost: see `Chain`.
+        random: the places of the transforms that may draw random numbers.
     """
 
     error: str = ""
@@ -87,6 +90,7 @@ class Described(msgspec.Struct, frozen=True):
     passed: list[str] = []
     read: list[str] = []
     cost: Cost = "heavy"
+    random: list[int] = []
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -110,12 +114,22 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """Where a field of n samples goes in an exchange: one behind the other from an offset on."""
+    """Where a field of n samples goes in an exchange: one behind the other from an offset on.
+
+    Attributes:
+        name: of the field.
+        dtype: of its elements.
+        shape: of one sample, or of one element if samples differ in length.
+        offset: in bytes.
+        ends: int64 [n + 1], the element at which each sample begins, and the end of the last; empty
+            if samples do not differ in length.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    ends: bytes = b""
 
 
 class Portion(msgspec.Struct, frozen=True):
@@ -127,7 +141,7 @@ class Portion(msgspec.Struct, frozen=True):
         sample_ids: int64 [n].
         epochs: int64 [n].
         inputs: what the chain reads.
-        outputs: what it makes.
+        outputs: what it makes; empty where it is only measured.
     """
 
     recipe: bytes
@@ -139,19 +153,21 @@ class Portion(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The answer to `TRANSFORM`.
+    """The answer to `TRANSFORM` and `MEASURE`.
 
     Attributes:
         failed: the sample of the portion that could not be transformed; -1 if all were.
         transform: which one refused it.
         reason: why.
         cpu_s: processor time that it took.
+        lengths: to `MEASURE`, int32 [n, R], the elements of each field in which samples differ.
     """
 
     failed: int = -1
     transform: str = ""
     reason: str = ""
     cpu_s: float = 0.0
+    lengths: bytes = b""
 
 
 RECIPE_DECODER = msgspec.msgpack.Decoder(Recipe)

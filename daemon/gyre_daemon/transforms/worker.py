@@ -69,7 +69,8 @@ def answer(connection: socket.socket) -> None:
         if kind == Kind.DESCRIBE:
             reply: Described | Done = worker.describe(packet[HEAD.size :])
         else:
-            reply = worker.transform(descriptors[0], slice(start, stop), range(begin, end))
+            where, numbers = slice(start, stop), range(begin, end)
+            reply = worker.transform(Kind(kind), descriptors[0], where, numbers)
         connection.send(ENCODER.encode(reply))
 
 
@@ -87,8 +88,7 @@ class _Worker:
             steps, source = _made(RECIPE_DECODER.decode(recipe))
             chain = Chain(steps, source)
             made = [
-                MadeField(name, field.dtype.str, tuple(length for length in field.shape if length))
-                for name, field in chain.made.items()
+                MadeField(name, field.dtype.str, field.shape) for name, field in chain.made.items()
             ]
         except (ConfigError, ValueError) as error:
             return Described(str(error)[:_MAX_REASON_CHARS])
@@ -96,10 +96,11 @@ class _Worker:
             text = f"the transforms cannot be made: {type(error).__name__}: {error}"
             return Described(text[:_MAX_REASON_CHARS])
         versions = [transform.version for _, transform in steps]
-        return Described("", versions, made, chain.passed, chain.read, chain.cost)
+        random = [place for place, (_, transform) in enumerate(steps) if transform.is_random]
+        return Described("", versions, made, chain.passed, chain.read, chain.cost, random)
 
-    def transform(self, descriptor: int, where: slice, numbers: range) -> Done:
-        """Transform some samples of the portion that lies in an exchange."""
+    def transform(self, kind: Kind, descriptor: int, where: slice, numbers: range) -> Done:
+        """Transform or measure some samples of the portion that lies in an exchange."""
         began_s = time.process_time()
         memory = self._mapped(descriptor)
         portion = PORTION_DECODER.decode(memoryview(memory)[where])
@@ -108,14 +109,23 @@ class _Worker:
         except ConfigError as error:
             return Done(numbers.start, reason=str(error)[:_MAX_REASON_CHARS])
         samples = _Samples(portion, memory)
+        scratch = chain.scratch() if kind == Kind.MEASURE else None
+        lengths = []
         for number in numbers:
             sample_id, epoch = samples.identity(number)
             rng = self._generators.of(portion.seed, epoch, sample_id)
+            sample = samples.stored(number)
             try:
-                chain.apply(samples.stored(number), rng, samples.out(number))
+                chain.apply(sample, rng, samples.out(number) if scratch is None else scratch)
+                ragged = chain.made_ragged(sample)
+                if scratch is None:
+                    samples.put_ragged(number, ragged)
+                else:
+                    lengths.append([len(each) for each in ragged])
             except TransformFailed as error:
                 return Done(number, error.name, error.reason[:_MAX_REASON_CHARS])
-        return Done(cpu_s=time.process_time() - began_s)
+        cpu_s = time.process_time() - began_s
+        return Done(cpu_s=cpu_s, lengths=np.array(lengths, "<i4").tobytes())
 
     def _mapped(self, descriptor: int) -> mmap.mmap:
         """The memory of an exchange, which is mapped once."""
@@ -139,8 +149,11 @@ class _Samples:
         self._epochs = np.frombuffer(portion.epochs, np.int64)
         self._inputs = [_InputColumn(each, memory) for each in portion.inputs]
         self._outputs = [
-            (each.name, _rows(each, len(self._ids), memory)) for each in portion.outputs
+            (each.name, _rows(each, len(self._ids), memory))
+            for each in portion.outputs
+            if not each.ends
         ]
+        self._ragged = [_RaggedColumn(each, memory) for each in portion.outputs if each.ends]
 
     def identity(self, number: int) -> tuple[int, int]:
         return int(self._ids[number]), int(self._epochs[number])
@@ -150,6 +163,10 @@ class _Samples:
 
     def out(self, number: int) -> Sample:
         return {name: rows[number, ...] for name, rows in self._outputs}
+
+    def put_ragged(self, number: int, values: list[np.ndarray[Any, Any]]) -> None:
+        for column, value in zip(self._ragged, values, strict=True):
+            column.put(number, value)
 
 
 class _InputColumn:
@@ -169,6 +186,27 @@ class _InputColumn:
         array = flat.reshape(-1, *shape) if self._is_ragged else flat.reshape(shape)
         array.flags.writeable = False
         return array
+
+
+class _RaggedColumn:
+    """One ragged field that is made of the samples of a portion; their lengths were measured."""
+
+    def __init__(self, field: Output, memory: mmap.mmap) -> None:
+        self._name = field.name
+        self._ends = np.frombuffer(field.ends, np.int64).tolist()
+        shape = (self._ends[-1], *field.shape)
+        self._elements = np.ndarray(shape, np.dtype(field.dtype), memory, field.offset)
+
+    def put(self, number: int, value: np.ndarray[Any, Any]) -> None:
+        begin, end = self._ends[number], self._ends[number + 1]
+        if len(value) != end - begin:
+            raise TransformFailed(
+                "",
+                f"{self._name!r:.100} has {len(value)} elements, and {end - begin} when it was "
+                "measured; lengths must not depend on chance, and a transform that makes others "
+                "than before needs a higher `version`",
+            )
+        self._elements[begin:end] = value
 
 
 def _rows(field: Output, num: int, memory: mmap.mmap) -> np.ndarray[Any, Any]:

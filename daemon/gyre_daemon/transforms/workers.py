@@ -88,14 +88,22 @@ class TransformWorkers:
             return DESCRIBED_DECODER.decode(answer or b"")
         return Described(f"the transforms cannot be loaded: {reason}")
 
-    async def transform(
-        self, exchange: Exchange, request: range, num: int, flow: Flow, cost_s: float, urgency: int
-    ) -> float:
-        """Have the portion in an exchange transformed; return the processor time of that.
+    async def work(
+        self,
+        kind: Kind,
+        exchange: Exchange,
+        request: range,
+        num: int,
+        flow: Flow,
+        cost_s: float,
+        urgency: int,
+    ) -> list[Done]:
+        """Have the portion in an exchange transformed or measured; return the answers.
 
         Where the process dies or hangs, other ones do one sample after the other.
 
         Args:
+            kind: `TRANSFORM` or `MEASURE`.
             exchange: has the stored fields where the portion says.
             request: the bytes of the exchange that are the portion.
             num: of its samples.
@@ -108,10 +116,10 @@ class TransformWorkers:
             Overloaded: no process can be started.
         """
         async with self._line.turn(flow, cost_s, urgency):
-            done, _ = await self._transform(exchange, request, range(num))
+            done, _ = await self._transform(kind, exchange, request, range(num))
             if done is not None:
-                return self._checked(done, num)
-            return sum([await self._alone(exchange, request, each) for each in range(num)])
+                return [self._checked(kind, done, num)]
+            return [await self._alone(kind, exchange, request, each) for each in range(num)]
 
     def close(self) -> None:
         """End all processes; waits until their server has ended."""
@@ -121,30 +129,31 @@ class TransformWorkers:
         self._idle.clear()
         self._server.close()
 
-    async def _alone(self, exchange: Exchange, request: range, number: int) -> float:
+    async def _alone(self, kind: Kind, exchange: Exchange, request: range, number: int) -> Done:
         """Have one sample transformed; one that kills a process is tried once more."""
         reason = ""
         for _ in range(2):
-            done, reason = await self._transform(exchange, request, range(number, number + 1))
+            numbers = range(number, number + 1)
+            done, reason = await self._transform(kind, exchange, request, numbers)
             if done is not None:
-                return self._checked(done, 1)
+                return self._checked(kind, done, 1)
             if reason.startswith("it took"):
                 break
         raise SampleFailed(number, "", reason, is_costly=True)
 
-    def _checked(self, done: Done, num: int) -> float:
+    def _checked(self, kind: Kind, done: Done, num: int) -> Done:
         if done.failed >= 0:
             raise SampleFailed(done.failed, done.transform, done.reason, is_costly=False)
-        self._counts.num_samples += num
+        self._counts.num_samples += num if kind == Kind.TRANSFORM else 0
         self._counts.cpu_s += done.cpu_s
-        return done.cpu_s
+        return done
 
     async def _transform(
-        self, exchange: Exchange, request: range, numbers: range
+        self, kind: Kind, exchange: Exchange, request: range, numbers: range
     ) -> tuple[Done | None, str]:
         """What became of some samples; None and the reason if the process died or hung."""
         ends = request.start, request.stop, numbers.start, numbers.stop
-        packet = HEAD.pack(Kind.TRANSFORM, *ends)
+        packet = HEAD.pack(kind, *ends)
         answer, reason = await self._ask(packet, self._deadline_s, exchange.file.fileno())
         with contextlib.suppress(msgspec.MsgspecError):
             done = DONE_DECODER.decode(answer or b"")

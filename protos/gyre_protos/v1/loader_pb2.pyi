@@ -739,6 +739,7 @@ class IndexProgress(_message.Message):
     FINGERPRINT_BEFORE_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     WAS_APPENDED_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
     shards_done: _builtins.int
     num_shards: _builtins.int
     num_samples: _builtins.int
@@ -759,6 +760,12 @@ class IndexProgress(_message.Message):
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """shards that the dataset has lost since then; with the last shard"""
 
+    @_builtins.property
+    def measured(self) -> Global___MeasuringProgress:
+        """Measuring follows the last shard, where the dataset's transforms make fields whose samples differ in length. Nothing else is set in
+        its messages but num_shards; there are at most num_shards + 1 of them.
+        """
+
     def __init__(
         self,
         *,
@@ -772,14 +779,45 @@ class IndexProgress(_message.Message):
         fingerprint_before: _builtins.str = ...,
         removed: _abc.Iterable[_builtins.str] | None = ...,
         was_appended: _builtins.bool = ...,
+        measured: Global___MeasuringProgress | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "measured", b"measured"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_measured", b"_measured", "change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "measured", b"measured", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done", "was_appended", b"was_appended"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__measured: _TypeAlias = _typing.Literal["measured"]  # noqa: Y015
+    _WhichOneofArgType__measured: _TypeAlias = _typing.Literal["_measured", b"_measured"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__measured) -> _WhichOneofReturnType__measured | None: ...
+
+Global___IndexProgress: _TypeAlias = IndexProgress  # noqa: Y015
+
+@_typing.final
+class MeasuringProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARDS_DONE_FIELD_NUMBER: _builtins.int
+    NUM_REUSED_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    shards_done: _builtins.int
+    """whose samples are measured"""
+    num_reused: _builtins.int
+    """that were measured before"""
+    shard: _builtins.str
+    """the one that was measured last"""
+    def __init__(
+        self,
+        *,
+        shards_done: _builtins.int = ...,
+        num_reused: _builtins.int = ...,
+        shard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "fingerprint", b"fingerprint", "fingerprint_before", b"fingerprint_before", "num_samples", b"num_samples", "num_shards", b"num_shards", "removed", b"removed", "reused", b"reused", "shard", b"shard", "shards_done", b"shards_done", "was_appended", b"was_appended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_reused", b"num_reused", "shard", b"shard", "shards_done", b"shards_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IndexProgress: _TypeAlias = IndexProgress  # noqa: Y015
+Global___MeasuringProgress: _TypeAlias = MeasuringProgress  # noqa: Y015
 
 @_typing.final
 class LintDatasetRequest(_message.Message):

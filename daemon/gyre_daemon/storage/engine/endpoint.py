@@ -26,7 +26,7 @@ from gyre_daemon.monitoring.metrics import (
     RequestKind,
     RequestLabels,
 )
-from gyre_daemon.runtime.fair import FairQueue
+from gyre_daemon.runtime.fair import FairQueue, Flow
 from gyre_daemon.storage.engine.admission import AdmissionQueue
 from gyre_daemon.storage.engine.credential_refresh import CredentialRefresh
 from gyre_daemon.storage.engine.hedges import Hedges
@@ -118,6 +118,15 @@ class Endpoint:
             self._timer = self._loop.call_later(_TICK_S, self._tick)
         self._enqueue(request, is_hedge=False)
 
+    def join(self, request: RangeRequest, flow: Flow, urgency: int) -> None:
+        """Another read needs the same range: it is sent at whichever turn comes first.
+
+        Without that a job would wait for the turns of whoever asked first, whose share may be
+        smaller, or who may not need the range for long.
+        """
+        if request.turns and (flow is not request.flow or urgency < request.urgency):
+            self._ask(request, flow, urgency, is_hedge=False)
+
     def abandon(self, request: RangeRequest) -> None:
         """Nobody needs the range any more."""
         if not request.is_over:
@@ -142,18 +151,26 @@ class Endpoint:
         if not is_hedge and request.credentials.holds(request, time.monotonic()):
             self._refreshing[request.credentials] = None
             return
-        granted = functools.partial(self._granted, request, is_hedge)
-        turn = self.queue.ask(request.flow, 1, request.urgency - is_hedge, granted)
+        self._ask(request, request.flow, request.urgency - is_hedge, is_hedge=is_hedge)
+
+    def _ask(self, request: RangeRequest, flow: Flow, urgency: int, *, is_hedge: bool) -> None:
+        granted = functools.partial(self._granted, request, flow, urgency, is_hedge)
+        turn = self.queue.ask(flow, 1, urgency, granted)
         if turn is None:
             self._send(request, is_hedge=is_hedge)
+        elif is_hedge:
+            request.hedge_turn = turn
         else:
-            request.turn = turn
+            request.turns += (turn,)
 
-    def _granted(self, request: RangeRequest, is_hedge: bool) -> None:
+    def _granted(self, request: RangeRequest, flow: Flow, urgency: int, is_hedge: bool) -> None:
         if request.is_over or (is_hedge and not request.attempts):
             self.queue.release()
-        else:
-            self._send(request, is_hedge=is_hedge)
+            return
+        if not is_hedge:
+            request.leave_queue()
+            request.flow, request.urgency = flow, urgency
+        self._send(request, is_hedge=is_hedge)
 
     def _send(self, request: RangeRequest, *, is_hedge: bool) -> None:
         now = time.monotonic()
@@ -304,8 +321,9 @@ class Endpoint:
         """The range is no longer needed; its attempts in flight are counted with this outcome."""
         request.is_over = True
         del self._live[request]
-        if request.turn:
-            request.turn.cancel()
+        request.leave_queue()
+        if request.hedge_turn:
+            request.hedge_turn.cancel()
         for attempt in request.attempts[:]:
             attempt.sent.cancel()
             self._count(outcome, request, 0)

@@ -128,6 +128,7 @@ class RemoteStorage:
         if shared:
             shared.waiting.append((pending, pieces))
             pending.shared_requests[shared] = None
+            self._endpoint.join(shared.request, reads.flow, reads.urgency)
             if reads.delays:
                 reads.delays.num_joined += 1
             return

@@ -25,7 +25,9 @@ class RangeRequest:
         urgency: among the job's requests the lowest goes first.
         asked_at: when it was needed.
         finish: called once, with the bytes or the error, unless the request is abandoned.
-        turn: its place in the queue, if it waits there.
+        turns: its places in the queue, while it waits there: one for each job that asked for the
+            range in the meantime. The first that is granted is used.
+        hedge_turn: the same for a second attempt beside one in flight.
         attempts: those in flight.
         begun_at: when its first attempt was sent; 0 before.
         last_failure: the response to its last failed attempt.
@@ -46,7 +48,8 @@ class RangeRequest:
     urgency: int
     asked_at: float
     finish: Callable[[bytes, GyreError | None], None] = field(init=False)
-    turn: Turn | None = None
+    turns: tuple[Turn, ...] = ()
+    hedge_turn: Turn | None = None
     attempts: "list[Attempt]" = field(default_factory=list)
     begun_at: float = 0.0
     last_failure: Response | None = None
@@ -69,6 +72,12 @@ class RangeRequest:
     def total_s(self) -> float:
         """Time from the request to the last byte; 0 before."""
         return self.ended_at - self.asked_at if self.ended_at else 0.0
+
+    def leave_queue(self) -> None:
+        """Wait for no turn, but for that of a hedge."""
+        for turn in self.turns:
+            turn.cancel()
+        self.turns = ()
 
     def timing(self) -> RequestDelays:
         """Where the time of a successful request went."""

@@ -1,0 +1,280 @@
+"""Portions: consecutive samples whose stored fields are read together, for one transform worker.
+
+The fields are read into an exchange, which is shared with the worker process. The process writes
+what it makes behind them, or only says how long it would be. So no process that runs code of others
+has an arena mapped.
+"""
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_daemon.datasets.chunks.exchange import Exchange, pages
+from gyre_daemon.datasets.formats import Extents, stored_fields
+from gyre_daemon.errors import CorruptSample
+from gyre_daemon.fetching.batch_group import Ahead, Fetch
+from gyre_daemon.fetching.fetch import Fetcher
+from gyre_daemon.fetching.layout import GroupLayout, LayoutMaker
+from gyre_daemon.order.permutation import Int64Array
+from gyre_daemon.order.steps import GroupPlan
+from gyre_daemon.runtime.fair import FairExecutor, Flow
+from gyre_daemon.storage.delays import Delays
+from gyre_daemon.transforms.declared import TransformedDataset
+from gyre_daemon.transforms.messages import ENCODER, Done, Input, Kind, Output, Portion
+from gyre_daemon.transforms.transform import Cost
+from gyre_daemon.transforms.workers import SampleFailed
+
+# Samples that one process is given at once, and the bytes of their stored and made fields together.
+# With more, a batch is spread over fewer processes; with less, each sample costs more beside its
+# transforms: a portion takes about 1 ms of the daemon.
+_MAX_SAMPLES: dict[Cost, int] = {"light": 512, "heavy": 16, "slow": 1}
+_MAX_PORTION_BYTES = 16 << 20
+# How fast the estimate of a sample's processor time follows what is measured.
+_FOLLOWS = 0.2
+_FIRST_GUESS_S: dict[Cost, float] = {"light": 1e-5, "heavy": 1e-3, "slow": 1e-2}
+# Samples that killed or stopped a process. A stream does not try them again, in no epoch: each
+# would cost it one more deadline.
+_MAX_GIVEN_UP = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Memory outside of arenas that fields are read into; see `Place`.
+
+    Attributes:
+        owner: all memory around it, which stays as long as anything refers to this.
+        memory: the part that they get.
+        address: of its first byte.
+        key: that of no arena, so that no copy worker has it mapped.
+    """
+
+    owner: npt.NDArray[np.uint8]
+    memory: memoryview
+    address: int
+    key: int = 0
+
+    @classmethod
+    def of(cls, memory: npt.NDArray[np.uint8]) -> "Staging":
+        """All of an array."""
+        return cls(memory, memory.data, memory.ctypes.data)
+
+    @property
+    def arena(self) -> "Staging":
+        """See `Place.arena`."""
+        return self
+
+    def lease(self) -> AbstractContextManager[None]:
+        """See `WritableArena.lease`; `owner` keeps the memory."""
+        return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class PortionPlan:
+    """n samples that are read together, to be transformed or measured.
+
+    Attributes:
+        sample_ids: int64 [n].
+        epochs: int64 [n].
+        extents: where they are stored.
+        urgency: among the portions of a job the lowest goes first; the first step of a batch group.
+        lengths: int64 [n, R], the elements of each ragged field that is made; None to measure them.
+    """
+
+    sample_ids: Int64Array
+    epochs: Int64Array
+    extents: Extents
+    urgency: int
+    lengths: Int64Array | None
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def alone(self) -> GroupPlan:
+        """These samples as if they were a batch."""
+        return GroupPlan(self.urgency, self.sample_ids[None], None, self.epochs[:1])
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPortion:
+    """A portion whose stored fields lie in an exchange.
+
+    Attributes:
+        plan: its samples.
+        exchange: the memory.
+        staged: where the stored fields lie in it.
+        made: int64 [M, n + 1], the byte where each sample of each made field begins, and the end of
+            the last.
+        request: the bytes of the encoded `Portion`.
+    """
+
+    plan: PortionPlan
+    exchange: Exchange
+    staged: GroupLayout
+    made: Int64Array
+    request: range
+
+
+class PortionReader:
+    """Reads portions of one dataset for one job, and has them transformed or measured."""
+
+    def __init__(self, dataset: TransformedDataset, threads: FairExecutor, seed: int) -> None:
+        """Read nothing yet.
+
+        Args:
+            dataset: what is read.
+            threads: the daemon's.
+            seed: of the job.
+        """
+        self._dataset, self._seed = dataset, seed
+        self._reader = Fetcher(dataset.source, threads)
+        self._staged = LayoutMaker(dataset.source.fields)
+        self._stored = [spec.name for spec in stored_fields(dataset.source.fields)]
+        self._sample_s = _FIRST_GUESS_S[dataset.cost]
+        self._given_up: dict[int, SampleFailed] = {}
+
+    def cut(self, extents: Extents, lengths: Int64Array | None) -> Iterator[slice]:
+        """Samples, cut into portions.
+
+        Args:
+            extents: where they are stored.
+            lengths: as in `PortionPlan`.
+        """
+        num_bytes = (np.maximum(extents.size, extents.tensor_bytes)).sum(1)
+        for sizes in self._made_bytes(len(num_bytes), lengths):
+            num_bytes = num_bytes + sizes
+        ends, begin = np.cumsum(num_bytes), 0
+        while begin < len(ends):
+            limit = _MAX_PORTION_BYTES + (int(ends[begin - 1]) if begin else 0)
+            fitting = int(np.searchsorted(ends, limit, side="right"))
+            end = max(begin + 1, min(fitting, begin + _MAX_SAMPLES[self._dataset.cost]))
+            yield slice(begin, end)
+            begin = end
+
+    @asynccontextmanager
+    async def read(
+        self, plan: PortionPlan, flow: Flow, ahead: Ahead, delays: Delays
+    ) -> AsyncIterator[ReadPortion]:
+        """Read the stored fields of a portion into an exchange, which is held inside the context.
+
+        Raises:
+            CorruptSample: a sample was given up before, or its stored bytes are damaged.
+            GyreError: as `Fetcher.fill`.
+        """
+        for number, sample_id in enumerate(plan.sample_ids.tolist() if self._given_up else ()):
+            if sample_id in self._given_up:
+                raise self._corrupt(plan, number, self._given_up[sample_id])
+        began = time.monotonic()
+        staged = self._staged.make(plan.alone, plan.extents.tensor_bytes)
+        outputs, made, end = self._outputs(plan, staged)
+        request = ENCODER.encode(self._request(plan, staged, outputs))
+        where = range(end, end + len(request))
+        async with self._dataset.pool.room.hold(where.stop, flow, plan.urgency) as exchange:
+            exchange.memory[where.start : where.stop] = np.frombuffer(request, np.uint8)
+            memory = exchange.memory[: staged.num_bytes]
+            staging = Staging(exchange.memory, memory.data, memory.ctypes.data)
+            own = Delays()
+            fetch = Fetch(plan.alone, plan.extents, staged)
+            await self._reader.fill(fetch, staging, flow, ahead, own)
+            delays.add_requests(own)
+            delays.read_s = max(delays.read_s, time.monotonic() - began)
+            yield ReadPortion(plan, exchange, staged, made, where)
+
+    async def work(self, kind: Kind, portion: ReadPortion, flow: Flow) -> list[Done]:
+        """Have a portion transformed or measured; returns the answers, in the order of the samples.
+
+        Raises:
+            CorruptSample: names shard, sample, offset, transform and reason.
+            Overloaded: no process can be started.
+        """
+        plan, num = portion.plan, len(portion.plan)
+        try:
+            answers = await self._dataset.pool.workers.work(
+                kind,
+                portion.exchange,
+                portion.request,
+                num,
+                flow,
+                self._sample_s * num,
+                plan.urgency,
+            )
+        except SampleFailed as error:
+            if error.is_costly and len(self._given_up) < _MAX_GIVEN_UP:
+                self._given_up[int(plan.sample_ids[error.number])] = error
+            raise self._corrupt(plan, error.number, error) from error
+        cpu_s = sum(each.cpu_s for each in answers)
+        self._sample_s += _FOLLOWS * (cpu_s / num - self._sample_s)
+        return answers
+
+    def _made_bytes(self, num: int, lengths: Int64Array | None) -> Iterator[Int64Array]:
+        """Of each field that is made, int64 [n], the bytes of each sample."""
+        column = 0
+        for spec in self._dataset.made:
+            elements = np.ones(num, np.int64)
+            if spec.ragged and lengths is not None:
+                elements = lengths[:, column]
+                column += 1
+            yield elements * spec.element_bytes
+
+    def _outputs(
+        self, plan: PortionPlan, staged: GroupLayout
+    ) -> tuple[list[Output], Int64Array, int]:
+        """Where the made fields go in the exchange: for the process, as bytes, and their end."""
+        outputs: list[Output] = []
+        made = np.zeros((len(self._dataset.made), len(plan) + 1), np.int64)
+        end = pages(staged.num_bytes)
+        if plan.lengths is None:
+            return outputs, made, end
+        columns = zip(self._dataset.made, self._made_bytes(len(plan), plan.lengths), strict=True)
+        for number, (spec, sizes) in enumerate(columns):
+            ends = np.concatenate(([0], np.cumsum(sizes)))
+            elements = (ends // max(spec.element_bytes, 1)).astype("<i8").tobytes()
+            told = elements if spec.ragged else b""
+            outputs.append(Output(spec.name, spec.dtype.str, spec.shape, end, told))
+            made[number] = end + ends
+            end = pages(end + int(ends[-1]))
+        return outputs, made, end
+
+    def _request(self, plan: PortionPlan, staged: GroupLayout, outputs: list[Output]) -> Portion:
+        source, (batch,) = self._dataset.source.fields, staged.batches
+        begins = {spec.name: spec.offset_bytes for spec in batch.tensors}
+        inputs = []
+        for spec in source:
+            if spec.name not in self._dataset.read:
+                continue
+            if spec.ragged:
+                places = batch.destinations[:, self._stored.index(spec.name)]
+                offsets, sizes = places[:, 0], places[:, 1] - places[:, 0]
+            else:
+                sizes = np.full(len(plan), spec.element_bytes)
+                offsets = begins[spec.name] + np.arange(len(plan)) * spec.element_bytes
+            columns = offsets.astype("<i8").tobytes(), sizes.astype("<i8").tobytes()
+            inputs.append(Input(spec.name, spec.dtype.str, spec.shape, spec.ragged, *columns))
+        ids, epochs = plan.sample_ids.tobytes(), plan.epochs.tobytes()
+        return Portion(self._dataset.recipe, self._seed, ids, epochs, inputs, outputs)
+
+    def _corrupt(self, plan: PortionPlan, number: int, failure: SampleFailed) -> CorruptSample:
+        """The error for a sample that was refused."""
+        dataset, stored = self._dataset, [*self._dataset.read, *self._stored]
+        column = next(self._stored.index(name) for name in stored if name in self._stored)
+        sample_id = int(plan.sample_ids[number])
+        extents = dataset.stored.index.locate(plan.sample_ids[number : number + 1])
+        offset = int(extents.start[0, min(column, extents.start.shape[1] - 1)])
+        shard = dataset.shards[int(extents.shard[0])].name
+        by = failure.transform or " or ".join(dict.fromkeys(dataset.transform_names))
+        return CorruptSample(
+            f"sample {sample_id} of dataset `{dataset.name}` (shard {shard}, byte {offset}) cannot "
+            f"be transformed: {by}: {failure.reason}",
+            {
+                "dataset": dataset.name,
+                "shard": shard,
+                "sample_id": sample_id,
+                "offset": offset,
+                "transform": by,
+                "reason": failure.reason,
+            },
+        )
