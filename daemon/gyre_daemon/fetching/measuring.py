@@ -71,7 +71,11 @@ class Measuring:
 
 
 class Measurer:
-    """Finds the lengths of transformed samples; all jobs of one chain wait for one measuring."""
+    """Finds the lengths of transformed samples; all jobs of one chain wait for one measuring.
+
+    Attributes:
+        threads: the daemon's.
+    """
 
     def __init__(self, sidecars: SidecarStore, threads: FairExecutor) -> None:
         """Measure nothing yet.
@@ -80,7 +84,7 @@ class Measurer:
             sidecars: keep what was measured.
             threads: the daemon's.
         """
-        self._sidecars, self._threads = sidecars, threads
+        self._sidecars, self.threads = sidecars, threads
         self._flow = Flow("measuring")
         self._found: dict[_Key, Measuring] = {}
 
@@ -146,7 +150,7 @@ class Measurer:
         index, num_shards = dataset.source.index, len(dataset.shards)
         counts = await asyncio.to_thread(_samples_of_shards, index, num_shards)
         lengths = np.zeros((index.num_samples, len(dataset.made_ragged)), np.int32)
-        reader = PortionReader(dataset, self._threads, seed=0)
+        reader = PortionReader(dataset, self.threads, seed=0)
         for shard, count in enumerate(counts):
             ids = np.arange(measuring.num_samples, measuring.num_samples + count)
             ids = ids[~np.isin(ids, dataset.corrupt)]
